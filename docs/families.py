@@ -30,25 +30,37 @@ class Checkpoint:
     kv_heads: int
     head_dim: int
     linear: LinearSizes | None = None
+    windowed: int = 0  # layers with a window, not among ``layers``
+    window: int = 0  # tokens
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """The cache's, in bfloat16."""
+        windows = (0,) * self.layers + (self.window,) * self.windowed if self.windowed else ()
+        return CacheGeometry(
+            self.layers, self.heads, self.kv_heads, self.head_dim, 1.0, torch.zeros(0), 1.0, torch.bfloat16,
+            torch.bfloat16, torch.device("cpu"), self.linear, windows,
+        )  # fmt: skip
 
     @property
     def state(self) -> int:
         """Bytes of a sequence's states in linear layers, whatever its length."""
         return 0 if self.linear is None else self.linear.nbytes
 
-    def saved(self, tokens: int) -> float:
-        """The share that a slot saves of what a sequence of this many tokens takes."""
-        slot, full = (self.state + count * self.bytes_per_token for count in (SLOT, tokens))
-        return 1 - slot / full
+    def bytes_of(self, length: int, slot: int | None = None) -> int:
+        """Bytes of a sequence of this length in a full cache, or in a slot of so many tokens; windows in either."""
+        g = self.geometry
+        entries = g.full_entries(length) - (0 if slot is None else g.num_layers * (length - slot))
+        return entries * self.kv_heads * g.bytes_per_entry
+
+    def saved(self, length: int) -> float:
+        """The share that a slot saves of what a sequence of this many tokens takes, windows and states included."""
+        return 1 - (self.state + self.bytes_of(length, SLOT)) / (self.state + self.bytes_of(length))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values in bfloat16."""
-        geometry = CacheGeometry(
-            self.layers, self.heads, self.kv_heads, self.head_dim, 1.0, torch.zeros(0), 1.0, torch.bfloat16,
-            torch.bfloat16, torch.device("cpu"),
-        )  # fmt: skip
-        return self.layers * self.kv_heads * geometry.bytes_per_entry
+        """Bytes of a token's keys and values in the layers that hold every token."""
+        return self.layers * self.kv_heads * self.geometry.bytes_per_entry
 
     @property
     def way(self) -> str:
@@ -69,10 +81,12 @@ CHECKPOINTS = (
     Checkpoint("llama", "Llama-3.1-8B", 32, 32, 8, 128),
     Checkpoint("mistral", "Mistral-7B-v0.3", 32, 32, 8, 128),
     Checkpoint("gemma", "Gemma-7B", 28, 16, 16, 256),
+    Checkpoint("gemma3_text", "Gemma-3-1B", 4, 4, 1, 256, windowed=22, window=512),
     Checkpoint("glm4", "GLM-4-9B-0414", 40, 32, 2, 128),
     Checkpoint("granite", "Granite-3.1-8B", 40, 32, 8, 128),
     Checkpoint("ministral3", "Ministral-3-8B", 34, 32, 8, 128),
     Checkpoint("olmo2", "OLMo-2-7B", 32, 32, 32, 128),
+    Checkpoint("olmo3", "Olmo-3-7B", 8, 32, 32, 128, windowed=24, window=4096),
     Checkpoint("phi3", "Phi-4-mini", 32, 24, 8, 128),
     Checkpoint("smollm3", "SmolLM3-3B", 36, 16, 4, 128),
     Checkpoint("qwen3_moe", "Qwen3-30B-A3B", 48, 32, 4, 128),
@@ -87,18 +101,23 @@ CHECKPOINTS = (
 
 def models_table() -> str:
     """Families by checkpoint, with the memory of a sequence and of a slot."""
-    lengths = (f"full cache of {length:,} tokens, MiB" for length in LENGTHS)
-    saved = (f"saved at {length:,}" for length in LENGTHS)
-    head = ("`model_type`", "checkpoint", "decoder", "KV per token, KiB", *lengths, f"slot of {SLOT} tokens, MiB",
-            "linear states, MiB", *saved)  # fmt: skip
+    head = (
+        "`model_type`", "checkpoint", "decoder", "windows", "KV per token, KiB",
+        *(f"full cache of {length:,} tokens, MiB" for length in LENGTHS),
+        f"slot of {SLOT} tokens, MiB", "linear states, MiB", *(f"saved at {length:,}" for length in LENGTHS),
+    )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for one in CHECKPOINTS:
-        sizes = (f"{tokens * one.bytes_per_token / 2**20:,.0f}" for tokens in (*LENGTHS, SLOT))
+        windows = f"{one.windowed} layers of {one.window:,}" if one.windowed else ""
+        sizes = *(one.bytes_of(length) for length in LENGTHS), one.bytes_of(LENGTHS[-1], SLOT)
         state = f"{one.state / 2**20:,.1f}" if one.state else ""
         saved = (f"{one.saved(length):.0%}".replace("%", " %") for length in LENGTHS)
-        rows.append((one.model_type, one.name, one.way, f"{one.bytes_per_token / 1024:,.0f}", *sizes, state, *saved))
+        row = one.model_type, one.name, one.way, windows, f"{one.bytes_per_token / 1024:,.0f}"
+        rows.append((*row, *(f"{size / 2**20:,.0f}" for size in sizes), state, *saved))
     note = (
-        "In bfloat16, recurrent states in float32. What a slot saves counts the states of linear layers on both sides."
+        "In bfloat16, recurrent states in float32. KV per token is of the layers of full attention. Layers with a "
+        "window hold its tokens, and linear layers their states, with or without a compressor: what a slot saves "
+        "counts both on either side."
     )
     return Table("", head, note, rows).untitled
 

@@ -30,6 +30,11 @@ LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 100, "partial_rotary_factor": 0.75,
 }  # fmt: skip
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+TWO_ROPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WALKED = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -38,10 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": HEAD,
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
     "olmo2": {},
+    "olmo3": {"num_hidden_layers": 4, "layer_types": WINDOWED, "sliding_window": 8},
     "ministral3": {**HEAD, "rope_parameters": YARN},
     "granite": {"logits_scaling": 3.0, "embedding_multiplier": 4.0, "residual_multiplier": 0.3,
                 "attention_multiplier": 0.4},
     "gemma": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "num_hidden_layers": 4, "query_pre_attn_scalar": 24, "layer_types": WINDOWED,
+                    "sliding_window": 8, "rope_parameters": TWO_ROPES},
     # as Phi-4-mini
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 100, "sliding_window": None},
     "glm4": HEAD,

@@ -56,7 +56,7 @@ CORRECTIONS = (
     Arm("SparsityAwareRejection", "naive", ("SparsityAwareRejection",)),
     *(
         Arm(name, "naive", (name,))
-        for name in ("TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "SequenceMaskTIS")
+        for name in ("TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "SequenceMaskTIS", "CIS")
     ),
     Arm("MIS", "naive", ("MIS",), {"loss.denominator": "kept_tokens"}),
     Arm("off-policy masking", "naive", (), {"loss.off_policy_delta": 1e-4}),

@@ -149,7 +149,8 @@ def _update(
         update = StateUpdate(
             MappingProxyType(columns(numbers, size.state_fields)),
             MappingProxyType(head_columns(head_numbers, size.head_state_fields)),
-            lengths, positions, keys, values, cache.prompt_lengths[own], layer, MappingProxyType(asked),
+            lengths, positions, keys, values, cache.prompt_lengths[own], cache.geometry.full_layers[layer],
+            MappingProxyType(asked),
         )  # fmt: skip
         compressor.update_state(update)
 

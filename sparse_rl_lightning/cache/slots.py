@@ -22,6 +22,7 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
 from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.linear_states import LinearStates
+from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import Turn
@@ -135,7 +136,7 @@ class SlotCache:
             entries * (g.num_kv_heads if size.per_head else 1) for entries in size.entries
         ]  # of a head
         # attention probabilities of one step, written by one layer after the other
-        paid = slots * g.num_heads * max(self.most_entries) if size.keeps_probabilities else 0
+        paid = slots * g.num_heads * max(self.most_entries, default=0) if size.keeps_probabilities else 0
         self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
         # the most recent queries of every slot (compressors score with them), and the death step of every token
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
@@ -148,8 +149,9 @@ class SlotCache:
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        # entries of all layers and heads together, by token, after it was fed
+        # entries of all layers of full attention and heads together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
+        self.windows = WindowCache(g, slots, length, self.pools.errors) if g.window else None
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
@@ -160,6 +162,7 @@ class SlotCache:
             "keys and values": [p.keys, p.values],
             "positions": places if self.arenas is None else [*places, *self.arenas.layout],
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
+            "windows": [] if self.windows is None else self.windows.tensors,
             "queries": [self.queries],
             "the eviction record": [self.death],
             "linear attention": [] if self.linear is None else self.linear.tensors,
@@ -170,12 +173,12 @@ class SlotCache:
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values, all capacities times the bytes per entry."""
-        return self.pools.nbytes
+        return self.pools.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
 
     @property
     def most_read(self) -> int:
         """The most entries of a head that attention may read in a step."""
-        return max(self.most_entries)
+        return max([*self.most_entries, 0 if self.windows is None else self.windows.width])
 
     @property
     def can_capture(self) -> bool:
@@ -221,10 +224,8 @@ class SlotCache:
         Returns:
             The result (R, Hq, D), zeros in padding.
         """
-        pools, kind, given = self.layers[layer], self.geometry.query_dtype, projected.dtype
-        if given != kind:  # the norms are the model's, and see what is not rounded yet
-            projected, turn = turn.normalized(projected, self.geometry.num_kv_heads)
-            projected = projected.to(kind)
+        g, pools, given = self.geometry, self.layers[layer], projected.dtype
+        projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
         # `seen` without the row for padding: ops know padding by slot -1
         query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *turn)
         return self._attend(layer, slots, query, probs).to(given)
@@ -289,6 +290,8 @@ class SlotCache:
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and positions (R,) that these slots feed next."""
         positions = self.seen[places]
+        if self.windows is not None:
+            self.windows.begin_step(self.seen[:-1])
         return self.tokens[places, positions], positions
 
     def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
@@ -381,8 +384,8 @@ class SlotCache:
             size = self.lengths[:, chosen.places] + self._room(room, chosen.places)
             self.arenas.move(chosen.places, size, chosen.width, self.state_pool)
 
-    def save(self, slot: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Copy everything that one slot holds, for :meth:`restore`.
+    def save(self, slot: int, length: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Copy everything that a slot holds after ``length`` tokens, for :meth:`restore`.
 
         ``held`` (L), the entries of each head if the host knows them, saves a wait for the device.
         """
@@ -392,6 +395,7 @@ class SlotCache:
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
         content |= {} if self.linear is None else self.linear.save(slot)
+        content |= {} if self.windows is None else self.windows.save(slot, length)
         return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
 
     def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
@@ -409,11 +413,15 @@ class SlotCache:
             getattr(self, name)[slot] = content[name]
         if self.linear is not None:
             self.linear.restore(slot, content)
+        if self.windows is not None:
+            self.windows.restore(slot, content)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
         if self.arenas is not None:
             self.arenas.lay_out(slice(None), destinations, self.pools.capacities[:, sources])
+        if self.windows is not None:
+            self.windows.fork(sources, destinations, self.seen[:-1])
         # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, sources, destinations, self.queries, self.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
@@ -430,9 +438,10 @@ class SlotCache:
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
         if held is None or self.arenas is not None:
-            rows, live = gather_heads(self.pools.offsets[:, slot], lengths, int(lengths.max()))
+            width = int(lengths.max()) if len(lengths) else 0  # no layers where all have windows
+            rows, live = gather_heads(self.pools.offsets[:, slot], lengths, width)
             return rows[live]
-        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, max(held))
+        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, max(held, default=0))
         count = sum(held) * self.geometry.num_kv_heads
         return rows.flatten()[torch.nonzero_static(live.flatten(), size=count).squeeze(1)]
 

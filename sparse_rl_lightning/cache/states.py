@@ -129,7 +129,8 @@ def _state(
         token_ids=cache.tokens[slots[:, None, None], positions.clamp(0, cache.tokens.shape[1] - 1)],
         prompt_lengths=cache.prompt_lengths[slots], queries=queries, query_positions=query_positions,
         sequence_keys=cache.sequence_keys[slots], prompt_keys=cache.prompt_keys[slots],
-        layer_index=layer, scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
+        layer_index=layer if layer is SEVERAL else g.full_layers[layer],
+        scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
         state={} if numbers is None else columns(numbers, size.state_fields),
         head_state={} if head_numbers is None else head_columns(head_numbers, size.head_state_fields),
     )  # fmt: skip

@@ -22,6 +22,8 @@ from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.windows import layer_windows
+from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import causal_attention, named_attention, register
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
@@ -32,7 +34,10 @@ RECORD = "sparse_rl_record"
 def gather_statistics(
     model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
 ) -> QueryStatistics:
-    """Statistics of all queries of ``sequences``, from plain forward passes with full attention.
+    """Statistics of all queries of ``sequences``, from plain forward passes.
+
+    Only those of layers of full attention mean anything where others have a sliding window: the rotation of those may
+    be another one, and no compressor reads them.
 
     Args:
         model: The policy.
@@ -45,6 +50,7 @@ def gather_statistics(
     """
     geometry = CacheGeometry.of(model)
     total: list[QueryMoments] = []
+    windows = layer_windows(model.config)
     positions = torch.arange(sequences.shape[1], device=geometry.device)
     for start in range(0, len(sequences), batch_size):
         ids = sequences[start : start + batch_size].to(geometry.device)
@@ -52,7 +58,7 @@ def gather_statistics(
         queries: list[Tensor] = []
         with eval_mode(model), named_attention(model, RECORD):
             # padding is on the right, where no token sees it
-            model.get_decoder()(input_ids=ids, use_cache=False, recorded_queries=queries)
+            model.get_decoder()(input_ids=ids, use_cache=False, recorded_queries=(queries, windows))
         moments = [
             QueryMoments(_still(q, positions, geometry), positions.expand_as(mask), mask, geometry.inv_freq)
             for q in queries
@@ -68,9 +74,15 @@ def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tenso
     return still
 
 
-def _record(queries: list[Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _record(
+    recorded: tuple[list[Tensor], tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    queries, windows = recorded
     queries.append(query)
-    return causal_attention(query, key, value, scale)
+    if not windows or not 0 < windows[layer] < key.shape[2]:
+        return causal_attention(query, key, value, scale)
+    death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + windows[layer]
+    return death_attention(query, key, value, death.expand(key.shape[:3]), scale)
 
 
 register(RECORD, "recorded_queries", _record)

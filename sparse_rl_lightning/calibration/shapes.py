@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.policies.admission import LINEAR
+from sparse_rl_lightning.policies.windows import LINEAR
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ class Turn(NamedTuple):
         query, key = normalize(query, self.query_norm, self.epsilon), normalize(key, self.key_norm, self.epsilon)
         return torch.cat([query, key, value], dim=1), Turn(self.cos, self.sin)
 
+    def rounded(self, projected: Tensor, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Turn]:
+        """The heads rounded to another type, after their norms: those are the model's, and see what is not rounded."""
+        if projected.dtype == dtype:
+            return projected, self
+        projected, turn = self.normalized(projected, num_kv_heads)
+        return projected.to(dtype), turn
+
 
 def append(
     pools: KVPools,

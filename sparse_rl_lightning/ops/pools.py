@@ -40,7 +40,7 @@ class KVPools:
     def ragged(cls, capacities: Tensor, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Self:
         """Empty pools, heads one after the other in the order of capacities (L, S, H) or (S, H), int32 on the CPU."""
         ends = capacities.flatten().cumsum(0)
-        keys = torch.zeros(int(ends[-1]), head_dim, dtype=dtype, device=device)
+        keys = torch.zeros(int(capacities.sum()), head_dim, dtype=dtype, device=device)
         offsets = (ends - capacities.flatten()).view(capacities.shape).to(device)
         return cls(
             keys=keys,

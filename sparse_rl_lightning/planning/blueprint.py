@@ -26,7 +26,7 @@ from sparse_rl_lightning.policies.lora import LoraPolicy, add_adapter
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
 
 FAMILIES = {"qwen2.5": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
-"""Configurations of the models in :data:`~sparse_rl_lightning.calibration.SHAPES`, by the beginning of their names."""
+"""Configurations of the models in ``calibration.SHAPES``, by the beginning of their names."""
 
 
 @dataclass(frozen=True)

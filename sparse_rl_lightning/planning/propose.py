@@ -143,7 +143,7 @@ def configuration(plan: Plan, output: str, command: str, folder: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in head) + body
 
 
-def _word(value: bool | None) -> str:
+def _word(value: bool | str | None) -> str:
     return "null" if value is None else str(value).lower()
 
 

@@ -45,7 +45,7 @@ def passes(job: Job) -> float:
     """Forward passes that one pass over the rollout costs, backward and what is computed again counted as such."""
     rows = job.sequences // job.steps_per_generation
     in_parts = job.learner.packs and job.micro_batch.rows < rows
-    again = job.learner.gradient_checkpointing + in_parts
+    again = bool(job.learner.gradient_checkpointing) + in_parts
     return (3 if job.blueprint.adapters is None else 2) + again
 
 

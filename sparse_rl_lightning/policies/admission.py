@@ -1,9 +1,9 @@
 """Which models can be rolled out: by what their layers are, not by their name.
 
-A model needs attention with keys and values of heads in a cache of its own, rotary positions (or none in some layers),
-and frequencies that stay as they are while a sequence grows. Layers of a hybrid may instead be linear attention with a
-state of fixed size, which nothing is evicted from. What a configuration does not show,
-:mod:`~sparse_rl_lightning.rollout.engine.decoders.agreement` finds before the first rollout.
+A model needs attention, over everything or a window, with keys and values of heads in a cache of its own, rotary
+positions (or none in some layers), and frequencies that stay as they are while a sequence grows. Layers of a hybrid
+may instead be linear attention with a state of fixed size, which nothing is evicted from. What a configuration does not
+show, :mod:`~sparse_rl_lightning.rollout.engine.decoders.agreement` finds before the first rollout.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import LogitScaling, output_head
 from sparse_rl_lightning.policies.replaced import check_reachable
+from sparse_rl_lightning.policies.windows import GROWING, LINEAR, layer_windows, rope_of, rotation_of
 
 TESTED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "glm4", "glm4_moe", "granite", "ministral3", "mixtral", "olmo2",
-    "olmoe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "glm4", "glm4_moe", "granite", "ministral3",
+    "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+    "smollm3",
 )  # fmt: skip
 """Model types that the tests of this library roll out, replay and train."""
-WORKS = f"Tested are {', '.join(TESTED)}; others of full attention may work, see docs/models.md."
-GROWING = ("dynamic", "longrope")
-"""Rotary types whose frequencies change when a sequence outgrows the original context."""
-LINEAR = "linear_attention"
-"""The type of a layer that keeps a recurrent state in place of keys and values."""
+WORKS = f"Tested are {', '.join(TESTED)}; others may work, see docs/models.md."
 STATE = ("layer_idx", "conv_dim", "conv_kernel_size", "num_v_heads", "head_k_dim", "head_v_dim")
 """Attributes of transformers' gated delta networks that say how large their states are."""
 
@@ -84,22 +82,12 @@ def cache_layer(module: Any) -> int:
     return index - types[:index].count(LINEAR)
 
 
-def check_window(model: PreTrainedModel, longest: int) -> None:
-    """Refuse sequences that a sliding window would cut, or on whose length the rotary frequencies depend.
+def check_length(model: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences on whose length the rotary frequencies depend.
 
-    Eviction and replay support full attention only. ``longest`` is the number of tokens of the longest sequence,
-    prompt and completion.
+    ``longest`` is the number of tokens of the longest sequence, prompt and completion.
     """
-    types = getattr(model.config, "layer_types", None)
-    slides = getattr(model.config, "use_sliding_window", True) if types is None else "sliding_attention" in types
-    window: int | None = getattr(model.config, "sliding_window", None) if slides else None
-    if window is not None and longest > window:
-        raise UserError(
-            f"{type(model).__name__} uses sliding-window attention (sliding_window={window}), and sequences of up to "
-            f"{longest} tokens exceed the window: only full attention can be evicted from. Keep prompt and completion "
-            "within the window, or choose a full-attention model such as Qwen2, Qwen3 or Llama."
-        )
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope = rope_of(model.config)
     kind, own = rope.get("rope_type"), getattr(model.config, "max_position_embeddings", None)
     original = rope.get("original_max_position_embeddings") or own
     if kind in GROWING and original is not None and longest > original:
@@ -110,6 +98,20 @@ def check_window(model: PreTrainedModel, longest: int) -> None:
         )
 
 
+def check_full_layers(model: PreTrainedModel, longest: int, method: str) -> None:
+    """Refuse a method that chooses among the tokens of full attention for a model whose windows leave no such layer.
+
+    ``longest`` is the number of tokens of the longest sequence, ``method`` the name of the method.
+    """
+    windows = layer_windows(model.config)
+    if windows and all(windows) and longest > max(windows):
+        raise UserError(
+            f"{type(model).__name__} has a sliding window in every layer (sliding_window={max(windows)}), and "
+            f"sequences of up to {longest} tokens exceed it: no layer is left for {method}, since windows are fixed. "
+            "Use FullKV, which stores no more than the windows, or keep prompt and completion within the window."
+        )
+
+
 def _is_attention(module: Any) -> bool:
     return hasattr(module, "layer_idx") and hasattr(module, "scaling")
 
@@ -117,6 +119,24 @@ def _is_attention(module: Any) -> bool:
 def _has_state(layer: Any) -> bool:
     own = getattr(layer, "linear_attn", None)
     return own is not None and all(hasattr(own, name) for name in STATE)
+
+
+def _foreign(module: Any, first: Any) -> str:
+    """What an attention does that rollouts do not reproduce, in words; empty if nothing."""
+    if hasattr(module, "kv_lora_rank"):
+        return "its attention is latent (MLA), so there are no heads to evict from"
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        return "its attention has learned sinks, which the rollout's kernels do not know"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return f"its attention caps logits (attn_logit_softcapping={module.attn_logit_softcapping})"
+    if module.scaling != first.scaling:
+        return "its layers scale attention differently"
+    return ""
+
+
+def _hidden_windows(config: Any, attention: list[Any]) -> list[int]:
+    windows = layer_windows(config) or (0,) * len(attention)
+    return [i for i, module in enumerate(attention) if getattr(module, "sliding_window", None) and not windows[i]]
 
 
 def _obstacle(model: PreTrainedModel) -> str:
@@ -132,15 +152,10 @@ def _obstacle(model: PreTrainedModel) -> str:
     attention = attention_modules(model)
     if sorted(module.layer_idx for module in attention + linear) != list(range(config.num_hidden_layers)):
         return f"its layers are not numbered from 0 to {config.num_hidden_layers - 1}"
-    for module in attention:
-        if hasattr(module, "kv_lora_rank"):
-            return "its attention is latent (MLA), so there are no heads to evict from"
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            return "its attention has learned sinks, which the rollout's kernels do not know"
-        if getattr(module, "attn_logit_softcapping", None) is not None:
-            return f"its attention caps logits (attn_logit_softcapping={module.attn_logit_softcapping})"
-        if module.scaling != attention[0].scaling:
-            return "its layers scale attention differently"
-    if getattr(getattr(decoder, "rotary_emb", None), "inv_freq", None) is None:
-        return "its positions are not rotary ones with frequencies that all layers share"
+    if reason := next(filter(None, (_foreign(module, attention[0]) for module in attention)), ""):
+        return reason
+    if hidden := _hidden_windows(config, attention):
+        return f"its layers {hidden} have sliding windows of which layer_types of its configuration says nothing"
+    if rotation_of(getattr(decoder, "rotary_emb", None))[0] is None:
+        return "its positions are not rotary ones with frequencies that all layers of full attention share"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.policies.admission import GROWING, attention_modules, check_supported, linear_modules
+from sparse_rl_lightning.policies.admission import attention_modules, check_supported, linear_modules
+from sparse_rl_lightning.policies.windows import binding_windows, rope_of, rotation_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class LinearSizes:
 class CacheGeometry:
     """The properties of a model that its cache depends on: sizes, types, and the rotary frequencies for compressors."""
 
-    num_layers: int  # layers with keys and values; linear ones have none
+    num_layers: int  # of full attention, which are evicted from; windowed and linear ones are not among them
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -56,6 +58,36 @@ class CacheGeometry:
     kv_dtype: torch.dtype  # type that keys and values are stored in
     device: torch.device
     linear: LinearSizes | None = None  # of a hybrid's other layers
+    windows: tuple[int, ...] = ()  # tokens that each attention layer sees, 0 for all; empty if all layers see all
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """The numbers of the ``num_layers`` layers of full attention among all layers with attention."""
+        return tuple(i for i, own in enumerate(self.windows or (0,) * self.num_layers) if not own)
+
+    @cached_property
+    def window_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with a window among all layers with attention."""
+        return tuple(i for i, own in enumerate(self.windows) if own)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The place of each attention layer among the layers of its kind, full or with a window."""
+        return {layer: place for kind in (self.full_layers, self.window_layers) for place, layer in enumerate(kind)}
+
+    @property
+    def depth(self) -> int:
+        """The number of layers with keys and values, of either kind."""
+        return len(self.windows) or self.num_layers
+
+    @property
+    def window(self) -> int:
+        """The tokens that layers with a window see, 0 without such layers."""
+        return max(self.windows, default=0)
+
+    def full_entries(self, length: int) -> int:
+        """The entries of a KV head in all layers together, after so many tokens, if only windows forget."""
+        return self.num_layers * length + len(self.window_layers) * min(length, self.window)
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -68,38 +100,42 @@ class CacheGeometry:
         return 2 * self.head_dim * self.kv_dtype.itemsize
 
     @classmethod
-    def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> CacheGeometry:
+    def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None, longest: int = 0) -> CacheGeometry:
         """Read the geometry from a supported causal language model of transformers.
 
-        Keys and values are stored in ``kv_dtype``, by default the type that the model computes in.
+        Keys and values are stored in ``kv_dtype``, by default the type that the model computes in. ``longest`` is the
+        number of tokens of the longest sequence: windows in all layers count only beyond their own length.
         """
         check_supported(model)
-        config, rotary, attention = model.config, model.get_decoder().rotary_emb, attention_modules(model)
+        config, attention = model.config, attention_modules(model)
+        windows = binding_windows(config, longest)
+        inv_freq, attention_scaling = rotation_of(model.get_decoder().rotary_emb)
+        assert inv_freq is not None
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         return cls(
-            num_layers=len(attention),
+            num_layers=len(attention) - sum(own > 0 for own in windows),
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
             scale=attention[0].scaling,
-            # a longer sequence, elsewhere, may have changed the others in place
-            inv_freq=rotary.original_inv_freq if rotary.rope_type in GROWING else rotary.inv_freq,
-            attention_scaling=rotary.attention_scaling,
+            inv_freq=inv_freq,
+            attention_scaling=attention_scaling,
             dtype=dtype,
             kv_dtype=kv_dtype or dtype,
             device=weight.device,
             linear=LinearSizes.of(model, dtype),
+            windows=windows,
         )
 
 
 def model_sizes(model: PreTrainedModel, geometry: CacheGeometry) -> ModelSizes:
     """What weights of a compressor depend on."""
     g = geometry
-    return ModelSizes(g.num_layers, g.num_kv_heads, g.head_dim, model.config.get_text_config().hidden_size)
+    return ModelSizes(g.depth, g.num_kv_heads, g.head_dim, model.config.get_text_config().hidden_size)
 
 
 def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch.dtype | None:
@@ -121,7 +157,7 @@ def context_length(config: Any) -> int | None:
     ``factor`` times as far as the original context. Llama 3's scaling is already part of its own number.
     """
     own: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = rope_of(config)
     kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
     if own is None or kind not in ("linear", "dynamic", "yarn", "llama3"):
         return own

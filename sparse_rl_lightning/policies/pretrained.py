@@ -13,7 +13,13 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.admission import WORKS
@@ -33,10 +39,13 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
+            _check_plain(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
+        except UserError as error:
+            raise UserError(f"{where} {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
             raise UserError(f"{where} cannot be loaded. {_reason(path, error)}") from error
         try:
@@ -51,6 +60,18 @@ def load_pretrained(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
     return model, tokenizer
+
+
+def _check_plain(path: str) -> None:
+    """Refuse weights that are quantized in the folder, unless transformers can load them as numbers."""
+    config: Any = PreTrainedConfig.get_config_dict(path)[0]
+    held = config.get("quantization_config") if isinstance(config, dict) else None
+    method = held.get("quant_method") if isinstance(held, dict) else held
+    if held and method != "mxfp4":
+        raise UserError(
+            f"holds quantized weights (quant_method={method!r}), which cannot be trained. Give the folder of the full "
+            "weights; LoraPolicy(quantization='nf4') holds them in 4 bits, for sampler and learner alike."
+        )
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

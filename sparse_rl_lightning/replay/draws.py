@@ -22,6 +22,7 @@ from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
 from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.admission import attention_modules
+from sparse_rl_lightning.policies.windows import deaths_by_layer, recorded_layers
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import attention_implementation, register
@@ -71,7 +72,8 @@ class _Watch:
 
     compressor: Drawn
     rollout: Rollout
-    death: Tensor  # (L, B, H, T)
+    death: Tensor | list[Tensor]  # (B, H, T) of each of the model's layers
+    places: dict[int, int]  # of the layers that are evicted from, in the record
     events: Events
     known: Tensor | None  # (S, L, H, M) positions in the order drawn
     found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
@@ -94,15 +96,17 @@ class _Watch:
 
     def see(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Score the events of a layer from its queries, keys and values (B, ., T, D), rotated."""
+        if layer not in self.places:  # it has a window
+            return
         if not len(self.events.rows):
-            self.found.append((query.new_zeros(0, key.shape[1]), self.death.new_zeros(0, key.shape[1], 0)))
+            self.found.append((query.new_zeros(0, key.shape[1]), self.death[layer].new_zeros(0, key.shape[1], 0)))
             return
         state, died = self._state(layer, query, key, value, scale)
         logits = self.compressor.logits(state)
         if self.known is None:
             order = _drawn_order(logits.detach(), died, state)
         else:
-            order = _entries_of(self.known[:, layer], state)
+            order = _entries_of(self.known[:, self.places[layer]], state)
         positions = state.positions.gather(-1, order.clamp(min=0)).masked_fill(order < 0, -1)
         self.found.append((ordered_logprob(logits, order), positions.to(torch.int32)))
 
@@ -191,9 +195,10 @@ def draw_statistics(
         ValueError: If there is nothing to replay.
     """
     evictions = replayable(model, rollout)
-    death, events = evictions.death, Events.of(evictions)
+    death, events = deaths_by_layer(model.config, evictions), Events.of(evictions)
+    places = {layer: place for place, layer in enumerate(recorded_layers(model.config, evictions))}
     known = None if draws is None else draws.order[events.rows, events.places]
-    watch = _Watch(compressor, rollout, death, events, known)
+    watch = _Watch(compressor, rollout, death, places, events, known)
     with attention_implementation(model, DRAWS), watch.watching(model):
         logprobs, entropy = sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, draws=watch, routing=rollout.routing, **head

@@ -1,7 +1,8 @@
 """Exact replay: the learner sees what the sampler saw, in one parallel and differentiable pass.
 
 Eviction is permanent, so one number per (layer, KV head, token), its death, determines who could see it. Under the
-mask ``key <= query < death`` the learner's log-probabilities equal the sampler's to float precision.
+mask ``key <= query < death`` the learner's log-probabilities equal the sampler's to float precision. In a layer with a
+sliding window of W tokens death is ``key + W``, which no record has to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.admission import check_length
+from sparse_rl_lightning.policies.windows import deaths_by_layer
 from sparse_rl_lightning.records import EvictionRecord, Rollout
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 
@@ -30,7 +32,7 @@ def replay_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float
 
     Raises:
         ValueError: If the rollout has no record of its evictions, or a sequence was drawn by several versions of
-            the policy (partial rollouts), or exceeds the model's sliding window.
+            the policy (partial rollouts), or exceeds the context beyond which frequencies change.
     """
     return replay_statistics(model, rollout, temperature)[0]
 
@@ -46,11 +48,11 @@ def replay_statistics(
 
     Arguments and errors are those of :func:`replay_logprobs`, chunks and precision those of ``sequence_logprobs``.
     """
-    evictions = replayable(model, rollout)
+    death = deaths_by_layer(model.config, replayable(model, rollout))
     with attention_implementation(model, REPLAY):
         return sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
-            rollout.routing, death=evictions.death,
+            rollout.routing, death=death,
         )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def replayable(model: PreTrainedModel, rollout: Rollout) -> EvictionRecord:
             f"Sequences {rows} were drawn by several versions of the policy (partial rollouts): no replay reproduces "
             "them. Replay the others, rollout[indices], or switch partial rollouts off."
         )
-    check_window(model, rollout.sequences.shape[1])
+    check_length(model, rollout.sequences.shape[1])
     return rollout.evictions
 
 

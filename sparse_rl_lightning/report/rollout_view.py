@@ -37,7 +37,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | Tensor)
 def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
     """The share (B, T) of all layers' KV heads that still had each token, from 0, evicted, to 1, kept everywhere.
 
-    It is taken at the token ``query`` that attends, the last one by default; later tokens count as evicted.
+    The layers are those of the record, without those that have a sliding window. The share is taken at the token
+    ``query`` that attends, the last one by default; later tokens count as evicted.
     """
     at = evictions.length - 1 if query is None else query
     held = (evictions.death > at).float().mean(dim=(0, 2))
@@ -45,7 +46,7 @@ def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
 
 
 def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
-    """The share of all layers' KV heads in which each query sees each key.
+    """The share of the KV heads of all layers in the record in which each query sees each key.
 
     Args:
         evictions: Record of B sequences.

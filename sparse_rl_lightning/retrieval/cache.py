@@ -193,9 +193,15 @@ class PagedCache(SlotCache):
         return self.read[slot, prompt_length:end].sum()
 
 
-def check_retriever(retriever: Retriever, compressor: Compressor, num_layers: int, kv_dtype: torch.dtype) -> None:
+def check_retriever(retriever: Retriever, compressor: Compressor, geometry: CacheGeometry) -> None:
     """Refuse combinations that a retriever cannot work with, by name."""
     name, other = type(retriever).__name__, type(compressor).__name__
+    num_layers, kv_dtype = geometry.num_layers, geometry.kv_dtype
+    if geometry.windows:
+        raise UserError(
+            f"{name} does not know layers with a sliding window, which this model has (sliding_window="
+            f"{geometry.window}). Use a compressor, such as SnapKV, without a retriever."
+        )
     if retriever.num_dense_layers >= num_layers:
         raise UserError(
             f"{name}: num_dense_layers={retriever.num_dense_layers} leaves none of the model's {num_layers} layers to "

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import attention_modules, check_window
+from sparse_rl_lightning.policies.admission import attention_modules, check_full_layers, check_length
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.hooks import attention_implementation
 from sparse_rl_lightning.retrieval.attention import RETRIEVAL, LearnerPages
@@ -48,7 +48,8 @@ def retrieval_logprobs(
             "This rollout was compressed besides (rollout.kv.stored is below rollout.kv.full), so that its pages were "
             "not those of its tokens. Only a sampler with FullKV and a retriever can be followed."
         )
-    check_window(model, rollout.sequences.shape[1])
+    check_length(model, rollout.sequences.shape[1])
+    check_full_layers(model, rollout.sequences.shape[1], type(retriever).__name__)
     pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=len(attention_modules(model)))
     with attention_implementation(model, RETRIEVAL):
         found = sequence_logprobs(

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_window
+from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
@@ -182,7 +182,7 @@ def check_prompts(
                 f"that exceeds the model's context of {context} tokens. Drop long prompts or lower "
                 "max_completion_length."
             )
-    check_window(model, longest)
+    check_length(model, longest)
     return found
 
 

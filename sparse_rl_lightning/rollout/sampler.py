@@ -14,6 +14,7 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.admission import check_full_layers
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.policies.routing import Routers
@@ -39,7 +40,7 @@ class RolloutSampler:
     the next call samples with the learner's last update. After an exception or Ctrl-C it can be used again.
 
     Args:
-        model: Causal language model of transformers with full attention and rotary positions (docs/models.md).
+        model: Causal language model of transformers with rotary positions (docs/models.md).
         compressor: Compressor of the cache; default ``FullKV()``, which keeps everything.
         num_slots: Number of sequences decoded at the same time; further ones take the slots of finished ones.
             None gives every sequence its own slot.
@@ -105,7 +106,7 @@ class RolloutSampler:
         self.compressor.build(model_sizes(model, geometry))
         self.retriever = retriever
         if retriever is not None:
-            check_retriever(retriever, self.compressor, geometry.num_layers, geometry.kv_dtype)
+            check_retriever(retriever, self.compressor, geometry)
         self.num_slots = num_slots
         ends = default_end_token_ids(model) if end_token_ids is None else end_token_ids
         self.end_token_ids = check_end_tokens(ends, model.config.vocab_size)
@@ -202,8 +203,12 @@ class RolloutSampler:
         Raises:
             ValueError: If the memory limit does not allow one slot.
         """
-        g, slots = CacheGeometry.of(self.model, self.kv_dtype), min(self.num_slots or num_sequences, num_sequences)
-        length = longest_prompt + params.max_completion_length + steps_past_end(g.device)
+        slots = min(self.num_slots or num_sequences, num_sequences)
+        longest = longest_prompt + params.max_completion_length
+        if self.compressor.evicts or self.retriever is not None:
+            check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
+        g = CacheGeometry.of(self.model, self.kv_dtype, longest)
+        length = longest + steps_past_end(g.device)
         capacities = Trigger(self.compressor, g.num_layers).capacities(longest_prompt, length)
         size, plan = CacheSize.of(self.compressor, g, slots, capacities, length), None
         if self.retriever is not None:

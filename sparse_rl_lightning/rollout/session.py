@@ -95,7 +95,8 @@ class RolloutSession:
             )
         self._broken = True
         with drawing(sampler.model):
-            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype))
+            longest = self.max_prompt_length + self.params.max_completion_length
+            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
             scheduler.parked.clear()  # prompts that were read with other weights are read again
             self._logs.version += 1
             while scheduler.has_unfinished and (
@@ -149,7 +150,7 @@ class RolloutSession:
         slots = {
             slot: {
                 "running": vars(one).copy(),
-                "cache": tensors_to(self.engine.cache.save(slot), "cpu"),
+                "cache": tensors_to(self.engine.cache.save(slot, one.num_fed), "cpu"),
                 "logs": self._logs.save(slot),
             }
             for slot, one in ({} if restart else scheduler.running).items()
@@ -213,6 +214,7 @@ class RolloutSession:
             "truncated sampling": params.truncates,
             "record_routing": self.engine.key.record_routing,
             "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
+            **({"windows": list(g.windows)} if g.windows else {}),
             "kv_dtype": str(g.kv_dtype),
             "type of the queries": str(g.query_dtype),
             "slot capacities": list(size.capacities),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.policies.admission import attention_modules, check_window
+from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout
@@ -67,15 +67,17 @@ def force(
         model: Policy that runs.
         texts: Token ids (B, T).
         prompt_lengths: Number of tokens of each text that are prefilled.
-        compression: Compression of the cache.
+        compression: Compression of the cache, of the model's layers of full attention.
         params: Sampling parameters: the length of completions, and the seed of random eviction.
         note: Function called at every step, including that of the prompts.
         ids: Ids of the sequences, default 0 to B - 1.
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
     """
-    geometry, count = CacheGeometry.of(model), len(texts)
-    length = max(prompt_lengths) + params.max_completion_length
-    check_window(model, texts.shape[1])
+    length, count = max(prompt_lengths) + params.max_completion_length, len(texts)
+    check_length(model, texts.shape[1])
+    if compression.compressor.evicts:
+        check_full_layers(model, length, type(compression.compressor).__name__)
+    geometry = CacheGeometry.of(model, longest=length)
     capacities = compression.trigger.capacities(max(prompt_lengths), length)
     size = CacheSize.of(compression.compressor, geometry, count, capacities, length)
     with drawing(model):
@@ -119,7 +121,8 @@ def forced_rollout(
         logs.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
         logs.note_end(slots, at, at == last[slots])
 
-    compression = Compression(compressor, len(attention_modules(model)))
+    longest = int(prompt_lengths.max()) + params.max_completion_length
+    compression = Compression(compressor, CacheGeometry.of(model, longest=longest).num_layers)
     forced = force(model, texts, prompt_lengths.tolist(), compression, params, note, head_in_float32=head_in_float32)
     return _as_wide(forced, rollout)
 

@@ -172,7 +172,7 @@ SETTINGS = [
          policy=settings(num_hidden_layers=1000000), slow=True),
     Case("heads that do not divide the width", "of another shape", 1, policy=settings(num_attention_heads=3),
          slow=True),
-    Case("quantized, without the package", "requires bitsandbytes", 1, slow=True,
+    Case("quantized weights", "holds quantized weights (quant_method='bitsandbytes')", 1, slow=True,
          policy=settings(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
 ]  # fmt: skip
 
@@ -184,7 +184,7 @@ FITTING = [
     Case("bfloat16 in config.json", TRAINS, 0, policy=settings(dtype="bfloat16"), slow=True),
     Case("a vocabulary smaller than the tokenizer's", "of another shape", 1, policy=settings(vocab_size=8), slow=True),
     Case("pickled adapters beside the weights", "./pol' cannot be loaded.", 1, policy=adapters, slow=True),
-    Case("a sliding window", "sequences of up to 21 tokens exceed the window", 1, slow=True,
+    Case("a sliding window", "sequences of up to 21 tokens exceed it", 1, slow=True,
          policy=settings(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2)),
 ]  # fmt: skip
 

@@ -245,8 +245,8 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
         ),
         ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
         (
-            "cache/slots.py", "projected = projected.to(kind)",
-            "projected = projected.to(kind, non_blocking=slots.max().item())",
+            "cache/slots.py", "projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)",
+            "projected, turn = turn.rounded(projected, slots.max().item(), g.query_dtype)",
         ),
     ],
 )  # fmt: skip

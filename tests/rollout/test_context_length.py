@@ -10,7 +10,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -18,8 +17,8 @@ from transformers import (
 )
 
 from sparse_rl_lightning.compressors import FullKV, SnapKV
-from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.geometry import context_length
+from sparse_rl_lightning.records import NEVER
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import (
     RolloutSampler,
@@ -35,12 +34,6 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 32, "initializer_range": 0.2, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None,
 }  # fmt: skip
 WINDOW = 24
-WINDOWED: dict[str, Any] = {
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, head_dim=16, sliding_window=WINDOW)),
-    "some layers": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
-    ),
-}
 
 
 @pytest.mark.parametrize(
@@ -87,38 +80,31 @@ def test_a_sequence_beyond_the_original_context_is_that_of_generate() -> None:
             generate([[*prompt, *prompt]], *([greedy] if generate == sampler.generate else [range(1)]))
 
 
-@pytest.mark.parametrize("family", WINDOWED)
-def test_a_window_is_refused_only_where_it_binds(family: str) -> None:
-    model: PreTrainedModel = WINDOWED[family]().eval()
+def test_a_window_in_all_layers_is_refused_only_where_it_binds() -> None:
+    """Within it all layers are of full attention; beyond it none is left to evict from or to retrieve in."""
+    model = MistralForCausalLM(MistralConfig(**SMALL, head_dim=16, sliding_window=WINDOW)).eval()
     prompt, fits = torch.randint(3, 64, (WINDOW - 12,)).tolist(), SamplingParams(max_completion_length=12, seed=1)
-    full, small = FullKV(), SnapKV(budget=10, buffer=4, num_sinks=1, window=4)
-    rollout = RolloutSampler(model, full).generate([prompt], fits)
+    small, retriever = SnapKV(budget=10, buffer=4, num_sinks=1, window=4), Quest(16, page_size=4, num_dense_layers=0)
     evicted = RolloutSampler(model, small, num_slots=1).generate([prompt], fits)
     assert int(evicted.completion_lengths) == 12
-    with torch.no_grad():
-        dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
-    torch.testing.assert_close(dense, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert bool((evicted.evictions.death[..., : WINDOW - 4] < NEVER).any(dim=-1).all()), "in all layers"
     torch.testing.assert_close(replay_logprobs(model, evicted), evicted.sampler_logprobs, atol=2e-5, rtol=0)
     forced = forced_rollout(model, evicted, small, seed=1)
     torch.testing.assert_close(forced.sampler_logprobs, evicted.sampler_logprobs, atol=2e-5, rtol=0)
+    paged = RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], fits)
+    retrieved = retrieval_logprobs(model, paged, retriever).logprobs
+    torch.testing.assert_close(retrieved, paged.sampler_logprobs, atol=2e-5, rtol=0)
 
-    refused = rf"{type(model).__name__} uses sliding-window attention \(sliding_window={WINDOW}\), .* up to 25 tokens"
-    longer = SamplingParams(max_completion_length=13, seed=1)
-    sampler = RolloutSampler(model, small, num_slots=1)
-    with pytest.raises(ValueError, match=refused):
-        sampler.generate([prompt], longer)
-    with pytest.raises(ValueError, match=refused):
-        RolloutSession(sampler, longer, 12).add([prompt], range(1))
-    # texts that came from elsewhere
-    twin = type(model)(model.config.__class__(**{**SMALL, "head_dim": 16, "sliding_window": None})).eval()
-    foreign = RolloutSampler(twin, small).generate([prompt], longer)
-    retriever = Quest(16, page_size=4, num_dense_layers=0)
-    paged = RolloutSampler(twin, FullKV(), retriever=retriever).generate([prompt], longer)
-    for use in (
-        lambda: replay_logprobs(model, foreign),
-        lambda: forced_rollout(model, foreign, small),
-        lambda: retrieval_logprobs(model, paged, retriever),
-    ):
+    longer, sampler = SamplingParams(max_completion_length=13, seed=1), RolloutSampler(model, small, num_slots=1)
+    whole = RolloutSampler(model, FullKV()).generate([prompt], longer)
+    for name, use in {
+        "SnapKV": lambda: sampler.generate([prompt], longer),
+        "SnapKV ": lambda: RolloutSession(sampler, longer, 12).add([prompt], range(1)),
+        " SnapKV": lambda: forced_rollout(model, whole, small),
+        "Quest": lambda: RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], longer),
+        " Quest": lambda: retrieval_logprobs(model, whole, retriever),
+    }.items():
+        refused = rf"sliding window in every layer \(sliding_window={WINDOW}\), .* up to 25 tokens .* {name.strip()}"
         with pytest.raises(ValueError, match=refused):
             use()
 

@@ -329,7 +329,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_oss": ({"head_dim": 16, "num_local_experts": 4}, "its attention has learned sinks"),
     "kimi_linear": ({}, r"it has layers of type \['linear_attention'\], and rollouts know full attention, or linear"),
     "deepseek_v3": ({}, r"its attention is latent \(MLA\)"),
-    "gemma3_text": ({"head_dim": 16}, "its positions are not rotary ones with frequencies that all layers share"),
     "gpt2": ({}, "its GPT2Model has no list of layers"),
     "gpt_neox": ({}, "cannot be rolled out"),
     "diffllama": ({}, r"its forward pass called attention in the layers 0, 0, 1, 1, not in \[0, 1\]"),

@@ -43,6 +43,7 @@ class Case:
     architecture: str = "qwen2"
     quantization: Any = None
     is_captured: bool = True
+    window: int = 0  # of all layers but the first
 
 
 CASES = {
@@ -90,6 +91,11 @@ CASES = {
     "8 bits, own forward pass": Case(quantization="int8", options={"decoder": "forward"}),
     "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
     "hybrid": Case(architecture="qwen3_5_text"),
+    "windows": Case(window=8),
+    "windows, own forward pass, in chunks": Case(window=8, options={"decoder": "forward", "max_prefill_tokens": 8}),
+    "windows in a float8 cache": Case(
+        SnapKV(**SMALL, budget_rule=Adaptive()), window=8, options={"kv_dtype": "float8_e4m3fn"}
+    ),
     "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
 }
 
@@ -114,6 +120,14 @@ def adapt(model: PreTrainedModel, quantization: Any) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.03, generator=torch.Generator().manual_seed(0))
+
+
+def windowed(window: int) -> PreTrainedModel:
+    return family(
+        "qwen2", vocab_size=len(TOKENIZER), hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
+        num_hidden_layers=3, initializer_range=0.4, use_sliding_window=True, sliding_window=window,
+        max_window_layers=1,
+    )  # fmt: skip
 
 
 def made(compressor: Compressor | type[Compressor], model: PreTrainedModel) -> Compressor:
@@ -142,7 +156,8 @@ def assert_same(got: Rollout, want: Rollout) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rollout_is_what_it_is_on_the_cpu(name: str) -> None:
     case = CASES[name]
-    model, params, steps = policy(case.architecture), SamplingParams(**{**PARAMS, **case.params}), list[int]()
+    model = windowed(case.window) if case.window else policy(case.architecture)
+    params, steps = SamplingParams(**{**PARAMS, **case.params}), list[int]()
     if case.quantization is not None:
         need(case.quantization)
         adapt(model, case.quantization)

@@ -48,7 +48,8 @@ def allocated(*things: dict[str, Any]) -> int:
 
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
-    own = {name: value for name, value in vars(cache).items() if name != "geometry"}
+    parts = {"": cache} if cache.windows is None else {"": cache, "windows of ": cache.windows}
+    own = {of + name: v for of, part in parts.items() for name, v in vars(part).items() if name != "geometry"}
     if isinstance(cache, PagedCache):
         own |= {"limits_at": vars(cache.limits_at)}
     return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}

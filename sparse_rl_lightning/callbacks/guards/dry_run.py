@@ -186,7 +186,7 @@ class WorstCase:
         self.options, self.sampling = module.generator.options, module.generator.sampling
         self.length = len(self.prompt) + self.sampling.max_completion_length
         self.num_sequences = num_prompts * self.sampling.num_generations
-        self.geometry = CacheGeometry.of(module.policy)
+        self.geometry = CacheGeometry.of(module.policy, longest=self.length)
         self.micro_batch = module.plan(max(1, round(num_prompts / self.options.oversampling))).micro_batch
 
     @property

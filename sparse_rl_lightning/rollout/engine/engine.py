@@ -173,17 +173,20 @@ class Engine:
         Full slots are compressed afterwards by the host, which knows all lengths.
         """
         cache, decoder, compressor = self.cache, self.decoder, self.compression.compressor
-        has_state = cache.size.has_state
+        has_state, windows, places = cache.size.has_state, cache.windows, cache.geometry.places
         # every slot feeds the token it drew last, at the position where it was drawn
         tokens, positions = cache.begin_step(rows.places)
 
         def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+            if windows is not None and cache.geometry.windows[layer]:
+                return windows.append_and_attend(places[layer], rows.slots, cache.seen[:-1], projected, turn)
+            place = places[layer]
             # running state is updated layer by layer, since all layers share the memory of the probabilities
-            probs = cache.probabilities(layer, len(rows.used)) if has_state else None
-            out = cache.append_and_attend(layer, rows.slots, projected, turn, probs)
+            probs = cache.probabilities(place, len(rows.used)) if has_state else None
+            out = cache.append_and_attend(place, rows.slots, projected, turn, probs)
             if has_state:
                 weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
-                self.compression.note_step(cache, layer, rows.used, positions, probs, hidden, weights)
+                self.compression.note_step(cache, place, rows.used, positions, probs, hidden, weights)
             return out
 
         with recording(self.routers) as experts:

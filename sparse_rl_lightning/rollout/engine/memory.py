@@ -160,7 +160,9 @@ def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
         tokens = g.linear.nbytes // (heads * g.bytes_per_entry)
         state = f" ({g.linear.num_layers} layers; as much as keys and values of {tokens:,} tokens)"
     rows = f"{sum(size.entries):,} entries in {g.num_layers} layers x {g.num_kv_heads} KV heads"
+    width, layers = min(g.window, size.max_length), len(g.window_layers)
     return {
+        "windows": f" ({width:,} entries in each of {layers} layers x {g.num_kv_heads} KV heads, with positions)",
         "keys and values": f" ({rows} x 2 x {g.head_dim} x {g.kv_dtype.itemsize} bytes)",
         "queries": f" ({size.num_queries} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x "
         f"{g.query_dtype.itemsize})",

@@ -22,12 +22,14 @@ from sparse_rl_lightning.cache.compression import Compression, Trigger
 from sparse_rl_lightning.cache.linear_states import in_pieces
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.windows import latest
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.routing import Routers, recording
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 
+WINDOW_BLOCK = 256  # queries that attend to a window at the same time, if it is shorter
 HALF = (torch.bfloat16, torch.float16)
 HAS_VARLEN = "num_splits" in signature(varlen_attn).parameters  # else results could depend on the batch
 
@@ -140,43 +142,47 @@ class _Pack:
 
     def __init__(self, cache: SlotCache, decoder: Decoder, compression: Compression, prompts: list[Prefill]) -> None:
         self.cache, self.decoder, self.compression, self.prompts = cache, decoder, compression, prompts
-        self.staged_bytes, ring = 0, cache.size.num_queries
+        self.staged_bytes = 0
         self._lengths = lengths = [len(p.tokens) for p in prompts]
-        starts = [0, *accumulate(lengths)]
-        # tokens whose queries are still in the ring when the prompt ends: row, slot, and place in the ring
-        recent = [
-            (start + position, p.slot, position % ring)
-            for start, p, length in zip(starts, prompts, lengths, strict=False)
-            for position in range(max(0, length - ring), length)
-        ]
-        slots = [p.slot for p in prompts]
-        numbers = [*_rows([p.tokens for p in prompts]), slots, starts, *([one[i] for one in recent] for i in range(3))]
-        self.ids, self.positions, self._places, self._borders, *self._recent = upload(numbers, cache.tokens.device)
+        slots, width = [p.slot for p in prompts], 0 if cache.windows is None else cache.windows.width
+        # tokens whose queries are still in the ring when the prompt ends, and those still in the windows
+        numbers = [
+            *_rows([p.tokens for p in prompts]), slots, [0, *accumulate(lengths)],
+            *latest(lengths, slots, cache.size.num_queries), *latest(lengths, slots, width),
+        ]  # fmt: skip
+        self.ids, self.positions, self._places, self._borders, *both = upload(numbers, cache.tokens.device)
+        self._recent, self._within = both[:3], both[3:]
         self.last = self._borders[1:] - 1  # (P,) rows of last tokens
         self._borders32 = self._borders.to(torch.int32)
 
     def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
-        query, key, value = turn.split(projected, self.cache.geometry.num_kv_heads)
-        out = packed_attention(query, key, value, self._lengths, self._borders32, self.cache.geometry.scale)
+        g, windows = self.cache.geometry, self.cache.windows
+        query, key, value = turn.split(projected, g.num_kv_heads)
+        place, window = g.places[layer], g.windows[layer] if g.windows else 0
+        out = packed_attention(query, key, value, self._lengths, self._borders32, g.scale, window)
+        if windows is not None and window:
+            rows, slots, places = self._within
+            windows.store(place, slots, places, key[rows], value[rows])
+            return out
         start, state = 0, list[Tensor]()
         for prompt in self.prompts if self.cache.size.has_state else ():
             own = slice(start, start + len(prompt.tokens))
             state.append(_no_numbers(self.cache, len(prompt.tokens)))
             piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own])
-            _follow(self, layer, piece, state[-1])
+            _follow(self, place, piece, state[-1])
             start = own.stop
         rows, slots, places = self._recent
         # before the layer is stored: compressors score entries with the queries in the ring
-        self.cache.queries[layer][slots, :, places] = query[rows].to(self.cache.queries.dtype)
+        self.cache.queries[place][slots, :, places] = query[rows].to(self.cache.queries.dtype)
         kind = self.cache.key_pool.dtype
         keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             self._lengths, self._places, self._borders, keys, values,
-            [p.limits[layer] for p in self.prompts], [p.room for p in self.prompts],
+            [p.limits[place] for p in self.prompts], [p.room for p in self.prompts],
             state if self.cache.size.state_fields else None,
         )  # fmt: skip
-        self.compression.store_prompts(self.cache, layer, packed)
+        self.compression.store_prompts(self.cache, place, packed)
         return out
 
 
@@ -187,45 +193,52 @@ class _Chunks:
         self.cache, self.decoder, self.compression, self.prompt = cache, decoder, compression, prompt
         self.start = self.stop = 0  # the chunk
         g = cache.geometry
-        shape = (g.num_layers, g.num_kv_heads, len(prompt.tokens), g.head_dim)
+        shape = (g.depth, g.num_kv_heads, len(prompt.tokens), g.head_dim)
         self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
         self._values = torch.zeros_like(self._keys)
         self._state = [_no_numbers(cache, shape[2]) for _ in range(g.num_layers)]
         self.staged_bytes = self._keys.nbytes + self._values.nbytes
 
     def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
-        query, key, value = turn.split(projected, self.cache.geometry.num_kv_heads)
+        g, windows = self.cache.geometry, self.cache.windows
+        query, key, value = turn.split(projected, g.num_kv_heads)
+        place, window = g.places[layer], g.windows[layer] if g.windows else 0
         own, count = slice(self.start, self.stop), self.stop - self.start
         keys, values = self._keys[layer], self._values[layer]
         # this chunk's rows without the padding behind them join those of the earlier chunks
         keys[:, own], values[:, own] = key[:count].transpose(0, 1), value[:count].transpose(0, 1)
-        out, scale = torch.zeros_like(query), self.cache.geometry.scale
+        out = torch.zeros_like(query)
         seen_keys, seen_values = (t[:, : self.stop].transpose(0, 1) for t in (keys, values))
-        out[:count] = causal_attention(query[:count], seen_keys, seen_values, scale)
+        out[:count] = causal_attention(query[:count], seen_keys, seen_values, g.scale, window)
+        if windows is not None and window:
+            if self.stop == len(self.prompt.tokens):
+                rows, slots, places = upload(latest([self.stop], [self.prompt.slot], windows.width), query.device)
+                windows.store(place, slots, places, seen_keys[rows], seen_values[rows])
+            return out
         if self.cache.size.has_state:
             piece = Piece(self.prompt.slot, query[:count], seen_keys, seen_values, hidden[:count])
-            _follow(self, layer, piece, self._state[layer])
+            _follow(self, place, piece, self._state[place])
         ring = self.cache.size.num_queries
         if ring:
             # only the chunk's last queries can stay in the ring, until later chunks overwrite them
             recent = torch.arange(max(self.start, self.stop - ring), self.stop, device=query.device)
             slot, kind = self.prompt.slot, self.cache.queries.dtype
-            self.cache.queries[layer, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
+            self.cache.queries[place, slot, :, recent % ring] = query[recent - self.start].transpose(0, 1).to(kind)
         # after the last chunk the layer is complete, and goes into the slot like that of a pack of one prompt
         if self.stop == len(self.prompt.tokens):
             kind = self.cache.key_pool.dtype
-            place, borders = upload([[self.prompt.slot], [0, self.stop]], query.device)
+            slots, borders = upload([[self.prompt.slot], [0, self.stop]], query.device)
             packed = PackedPrompts(
-                [self.stop], place, borders, to_stored(keys, kind), to_stored(values, kind),
-                [self.prompt.limits[layer]], [self.prompt.room],
-                [self._state[layer]] if self.cache.size.state_fields else None,
+                [self.stop], slots, borders, to_stored(keys, kind), to_stored(values, kind),
+                [self.prompt.limits[place]], [self.prompt.room],
+                [self._state[place]] if self.cache.size.state_fields else None,
             )  # fmt: skip
-            self.compression.store_prompts(self.cache, layer, packed)
+            self.compression.store_prompts(self.cache, place, packed)
         return out
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], borders: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], borders: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Attention of whole sequences, each causal within itself, in one launch where torch has a kernel for that.
 
@@ -236,6 +249,7 @@ def packed_attention(
         lengths: Lengths (P) of the sequences.
         borders: Rows (P + 1,), int32, where they begin, and the end of the last.
         scale: Factor of the logits.
+        window: Number of tokens that a token sees, itself included; 0 for all before it.
 
     Returns:
         The result (R, Hq, D), zeros in the padding.
@@ -245,27 +259,41 @@ def packed_attention(
         q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
         # one split, so that a sequence's result is the same in any batch
         packed = varlen_attn(
-            q, k, value[:rows], borders, borders, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True,
-            num_splits=1,
+            q, k, value[:rows], borders, borders, longest, longest, scale=scale, window_size=(window - 1, 0),
+            enable_gqa=True, num_splits=1,
         )  # fmt: skip
         assert isinstance(packed, Tensor)
         out[:rows] = packed
         return out
     for start, stop in pairwise([0, *accumulate(lengths)]):
-        out[start:stop] = causal_attention(query[start:stop], key[start:stop], value[start:stop], scale)
+        out[start:stop] = causal_attention(query[start:stop], key[start:stop], value[start:stop], scale, window)
     return out
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of the last tokens of a sequence over all of it: (t, Hq, D) queries on (T, H, D) keys."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0) -> Tensor:
+    """Attention of the last tokens of a sequence over all of it, or a window: (t, Hq, D) queries on (T, H, D) keys."""
+    if 0 < window < len(key):  # no block of queries sees more than its own keys and a window before them
+        block, before = max(window, WINDOW_BLOCK), len(key) - len(query)
+        spans = [(i, min(i + block, len(query))) for i in range(0, len(query), block)]
+        first = [max(0, before + start + 1 - window) for start, _ in spans]
+        parts = [
+            _attention(query[i:j], key[k : before + j], value[k : before + j], scale, window)
+            for (i, j), k in zip(spans, first, strict=True)
+        ]
+        return torch.cat(parts)
+    return _attention(query, key, value, scale, window)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
     kind = query.dtype
     query, key, value = (t.transpose(0, 1).to(value.dtype) for t in (query, key, value))
     length, total = query.shape[1], key.shape[1]
     group = query.shape[0] // key.shape[0]
     mask = None
-    if length < total:
+    if length < total or 0 < window < total:
         index = torch.arange(total, device=query.device)
-        mask = index <= index[total - length :, None]
+        last = index[total - length :, None]
+        mask = (index <= last) & (index > last - window) if window else index <= last
     # each KV head is repeated: the grouped form of torch's attention is slow on the CPU
     key, value = (t.repeat_interleave(group, dim=0)[None] for t in (key, value))
     out = F.scaled_dot_product_attention(query[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
@@ -280,6 +308,6 @@ def _no_numbers(cache: SlotCache, length: int) -> Tensor:
 
 def _follow(attention: _Pack | _Chunks, layer: int, piece: Piece, numbers: Tensor) -> None:
     """Update running numbers (H, T, C) with a piece of a prompt."""
-    compressor = attention.compression.compressor
-    weights = attention.decoder.output_weights[layer] if compressor.needs_output_norms else None
+    compressor, number = attention.compression.compressor, attention.cache.geometry.full_layers[layer]
+    weights = attention.decoder.output_weights[number] if compressor.needs_output_norms else None
     follow_prompt(compressor, attention.cache, layer, piece, numbers, weights)

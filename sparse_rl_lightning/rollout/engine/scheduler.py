@@ -66,7 +66,8 @@ class ParkedPrompt:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys, values and states of linear layers."""
-        return sum(self.content[name].nbytes for name in ("keys", "values", *PARTS) if name in self.content)
+        names = ("keys", "values", "window_keys", "window_values", *PARTS)
+        return sum(self.content[name].nbytes for name in names if name in self.content)
 
 
 class Scheduler:
@@ -154,10 +155,10 @@ class Scheduler:
         # the full cache of the comparison is as long as these prompts could have become
         longest = max(len(group.prompt) for group in groups) + self.params.max_completion_length
         if not self.engine.key.compressor.evicts:
-            longest = size.capacities[0]  # a full cache may be left over from a longer rollout
-        full = g.num_layers * size.num_slots * g.num_kv_heads * longest * g.bytes_per_entry
+            longest = max(size.capacities, default=size.max_length)  # may be left over from a longer rollout
+        full = size.num_slots * g.num_kv_heads * g.full_entries(longest) * g.bytes_per_entry
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
-        rollout = assemble(finished, self.cache.pool_bytes, full, self.prefill_peak_bytes)
+        rollout = assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
         shared = [prompt_key(self.params.seed, group.prompt) for group in groups]
         own = [(key, sample) for key, group in zip(shared, groups, strict=True) for sample in group.keys]
         (rollout.keys,) = upload([own], rollout.sequences.device)
@@ -282,7 +283,7 @@ class Scheduler:
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 is_wanted = self.groups[number].num_waiting > 0
-                content = self.cache.save(prompt.slot, prompt.held) if is_wanted else {}
+                content = self.cache.save(prompt.slot, len(prompt.tokens), prompt.held) if is_wanted else {}
                 self.parked[number] = ParkedPrompt(prompt, logits, content, routing)
                 parked_bytes += self.parked[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)

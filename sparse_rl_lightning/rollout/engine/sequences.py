@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.routing import RoutingShape
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -191,17 +192,19 @@ class FinishedSequence:
         """
         prompt_length = running.prompt_length
         rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
-        num_layers, _, num_heads = cache.lengths.shape
-        held = cache.held[slot] / (num_layers * num_heads)  # a mean over them
+        g, fed = cache.geometry, torch.arange(1, cache.size.max_length + 1, device=cache.held.device)
+        windowed = len(g.window_layers) / g.depth  # share of the layers
+        held = cache.held[slot] / (g.depth * g.num_kv_heads)  # a mean over all layers and heads
+        # the next step reads the entries held before, and its own token, for which windows drop another
+        read = held + (1 - windowed) + windowed * (fed + 1).clamp(max=g.window)
         return cls(
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
             logs={n: _logged(n, t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
             evictions=cache.evictions_of(slot, end, running.cuts),
-            stored=held[end - 1],  # the last token drawn was never fed
-            # the step that feeds token t reads the entries held before, and t itself
-            stored_integral=(held[prompt_length - 1 : end - 1] + 1).sum(),
+            stored=held[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
+            stored_integral=read[prompt_length - 1 : end - 1].sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
         )
 
@@ -218,11 +221,14 @@ class FinishedSequence:
         return cls(**own | {"evictions": evictions})
 
 
-def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_bytes: int, prefill: int) -> Rollout:
+def assemble(
+    finished: Sequence[FinishedSequence], geometry: CacheGeometry, peak_bytes: int, full_peak_bytes: int, prefill: int
+) -> Rollout:
     """Combine these sequences into one rollout, in the given order.
 
     Args:
         finished: Sequences of one rollout.
+        geometry: Layers and windows of the model.
         peak_bytes: Bytes of the cache's pools.
         full_peak_bytes: Bytes of a full cache with as many slots.
         prefill: Maximum number of bytes staged outside the cache while prompts were read.
@@ -238,9 +244,9 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
     has_top = logs["topk_ids"].numel() > 0
     usage = KVUsage(
         stored=torch.stack([one.stored for one in finished]),
-        full=fed,
+        full=_held_without_evictions(geometry, fed),
         stored_integral=torch.stack([one.stored_integral for one in finished]),
-        full_integral=(fed * (fed + 1) - prompt * (prompt + 1)) / 2,  # prompt + 1, ..., fed entries read
+        full_integral=_read_without_evictions(geometry, fed) - _read_without_evictions(geometry, prompt),
         peak_bytes=peak_bytes,
         full_peak_bytes=full_peak_bytes,
         prefill_peak_bytes=prefill,
@@ -260,6 +266,18 @@ def assemble(finished: Sequence[FinishedSequence], peak_bytes: int, full_peak_by
         evictions=EvictionRecord.cat(evictions) if evictions else None,
         kv=usage,
     )
+
+
+def _held_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:
+    """The entries (B,) after so many tokens, a mean over all layers and heads, if only windows forget."""
+    return fed - len(geometry.window_layers) / geometry.depth * (fed - fed.clamp(max=geometry.window))
+
+
+def _read_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:
+    """The same summed over the steps that feed these tokens one by one: 1, 2, ... entries, at most the window's."""
+    within, every = fed.clamp(max=geometry.window), fed * (fed + 1) / 2
+    windowed = within * (within + 1) / 2 + (fed - within) * geometry.window
+    return every - len(geometry.window_layers) / geometry.depth * (every - windowed)
 
 
 def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:

@@ -37,7 +37,8 @@ class _Held:
             key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
         self.held[layer] = key, value
         self.layers.append(layer)
-        return causal_attention(query, key, value, self.geometry.scale)
+        windows = self.geometry.windows
+        return causal_attention(query, key, value, self.geometry.scale, windows[layer] if windows else 0)
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)
     recur = in_pieces(states, [(0, ROW_MULTIPLE)])
     hidden = [decoder(*piece, attend, recur) for piece in zip(ids.chunk(2), positions.chunk(2), strict=True)]
-    layers = list(range(geometry.num_layers))
+    layers = list(range(geometry.depth))
     if attend.layers != 2 * layers:
         called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
         raise UserError(refusal(model, f"its forward pass called attention in the layers {called}, not in {layers}"))
@@ -77,7 +78,9 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
 
 @torch.no_grad()
 def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[int]:
-    """The layers whose keys are not rotated by halves with the model's frequencies: not at all, or in other pairs.
+    """The layers of full attention whose keys are not rotated by halves with the model's frequencies.
+
+    They may be rotated not at all, or in other pairs.
 
     Rows that each attend to themselves alone differ in nothing but their rotation.
     """
@@ -93,7 +96,8 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
     states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, ROW_MULTIPLE, geometry.device)
     decoder(torch.ones_like(positions), positions, attend, each_row(states, positions))
     found = []
-    for layer, own in keys.items():
+    for layer in geometry.full_layers:
+        own = keys[layer]
         turned = rotate(own[:1], positions[:, None], geometry.inv_freq.float())
         if float((turned - own).norm()) > 0.05 * float((own - own[:1]).norm().clamp(min=1e-3 * own.norm())):
             found.append(layer)

@@ -1,0 +1,111 @@
+"""WindowCache: the last W tokens of every slot in the layers with a sliding window.
+
+The evictor of such a layer is fixed, so nothing is scored, moved or recorded: the token at position t has place t
+modulo W, where it replaces the one that has just left the window. Attention does not depend on the order of entries.
+All layers and heads of a slot are as full as its sequence is long, which ``seen`` of the cache says already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.ops import KVPools
+from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.pools import to_stored
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+
+
+class WindowCache:
+    """Rings of keys and values, allocated once.
+
+    Args:
+        geometry: Sizes and windows of the model.
+        num_slots: Number of slots S.
+        max_length: Longest sequence in tokens; no ring is longer.
+        errors: Where CUDA kernels report errors.
+    """
+
+    def __init__(self, geometry: CacheGeometry, num_slots: int, max_length: int, errors: Tensor | None) -> None:
+        g, self.geometry = geometry, geometry
+        self.width = min(g.window, max_length)
+        heads = (len(g.window_layers), num_slots, g.num_kv_heads)
+        every_head = torch.full(heads, self.width, dtype=torch.int32)
+        self.pools = replace(KVPools.ragged(every_head, g.head_dim, g.kv_dtype, g.device), errors=errors)
+        shape = (*heads, self.width, g.head_dim)
+        self.keys, self.values = self.pools.keys.view(shape), self.pools.values.view(shape)
+        self.held = torch.zeros(heads[1:], dtype=torch.int32, device=g.device)  # (S, H) entries, the step's included
+        # of each layer: where a step writes, its lengths are the places, and what it reads
+        self._written = [self.pools.layer(layer) for layer in range(heads[0])]
+        self._read = [replace(layer, lengths=self.held) for layer in self._written]
+        self._no_queries = torch.zeros(*heads[1:2], g.num_heads, 0, g.head_dim, dtype=g.query_dtype, device=g.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is allocated here."""
+        p = self.pools
+        return [p.keys, p.values, p.positions, p.offsets, p.capacities, p.lengths, self.held]
+
+    def begin_step(self, seen: Tensor) -> None:
+        """Set the places that slots write to, and how much they read, from the positions (S,) of their new tokens."""
+        self.pools.lengths.copy_((seen % self.width)[:, None])
+        self.held.copy_((seen + 1).clamp(max=self.width)[:, None])
+
+    def append_and_attend(self, layer: int, slots: Tensor, seen: Tensor, projected: Tensor, turn: Turn) -> Tensor:
+        """Write one token per slot over the one that leaves the window, and attend over the window.
+
+        Args:
+            layer: Place of the layer among those with a window.
+            slots: Slots (R,), int64, -1 for rows that pad the batch.
+            seen: Positions (S,) of each slot's new token.
+            projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
+            turn: Norms and angles (R, D) for queries and keys.
+
+        Returns:
+            The result (R, Hq, D), zeros in padding.
+        """
+        g, given = self.geometry, projected.dtype
+        projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
+        query = ops.append(self._written[layer], slots, seen, projected, self._no_queries, *turn)
+        return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width).to(given)
+
+    def store(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the last tokens of prompts: keys and values (n, H, D) at ``places`` (n,) of the rings of ``slots``."""
+        self.keys[layer][slots, :, places] = to_stored(key, self.keys.dtype)
+        self.values[layer][slots, :, places] = to_stored(value, self.values.dtype)
+
+    def fork(self, sources: Tensor, destinations: Tensor, seen: Tensor) -> None:
+        """Copy slots (B,) that have ``seen`` (S,) tokens to others."""
+        self.pools.lengths.copy_(seen.clamp(max=self.width)[:, None])
+        ops.fork(self.pools, sources, destinations)
+
+    def save(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Copy the entries of a slot that has seen ``length`` tokens."""
+        rings = {"window_keys": self.keys, "window_values": self.values}
+        return {name: ring[:, slot, :, :length].clone() for name, ring in rings.items()}
+
+    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
+        """Fill a slot with the content from :meth:`save`."""
+        keys, values = content["window_keys"], content["window_values"]
+        self.keys[:, slot, :, : keys.shape[2]], self.values[:, slot, :, : keys.shape[2]] = keys, values
+
+
+def latest(lengths: list[int], slots: list[int], size: int) -> list[list[int]]:
+    """The last ``size`` tokens of prompts that stand one after the other: row, slot, and place in a ring of that size.
+
+    Args:
+        lengths: Lengths of the prompts.
+        slots: Slots of the prompts.
+        size: Size of the ring.
+    """
+    rows, owners, places, start = list[int](), list[int](), list[int](), 0
+    for length, slot in zip(lengths, slots, strict=True):
+        positions = range(max(0, length - size), length)
+        rows += [start + position for position in positions]
+        owners += [slot] * len(positions)
+        places += [position % size for position in positions]
+        start += length
+    return [rows, owners, places]

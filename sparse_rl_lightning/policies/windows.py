@@ -1,0 +1,90 @@
+"""Sliding windows: which layers have one, and what it means for a cache and for a replay.
+
+A layer with a window of W lets the query at q see the keys at q - W + 1, ..., q, as transformers' masks do. So its
+cache is never more than the last W tokens, whatever the compressor, and it needs no record: the key at k is seen until
+the query at k + W. Compressors evict from the layers of full attention beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.evictions import EvictionRecord
+
+LINEAR = "linear_attention"
+"""The type of a layer that keeps a recurrent state in place of keys and values."""
+GROWING = ("dynamic", "longrope")
+"""Rotary types whose frequencies change when a sequence outgrows the original context."""
+
+
+def layer_windows(config: Any) -> tuple[int, ...]:
+    """The window (L) of each layer with attention in tokens, 0 for full attention; empty if no layer has one."""
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    if types is None:  # all layers alike
+        slides = window is not None and getattr(config, "use_sliding_window", True)
+        types = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    if window is None or "sliding_attention" not in types:
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types if kind != LINEAR)
+
+
+def binding_windows(config: Any, longest: int) -> tuple[int, ...]:
+    """The windows (L) under which sequences of up to ``longest`` tokens are cached; empty for none.
+
+    If all layers have windows, they count only where they cut something: sequences that fit are then as under full
+    attention, and can be evicted from. Beside layers of full attention they always count, so that a sequence's
+    evictions do not depend on the longest one of its batch.
+    """
+    windows = layer_windows(config)
+    return windows if not all(windows) or longest > max(windows, default=0) else ()
+
+
+def recorded_layers(config: Any, record: EvictionRecord) -> list[int]:
+    """The numbers of the attention layers that a record speaks of: those of full attention, or all."""
+    windows = layer_windows(config)
+    return [layer for layer, own in enumerate(windows) if not own or record.num_layers == len(windows)] or list(
+        range(record.num_layers)
+    )
+
+
+def deaths_by_layer(config: Any, record: EvictionRecord) -> Tensor | list[Tensor]:
+    """The first query that no longer sees each key, (B, H, T) for each layer with attention: by eviction or window."""
+    windows, death, length = layer_windows(config), record.death, record.length
+    if not windows:
+        return death
+    passed = torch.arange(length, dtype=death.dtype, device=death.device).expand(death.shape[1:])
+    recorded = dict(zip(recorded_layers(config, record), death, strict=True))
+    found = []
+    for layer, window in enumerate(windows):
+        own = recorded.get(layer, passed + window)
+        found.append(torch.minimum(own, passed + window) if window and layer in recorded else own)
+    return found
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary parameters of the layers of full attention, or of all layers."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return rope[_full_kind(rope)] if _full_kind(rope) else rope
+
+
+def rotation_of(rotary: Any) -> tuple[Tensor | None, float]:
+    """Frequencies, and scaling of cos and sin, in the layers of full attention; no frequencies if not rotary.
+
+    Frequencies are those of the original context: a longer sequence, elsewhere, may have changed the others in place.
+    """
+    kinds: Any = getattr(rotary, "rope_type", "default")
+    kind = _full_kind(kinds) if isinstance(kinds, dict) else ""
+    name, prefix = (kinds[kind], f"{kind}_") if kind else (kinds, "")
+    original = "original_" if name in GROWING else ""
+    inv_freq: Tensor | None = getattr(rotary, f"{prefix}{original}inv_freq", None)
+    return inv_freq, float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+
+
+def _full_kind(by_kind: dict[str, Any]) -> str:
+    """The kind of layer, of those that differ in their rotation, that compressors evict from; empty if none differ."""
+    return next((kind for kind in ("full_attention", "sliding_attention") if kind in by_kind), "")
