@@ -54,16 +54,9 @@ def proposed(args: Sequence[str]) -> Plan:
     if output.exists() and not given.overwrite:
         raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     writable_folder(output.parent, "folder of --output")
-    write_whole(output, proposal_text(plan, given.model, output))
+    write_whole(output, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
-
-
-def proposal_text(plan: Plan, model: str, output: Path) -> str:
-    """The configuration of a proposal, and the command that writes it again."""
-    size, length = f"{plan.card.memory / 1e9:g}GB", plan.job.length
-    command = f"sparse-rl plan --model {model} --memory {size} --length {length} --output {output}"
-    return configuration(plan, str(output), command, f"runs/{output.stem}")
 
 
 def planned(args: Sequence[str]) -> Plan:
@@ -135,15 +128,14 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         )
     own, options = module.generator, module.learner.options
     prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
-    plan = BlockPlan(
+    block = BlockPlan(
         prompts, own.sampling.num_generations, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
     )  # fmt: skip
     return Job(
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
-        module.optimizer_factory, prompts, module.steps_per_generation, plan.optimizer_steps, module.num_passes,
-        own.retriever, module.loss.beta, ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer),
-        prompt,
+        module.optimizer_factory, block, own.retriever, module.loss.beta,
+        ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
     )  # fmt: skip
 
 

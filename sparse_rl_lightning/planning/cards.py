@@ -42,7 +42,7 @@ CARDS = {
 """Cards by name; of those with the same memory the first stands for all."""
 
 DEFAULT = "h100-80gb"
-_MEMORY = re.compile(r"([\d.]+) ?([MG])(i?)B", re.IGNORECASE)
+_MEMORY = re.compile(r"(\d+\.?\d*) ?([MG])(i?)B", re.IGNORECASE)
 
 
 def card_of(name: str | None = None, memory: str | None = None) -> Card:
@@ -72,11 +72,6 @@ def parse_memory(text: str) -> float:
     (24000000000.0, 536870912.0)
     """
     found = _MEMORY.fullmatch(text.strip())
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or number <= 0:
+    if found is None or not float(found[1]):
         raise UserError(f"--memory must be a number with its unit, such as 24GB or 22.5GiB, got {text!r}.")
-    power = "MG".index(found[2].upper()) + 2
-    return number * float((1024 if found[3] else 1000) ** power)
+    return float(found[1]) * float((1024 if found[3] else 1000) ** ("MG".index(found[2].upper()) + 2))

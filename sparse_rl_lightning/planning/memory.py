@@ -40,19 +40,8 @@ BLOCK_BYTES = 30
 """Bytes of a rollout per token: ids (8), log-probs (4 each) of up to three policies, masks, weights, advantages."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes of one thing in each phase."""
-
-    name: str
-    rollout: int = 0
-    passes: int = 0  # the learner's forward and backward passes
-    step: int = 0
-
-    @classmethod
-    def always(cls, name: str, count: float) -> Part:
-        """What stays through all phases."""
-        return cls(name, round(count), round(count), round(count))
+Phases = tuple[int, int, int]
+"""Bytes in the rollout, in the learner's forward and backward passes, and in the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +59,36 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-def parts_of(job: Job, memory: float) -> tuple[tuple[Part, ...], int]:
+def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     """The parts of a job and its number of slots; they depend on the card if ``memory_limit`` is a share of it."""
-    held, reference, shadow, copies = states(job), reference_bytes(job), shadow_bytes(job), copied_bytes(job)
-    count = num_slots(job, memory - CONTEXT - held.total - reference - shadow - copies)
+    model, g, of_head = empty_model(job.blueprint, job.dtype), job.geometry, job.rollout.head_in_float32
+    copies = decoder_bytes(model, g, job.length, choose_way(model, job.rollout.decoder), of_head)
+    shadow = nbytes(model.parameters()) if job.sharding.stage == 3 else 0  # read by rollouts
+    held, reference, slot = states(job), reference_bytes(job), slot_size(job)
+    count = num_slots(job, slot, memory - CONTEXT - held.total - reference - shadow - copies)
+    logits = torch.promote_types(g.dtype, torch.float32) if of_head else g.dtype
+    drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
     kept = job.rollout.keep_pool
+    found = {
+        "weights" if job.blueprint.adapters is None else "weights and adapters": _always(held.weights),
+        "gradients": _always(held.gradients),
+        "optimizer's state": _always(held.optimizer),
+        "reference policy": _always(reference),
+        "the rollout's tokens": _always(BLOCK_BYTES * job.sequences * job.length),
+        "whole copy of sharded weights": _always(shadow),
+        "copies of weights for decoding": _always(copies, kept),
+        f"cache, {count} slots": _always(slot.of(count), kept),
+        "logits of a decode step": _always(drawing, kept),
+        "prompts being read": (prefill_bytes(job), 0, 0),
+        "activations of the learner": (0, learner(job).peak, 0),
+        "temporaries of the optimizer": (0, 0, round(held.temporary)),
+    }
+    return {name: phases for name, phases in found.items() if any(phases)}, count
 
-    def of_sampler(name: str, count: int) -> Part:
-        return Part(name, count, kept * count, kept * count)
 
-    lora = " and adapters" if job.blueprint.adapters is not None else ""
-    found = (
-        Part.always(f"weights{lora}", held.weights),
-        Part.always("gradients", held.gradients),
-        Part.always("optimizer's state", held.optimizer),
-        Part.always("reference policy", reference),
-        Part.always("the rollout's tokens", BLOCK_BYTES * job.sequences * job.length),
-        Part.always("whole copy of sharded weights", shadow),
-        of_sampler("copies of weights for decoding", copies),
-        of_sampler(f"cache, {count} slots", slot_size(job).of(count)),
-        of_sampler("logits of a decode step", 2 * drawing(job, count)),
-        Part("prompts being read", rollout=prefill_bytes(job)),
-        Part("activations of the learner", passes=learner(job).peak),
-        Part("temporaries of the optimizer", step=round(held.temporary)),
-    )
-    return tuple(part for part in found if max(part.rollout, part.passes, part.step)), count
+def _always(count: float, kept: bool = True) -> Phases:
+    """What is there in the rollout and, if it is kept, in the other phases."""
+    return round(count), round(count * kept), round(count * kept)
 
 
 # ---------------------------------------------------------------- what is trained
@@ -181,38 +175,20 @@ def slot_size(job: Job) -> SlotBytes:
     return slot_bytes(g, size, job.sampling)
 
 
-def num_slots(job: Job, free: float) -> int:
+def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
     """Sequences decoded at the same time, as many as the rollout's ``memory_limit`` allows of ``free`` bytes."""
     most, limit = min(job.rollout.num_slots or job.sequences, job.sequences), job.rollout.memory_limit
     if limit is None:
         return most
     given = limit if isinstance(limit, int) else max(1, round(limit * free))
-    return plan_slots(slot_size(job), given, most).num_slots
-
-
-def drawing(job: Job, count: int) -> int:
-    """Logits of a decode step, and what a draw makes of them."""
-    kind = torch.promote_types(job.compute_dtype, torch.float32) if job.rollout.head_in_float32 else job.compute_dtype
-    return drawing_bytes(count, job.blueprint.shape.vocab_size, job.sampling, kind)
-
-
-def copied_bytes(job: Job) -> int:
-    """Copies of weights that the sampler's decoder makes."""
-    model = empty_model(job.blueprint, job.dtype)
-    way = choose_way(model, job.rollout.decoder)
-    return decoder_bytes(model, job.geometry, job.length, way, job.rollout.head_in_float32)
-
-
-def shadow_bytes(job: Job) -> int:
-    """The whole copy that rollouts read where ranks share the weights (stage 3)."""
-    return nbytes(empty_model(job.blueprint, job.dtype).parameters()) if job.sharding.stage == 3 else 0
+    return plan_slots(slot, given, most).num_slots
 
 
 def prefill_bytes(job: Job) -> int:
     """Reading prompts: the widest activations of a layer, and the keys and values that it stages, for a pack."""
-    s, count = job.blueprint.shape, min(MOST_PREFILLED, job.prompts * job.prompt)
-    per_token = 3 * s.intermediate_size + 4 * s.hidden_size + 2 * s.num_kv_heads * s.head_dim
-    return count * per_token * job.compute_dtype.itemsize
+    config, g, count = job.blueprint.config, job.geometry, min(MOST_PREFILLED, job.block.prompts * job.prompt)
+    per_token: int = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * g.num_kv_heads * g.head_dim
+    return count * per_token * g.dtype.itemsize
 
 
 # ---------------------------------------------------------------- the learner
@@ -227,5 +203,4 @@ def learner(job: Job) -> LearnerBytes:
 def _learner(
     blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> LearnerBytes:
-    adapt = None if blueprint.adapters is None else blueprint.adapt
-    return learner_bytes(blueprint.config, part, options, dtype, autocast, adapt)
+    return learner_bytes(blueprint.config, part, options, dtype, autocast, blueprint.adapt)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
-from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Part, parts_of
+from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, parts_of
 from sparse_rl_lightning.planning.seconds import seconds_of
 from sparse_rl_lightning.text import duration, table
 
@@ -20,14 +21,14 @@ class Plan:
 
     job: Job
     card: Card
-    parts: tuple[Part, ...]
+    parts: dict[str, Phases]
     slots: int  # sequences decoded at the same time
 
     @cached_property
     def phases(self) -> dict[str, float]:
         """Bytes of each phase, with what CUDA and the allocator take."""
-        counted = {phase: sum(getattr(part, phase) for part in self.parts) for phase in PHASES}
-        return {phase: CONTEXT + (1 + LOST) * count for phase, count in counted.items()}
+        counts = map(sum, zip(*self.parts.values(), strict=True))
+        return {phase: CONTEXT + (1 + LOST) * count for phase, count in zip(PHASES, counts, strict=True)}
 
     @property
     def peak(self) -> float:
@@ -41,7 +42,7 @@ class Plan:
 
     def of(self, name: str) -> int:
         """The most bytes in any phase of the parts whose name begins so."""
-        return sum(max(part.rollout, part.passes, part.step) for part in self.parts if part.name.startswith(name))
+        return sum(max(phases) for part, phases in self.parts.items() if part.startswith(name))
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -61,11 +62,12 @@ class Plan:
     def text(self) -> str:
         """The table of memory, the time, and the verdict."""
         lost = [CONTEXT + LOST / (1 + LOST) * (count - CONTEXT) for count in self.phases.values()]
-        counts = [(part.name, [part.rollout, part.passes, part.step]) for part in self.parts]
-        counts += [("CUDA's context, and what the allocator loses", lost), ("in all", [*self.phases.values()])]  # type: ignore[list-item]
-        rows = [(name, *map(gigabytes, phases)) for name, phases in counts]
+        counts: dict[str, Iterable[float]] = {
+            **self.parts, "CUDA's context, and what the allocator loses": lost, "in all": self.phases.values()
+        }  # fmt: skip
+        rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
         times = ", ".join(f"{name} {duration(count)}" for name, count in self.seconds.items())
-        steps = self.job.optimizer_steps
+        steps = self.job.block.optimizer_steps
         whole = duration(sum(self.seconds.values()) / steps)
         return "\n".join((
             table([("GB per GPU", "rollout", "forward and backward", "optimizer's step"), *rows], "lrrr"),

@@ -8,9 +8,7 @@ out.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from sparse_rl_lightning.calibration import CostModel, Work
+from sparse_rl_lightning.calibration import CostModel, ModelShape, Work
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
 
@@ -20,14 +18,13 @@ def seconds_of(job: Job, card: Card, slots: int) -> dict[str, float]:
     return {
         "rollout": rollout_seconds(job, card, slots),
         "rescoring": forward_flops(job) * rescored(job) / card.hardware.flops,
-        "learner": forward_flops(job) * passes(job) * job.num_iterations / card.hardware.flops,
+        "learner": forward_flops(job) * passes(job) * job.block.num_iterations / card.hardware.flops,
     }
 
 
 def rollout_seconds(job: Job, card: Card, slots: int) -> float:
     """Decoding all sequences, in turns of as many as there are slots."""
-    kinds = job.compute_dtype.itemsize, job.geometry.kv_dtype.itemsize
-    shape = replace(job.blueprint.shape, weight_bytes=kinds[0], kv_bytes=kinds[1])
+    shape = ModelShape.of(job.blueprint.config, job.compute_dtype.itemsize, job.geometry.kv_dtype.itemsize)
     work = Work(slots, job.prompt, job.sampling.max_completion_length)
     method = job.retriever or job.compressor
     tokens = -(-job.sequences // slots) * slots * job.sampling.max_completion_length
@@ -36,20 +33,19 @@ def rollout_seconds(job: Job, card: Card, slots: int) -> float:
 
 def forward_flops(job: Job) -> float:
     """Floating-point operations of one forward pass over all sequences."""
-    s, length = job.blueprint.shape, job.length
+    s, length = ModelShape.of(job.blueprint.config), job.length
     attention = 2 * s.num_layers * s.num_heads * s.head_dim * length**2
     return job.sequences * (2.0 * s.weights_read * length + attention)
 
 
 def passes(job: Job) -> float:
     """Forward passes that one pass over the rollout costs, backward and what is computed again counted as such."""
-    rows = job.sequences // job.steps_per_generation
-    in_parts = job.learner.packs and job.micro_batch.rows < rows
+    in_parts = job.learner.packs and job.micro_batch.rows < job.block.micro_batch
     again = bool(job.learner.gradient_checkpointing) + in_parts
     return (3 if job.blueprint.adapters is None else 2) + again
 
 
 def rescored(job: Job) -> float:
     """Forward passes without gradient: the sequences of all but the first optimizer step, and the reference policy."""
-    steps = job.optimizer_steps / job.num_iterations
+    steps = job.block.optimizer_steps / job.block.num_iterations
     return max(0.0, 1 - 1 / steps) + (job.beta > 0)

@@ -18,7 +18,7 @@ from sparse_rl_lightning.cli.plan import main, sharding_of
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
-from sparse_rl_lightning.planning.knobs import KNOBS
+from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import job_of, levels
 from sparse_rl_lightning.testing import tiny_model
@@ -82,10 +82,7 @@ def test_every_knob_of_the_command_line_is_one(written: str) -> None:
         "--model.rollout.keep_pool=true",
     ]
     start = configured(given)
-    settings = {}
-    for knob in KNOBS:
-        for change in knob(start):
-            settings[change.setting] = make_plan(change.job, card).peak
+    settings = {change.setting: make_plan(change.job, card).peak for change in changes(start)}
     by_key = [setting for setting in settings if " " not in setting]
     assert {setting.partition("=")[0].split(".")[-1] for setting in by_key} >= {
         "num_slots",
