@@ -136,6 +136,7 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
         module.optimizer_factory, block, own.retriever, module.loss.beta,
         ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
+        module.keeps_evictions,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 PROMPT = 256
 """Tokens of a prompt where nothing else is said."""
 
+CUDA = torch.device("cuda")
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 """16-bit types by the beginning of Lightning's ``precision``."""
 
@@ -51,6 +52,7 @@ class Job:
     precision: str = "32-true"
     sharding: Sharding = Sharding()
     prompt: int = PROMPT
+    keeps_evictions: bool = False  # whether the loss reads their record
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,12 +78,13 @@ class Job:
         """The shape of the cache on a GPU, without rotary frequencies."""
         model = empty_model(self.blueprint, self.compute_dtype)
         own = CacheGeometry.of(model, kv_type(self.rollout.kv_dtype), self.length, of_shapes=True)
-        return replace(own, device=torch.device("cuda"))
+        return replace(own, device=CUDA)
 
     @property
     def sequences(self) -> int:
-        """Sequences of a rollout, on this rank."""
-        return self.block.sequences
+        """Sequences that a rollout draws on this rank, those that are not trained on included."""
+        own = self.rollout
+        return round(self.block.prompts * own.oversampling) * own.drawn(self.sampling).num_generations
 
     @property
     def length(self) -> int:
@@ -93,5 +96,10 @@ class Job:
         """The largest forward pass of the learner: a micro-batch, or a part of it where packing limits the tokens."""
         rows, most = self.block.micro_batch, self.learner.micro_batch_tokens
         if most is not None:
-            rows = min(self.sequences, max(1, most // self.length))
+            rows = min(self.block.sequences, max(1, most // self.length))
         return MicroBatch(rows, self.length, self.sampling.max_completion_length)
+
+    @property
+    def parts(self) -> int:
+        """Forward passes of a micro-batch: more than one where packing limits their tokens."""
+        return -(-self.block.micro_batch // self.micro_batch.rows)

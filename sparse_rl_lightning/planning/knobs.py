@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.checkpointing import Checkpointing
+from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import Job
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
+from sparse_rl_lightning.policies.quantized import Quantization
+
+FORMS: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
+"""Forms of checkpointing, those that cost least first."""
+BITS: tuple[Quantization | None, ...] = (None, "int8", "nf4") if find_spec("bitsandbytes") else (None, "int8")
+"""Forms of frozen weights that can be had here, the most exact first."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,8 @@ def _for_time(job: Job) -> Iterator[Change]:
         yield _set(job, "learner", "micro_batch_tokens", rows * job.length)
     if job.learner.head_chunk_size > 128:
         yield _set(job, "learner", "head_chunk_size", 128)
-    if not job.learner.gradient_checkpointing:
-        yield _set(job, "learner", "gradient_checkpointing", True)
+    for form in FORMS[1 + FORMS.index(job.learner.gradient_checkpointing) :]:
+        yield _set(job, "learner", "gradient_checkpointing", form)
     count = min(job.rollout.num_slots or job.sequences, job.sequences)
     while count > 8:
         count //= 2
@@ -53,7 +62,7 @@ def _for_time(job: Job) -> Iterator[Change]:
 
 
 def _for_what_is_learned(job: Job) -> Iterator[Change]:
-    """Budgets as far as the compressor allows, ranks that share, no reference policy, adapters."""
+    """Budgets as far as the compressor allows, ranks that share, no reference policy, adapters, fewer bits."""
     budget = job.compressor.schedule.plain
     while job.compressor.evicts and isinstance(budget, int) and budget >= 512:
         budget //= 2
@@ -68,9 +77,20 @@ def _for_what_is_learned(job: Job) -> Iterator[Change]:
         yield Change(f"trainer.strategy=sparse_rl_deepspeed_stage_{stage}", shared)
     if job.beta:
         yield Change("model.loss.beta=0", replace(job, beta=0.0))
-    if job.blueprint.adapters is None and job.sharding.stage < 3:
-        lora = replace(job.blueprint, dtype="bfloat16", adapters=())
-        yield Change("model.policy of LoraPolicy, its base with dtype bfloat16", replace(job, blueprint=lora))
+    base = job.blueprint
+    if base.adapters is None and job.sharding.stage < 3:
+        base, words = replace(base, dtype="bfloat16", adapters=()), "model.policy of LoraPolicy, its base of bfloat16"
+        yield Change(words, replace(job, blueprint=base))
+        yield from (Change(f"{words} and quantization: {kind}", other) for kind, other in _quantized(job, base))
+    elif base.adapters is not None:
+        yield from (Change(f"model.policy.init_args.quantization={k}", other) for k, other in _quantized(job, base))
+
+
+def _quantized(job: Job, base: Blueprint) -> Iterator[tuple[str, Job]]:
+    """The job on a base of fewer bits than this one has."""
+    for kind in BITS[1 + BITS.index(base.quantization) :]:
+        own = {**dict(base.adapters or ()), "quantization": kind}
+        yield str(kind), replace(job, blueprint=replace(base, adapters=(*own.items(),)))
 
 
 def _set(job: Job, group: str, name: str, value: Any) -> Change:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +21,19 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model
-from sparse_rl_lightning.planning.job import Job
+from sparse_rl_lightning.planning.job import CUDA, Job
+from sparse_rl_lightning.policies.admission import check_full_layers, check_length
+from sparse_rl_lightning.policies.routing import Routers, RoutingShape
 from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way, decoder_bytes
-from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.engine.memory import (
+    RECORD_COPIES,
+    SlotBytes,
+    drawing_bytes,
+    plan_slots,
+    record_bytes,
+    slot_bytes,
+)
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
 CONTEXT = 1_000_000_000
@@ -52,6 +61,7 @@ class States:
     gradients: float
     optimizer: float
     temporary: float
+    host: float = 0  # in the host's memory
 
     @property
     def total(self) -> float:
@@ -68,13 +78,16 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     count = num_slots(job, slot, memory - CONTEXT - held.total - reference - shadow - copies)
     logits = torch.promote_types(g.dtype, torch.float32) if of_head else g.dtype
     drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
-    kept = job.rollout.keep_pool
+    record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
+    kept, routed = job.rollout.keep_pool, routing(job)
+    choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
     found = {
         "weights" if job.blueprint.adapters is None else "weights and adapters": _always(held.weights),
         "gradients": _always(held.gradients),
         "optimizer's state": _always(held.optimizer),
         "reference policy": _always(reference),
-        "the rollout's tokens": _always(BLOCK_BYTES * job.sequences * job.length),
+        "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
+        "record of evictions": (RECORD_COPIES * record, record, record * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),
         f"cache, {count} slots": _always(slot.of(count), kept),
@@ -102,20 +115,20 @@ def states(job: Job) -> States:
     """
     model, shard = empty_model(job.blueprint, job.dtype), job.sharding
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights, gradients = nbytes(model.parameters()), nbytes(trained)
+    weights, buffers, gradients = nbytes(model.parameters()), nbytes(model.buffers()), nbytes(trained)
     if shard.stage == 0:
         both = 2 if shard.ranks > 1 else 1  # DDP's buckets are a second copy
-        return States(weights, both * gradients, *optimizer_bytes(job, trained))
+        return States(weights + buffers, both * gradients, *optimizer_bytes(job, trained))
     master = [nn.Parameter(parameter.detach().float()) for parameter in trained]
     own = 0 if job.dtype == torch.float32 else 2 * nbytes(master)
     state, temporary = optimizer_bytes(job, master)
     share = [1 / shard.ranks if shard.stage >= stage else 1.0 for stage in (1, 2, 3)]
+    found = States(weights * share[2] + buffers, gradients * share[1], (state + own) * share[0], temporary * share[0])
     if shard.offloads_optimizer:
-        state = own = temporary = 0
-    return States(
-        0 if shard.offloads_weights else weights * share[2], gradients * share[1], (state + own) * share[0],
-        temporary * share[0],
-    )  # fmt: skip
+        found = replace(found, optimizer=0, temporary=0, host=found.optimizer)
+    if shard.offloads_weights:
+        found = replace(found, weights=buffers, host=found.host + found.weights - buffers)
+    return found
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -166,13 +179,25 @@ def reference_bytes(job: Job) -> int:
 
 
 def slot_size(job: Job) -> SlotBytes:
-    """The memory of the sampler's slots, without copies of weights and logits."""
-    g, length = job.geometry, job.length + steps_past_end(job.geometry.device)
+    """The memory of the sampler's slots, without copies of weights and logits.
+
+    Raises:
+        ValueError: If windows leave no layer to evict from, or positions do not reach this far.
+    """
+    g, model, length = job.geometry, empty_model(job.blueprint, job.dtype), job.length + steps_past_end(CUDA)
+    check_length(model, job.length)
+    if job.compressor.evicts or job.retriever is not None:
+        check_full_layers(model, job.length, type(job.retriever or job.compressor).__name__)
     capacities = Trigger(job.compressor, g.num_layers).capacities(job.prompt, length)
     size = CacheSize.of(job.compressor, g, 1, capacities, length)
     if job.retriever is not None:
         size = with_pages(size, job.retriever)
-    return slot_bytes(g, size, job.sampling)
+    return slot_bytes(g, size, job.sampling, routed=routing(job))
+
+
+def routing(job: Job) -> RoutingShape | None:
+    """The sizes of the record of experts, None without one."""
+    return Routers(empty_model(job.blueprint, job.dtype)).shape if job.rollout.record_routing else None
 
 
 def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
@@ -195,12 +220,37 @@ def prefill_bytes(job: Job) -> int:
 
 
 def learner(job: Job) -> LearnerBytes:
-    """The learner's largest forward and backward pass."""
-    return _learner(job.blueprint, job.micro_batch, job.learner, job.dtype, job.autocast)
+    """The learner's largest forward and backward pass, with what is there for all parts of a micro-batch.
+
+    Autograd keeps a sum of the parts' gradients until it has the last; checkpointing keeps what it keeps of each part.
+
+    Raises:
+        ValueError: If the pass needs more than shapes, or windows need masks.
+    """
+    if any(0 < window <= job.length for window in job.geometry.windows):
+        raise UserError(
+            f"sparse-rl plan does not know what sliding windows (of {job.blueprint.config.model_type!r}) take in the "
+            f"learner: their masks of {job.length} x {job.length} depend on the attention's kernel. DryRun measures it."
+        )
+    found = _learner(job.blueprint, job.micro_batch, job.learner, job.dtype, job.autocast)
+    if job.parts == 1:
+        return found
+    parameters, kept = empty_model(job.blueprint, job.dtype).parameters(), 0
+    if job.learner.gradient_checkpointing == "selective":
+        plain = replace(job.learner, gradient_checkpointing=True)
+        kept = found.kept - _learner(job.blueprint, job.micro_batch, plain, job.dtype, job.autocast).kept
+    summed = nbytes(parameter for parameter in parameters if parameter.requires_grad)
+    return LearnerBytes(found.kept, found.peak + summed + (job.parts - 1) * kept, found.host * job.parts)
 
 
 @lru_cache(maxsize=256)
 def _learner(
     blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> LearnerBytes:
-    return learner_bytes(blueprint.config, part, options, dtype, autocast, blueprint.adapt)
+    try:
+        return learner_bytes(blueprint.config, part, options, dtype, autocast, blueprint.adapt)
+    except RuntimeError as error:
+        raise UserError(
+            f"The learner's pass over {blueprint.config.model_type!r} cannot be counted without numbers in {dtype}: "
+            f"{error} Experts can in 16 bits: give the policy dtype: bfloat16."
+        ) from error

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
-from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, parts_of
+from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, parts_of, states
 from sparse_rl_lightning.planning.seconds import seconds_of
 from sparse_rl_lightning.text import duration, table
 
 PHASES = ("rollout", "passes", "step")
+COLUMNS = ("rollout", "forward and backward", "optimizer's step")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,14 @@ class Plan:
         """The most bytes in any phase of the parts whose name begins so."""
         return sum(max(phases) for part, phases in self.parts.items() if part.startswith(name))
 
+    @property
+    def host(self) -> float:
+        """Bytes in the host's memory: what the optimizer, the weights or the learner's layers keep there."""
+        return states(self.job).host + learner(self.job).host
+
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part of a rollout and what is learned from it."""
+        """Seconds by part of a rollout and what is learned from it; a UserError for layers without a price."""
         return seconds_of(self.job, self.card, self.slots)
 
     @property
@@ -66,16 +73,24 @@ class Plan:
             **self.parts, "CUDA's context, and what the allocator loses": lost, "in all": self.phases.values()
         }  # fmt: skip
         rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
-        times = ", ".join(f"{name} {duration(count)}" for name, count in self.seconds.items())
+        host = f"In the host's memory besides: {gigabytes(self.host)} GB per GPU.\n" if self.host else ""
+        return f"{table([('GB per GPU', *COLUMNS), *rows], 'lrrr')}\n{host}{self.timing}\n{self.verdict}"
+
+    @property
+    def timing(self) -> str:
+        """Two lines: the time, or why none is predicted."""
+        try:
+            seconds = self.seconds
+        except UserError as error:
+            return f"No time is predicted. {error}"
+        times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
-        whole = duration(sum(self.seconds.values()) / steps)
-        return "\n".join((
-            table([("GB per GPU", "rollout", "forward and backward", "optimizer's step"), *rows], "lrrr"),
+        whole = duration(sum(seconds.values()) / steps)
+        return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
-            f"{self.job.sampling.max_completion_length} tokens long: {times};",
-            f"{whole} for each of {steps} optimizer steps. Predicted, not measured.",
-            self.verdict,
-        ))  # fmt: skip
+            f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
+            f"{whole} for each of {steps} optimizer steps. Predicted, not measured."
+        )
 
 
 def make_plan(job: Job, card: Card) -> Plan:

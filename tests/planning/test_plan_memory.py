@@ -39,6 +39,8 @@ from sparse_rl_lightning.testing import tiny_model
 
 LENGTH, COMPLETION = 40, 24
 LORA: tuple[tuple[str, Any], ...] = ()  # as LoraPolicy adds adapters by default
+INT8, NF4 = ((("quantization", kind),) for kind in ("int8", "nf4"))
+SOME = (("r", 4), ("target_modules", ("q_proj", "v_proj")))
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": ADAMW,
@@ -94,7 +96,7 @@ def live_pass(model: PreTrainedModel, job: Job) -> int:
 # ---------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("adapters", [None, LORA, INT8, NF4, SOME], ids=["all weights", "LoRA", "int8", "nf4", "some"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: Any) -> None:
     given = job(folder, optimizer=OPTIMIZERS[name], blueprint=Blueprint(folder, "float32", adapters))
@@ -105,7 +107,7 @@ def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: 
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     held = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim]
-    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert found.gradients == sum(parameter.nbytes for parameter in trained)
     assert found.optimizer == sum(t.nbytes for t in held)
     assert (len(trained) < len(list(model.parameters()))) == (adapters is not None)
@@ -141,9 +143,13 @@ def test_sharded_states_by_hand(folder: str, stage: int, per_parameter: float) -
     """Weights and gradients in 16 bits; the optimizer has float32 weights, two moments and gradients: 2 + 2 + 16."""
     given = job(folder, precision="bf16-mixed", sharding=Sharding(stage, ranks=4))
     count = sum(parameter.numel() for parameter in empty_model(given.blueprint, torch.float32).parameters())
-    assert states(given).total == pytest.approx(per_parameter * count)
-    offloaded = replace(given, sharding=Sharding(stage, 4, offloads_optimizer=True))
-    assert states(offloaded).optimizer == 0
+    own = sum(buffer.nbytes for buffer in empty_model(given.blueprint, torch.float32).buffers())
+    assert states(given).total == pytest.approx(per_parameter * count + own)
+    offloaded = states(replace(given, sharding=Sharding(stage, 4, offloads_optimizer=True)))
+    assert (offloaded.optimizer, offloaded.host) == (0, pytest.approx(16 / 4 * count))
+    if stage == 3:  # with the weights, and only buffers and gradients stay
+        offloaded = states(replace(given, sharding=Sharding(stage, 4, True, True)))
+        assert (offloaded.total, offloaded.host) == (pytest.approx(2 / 4 * count + own), pytest.approx(18 / 4 * count))
 
 
 def test_ddp_keeps_gradients_twice(folder: str) -> None:

@@ -35,6 +35,8 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 MEMINFO = Path("/proc/meminfo")
+RECORD_COPIES = 2
+"""Copies of the evictions when a rollout ends: each sequence's own, and all together."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,12 @@ def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> 
     shape = (num_rows, geometry.num_heads, geometry.head_dim)
     partials = empty_partials(torch.empty(shape, dtype=geometry.query_dtype, device="meta"), most_entries)
     return 0 if partials is None else partials.nbytes
+
+
+def record_bytes(geometry: CacheGeometry, num_sequences: int, length: int) -> int:
+    """The most bytes of the evictions of so many sequences of this length, once."""
+    position = torch.int16 if length < 2**15 else torch.int32
+    return num_sequences * length * geometry.num_layers * geometry.num_kv_heads * position.itemsize
 
 
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
