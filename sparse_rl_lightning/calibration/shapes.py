@@ -46,16 +46,16 @@ class ModelShape:
                 raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
-        for kind, has in {
+        kinds = {
             "linear attention": LINEAR in (getattr(config, "layer_types", None) or ()),
-            "sliding windows": layer_windows(config),
+            "sliding windows": bool(layer_windows(config)),
             "experts": any(getattr(config, name, 0) for name in EXPERTS),
-        }.items():
-            if has:
-                raise UserError(
-                    f"The cost model has no price for the {kind} of {config.model_type!r}: calibrate without a file of "
-                    "hardware, and measure instead of predicting."
-                )
+        }
+        if any(kinds.values()):
+            raise UserError(
+                f"The cost model has no price for the {' and '.join(kind for kind, has in kinds.items() if has)} of "
+                f"{config.model_type!r}: calibrate without a file of hardware, and measure instead of predicting."
+            )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -48,12 +48,12 @@ def proposed(args: Sequence[str]) -> Plan:
     """Write a configuration that fits, and print its plan; errors as of :func:`main`."""
     given = parser(proposes=True).parse_args(list(args))
     card = card_of(given.card, given.memory)
-    plan = propose(given.model, card, given.length)
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
     if output.exists() and not given.overwrite:
         raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     writable_folder(output.parent, "folder of --output")
+    plan = propose(given.model, card, given.length)
     write_whole(output, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan

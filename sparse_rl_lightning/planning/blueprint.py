@@ -73,9 +73,7 @@ class Blueprint:
 def empty_model(blueprint: Blueprint, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its adapters on torch's meta device: shapes and types, but no memory."""
     with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(
-            blueprint.config, dtype=dtype, attn_implementation="sdpa"
-        )
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(blueprint.config, dtype=dtype)
         blueprint.adapt(made)
     return made
 
@@ -91,9 +89,8 @@ def read_config(path: str) -> PreTrainedConfig:
     if name is not None and not folder.is_dir():
         return spelled_out(name)
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(folder) if folder.is_dir() else path, trust_remote_code=False
-        )
+        source = str(folder) if folder.is_dir() else path
+        found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy: the sizes of {path!r} are not known: it is no folder with a config.json, and the hub does not "

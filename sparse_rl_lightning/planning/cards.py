@@ -40,9 +40,6 @@ CARDS = {
 }
 """Cards by name; of those with the same memory the first stands for all."""
 
-DEFAULT = "h100-80gb"
-_MEMORY = re.compile(r"(\d+\.?\d*) ?([MG])(i?)B", re.IGNORECASE)
-
 
 def card_of(name: str | None = None, memory: str | None = None) -> Card:
     """The card of a name, or the smallest known one with this much memory, of which only so much counts.
@@ -57,7 +54,7 @@ def card_of(name: str | None = None, memory: str | None = None) -> Card:
     if name is not None and name not in CARDS:
         raise UserError(f"--card must be one of {', '.join(CARDS)}, got {name!r}. Or give --memory, such as 24GB.")
     if memory is None:
-        return CARDS[name or DEFAULT]
+        return CARDS[name or "h100-80gb"]
     size = parse_memory(memory)
     if name is None:
         name = next((card.name for card in CARDS.values() if card.memory >= size), "h200-141gb")
@@ -70,7 +67,7 @@ def parse_memory(text: str) -> float:
     >>> parse_memory("24GB"), parse_memory("0.5GiB")
     (24000000000.0, 536870912.0)
     """
-    found = _MEMORY.fullmatch(text.strip())
+    found = re.fullmatch(r"(\d+\.?\d*) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
     if found is None or not float(found[1]):
         raise UserError(f"--memory must be a number with its unit, such as 24GB or 22.5GiB, got {text!r}.")
     return float(found[1]) * float((1024 if found[3] else 1000) ** ("MG".index(found[2].upper()) + 2))

@@ -31,22 +31,17 @@ class Change:
 
 def changes(job: Job) -> Iterator[Change]:
     """Settings that save memory, those that cost least first, and of each its mildest change first."""
-    yield from _at_no_cost(job)
     yield from _for_time(job)
     yield from _for_what_is_learned(job)
 
 
-def _at_no_cost(job: Job) -> Iterator[Change]:
-    """The slots' memory is the learner's while it works; the optimizer goes over parameters one by one."""
+def _for_time(job: Job) -> Iterator[Change]:
+    """The slots' memory for the learner; parameters one by one; fewer sequences, logits and activations at a time."""
     if job.rollout.keep_pool and job.rollout.partial_rollout_steps is None:
         yield _set(job, "rollout", "keep_pool", False)
     own = job.optimizer
     if isinstance(own, partial) and own.keywords.get("foreach", False) is not False and not own.keywords.get("fused"):
         yield Change("model.optimizer.init_args.foreach=false", replace(job, optimizer=partial(own, foreach=False)))
-
-
-def _for_time(job: Job) -> Iterator[Change]:
-    """Less at a time: sequences in a forward pass, logits, activations, slots."""
     rows = 1 if job.sharding.stage == 3 else job.micro_batch.rows
     while rows > 1:
         rows //= 2

@@ -26,14 +26,7 @@ from sparse_rl_lightning.policies.admission import check_full_layers, check_leng
 from sparse_rl_lightning.policies.routing import Routers, RoutingShape
 from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way, decoder_bytes
-from sparse_rl_lightning.rollout.engine.memory import (
-    RECORD_COPIES,
-    SlotBytes,
-    drawing_bytes,
-    plan_slots,
-    record_bytes,
-    slot_bytes,
-)
+from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, record_bytes, slot_bytes
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
 CONTEXT = 1_000_000_000
@@ -87,7 +80,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "optimizer's state": _always(held.optimizer),
         "reference policy": _always(reference),
         "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
-        "record of evictions": (RECORD_COPIES * record, record, record * job.keeps_evictions),
+        "record of evictions": (record, record // 2, record // 2 * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),
         f"cache, {count} slots": _always(slot.of(count), kept),

@@ -13,8 +13,7 @@ from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, 
 from sparse_rl_lightning.planning.seconds import seconds_of
 from sparse_rl_lightning.text import duration, table
 
-PHASES = ("rollout", "passes", "step")
-COLUMNS = ("rollout", "forward and backward", "optimizer's step")
+PHASES = ("rollout", "forward and backward", "optimizer's step")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Plan:
         }  # fmt: skip
         rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
         host = f"In the host's memory besides: {gigabytes(self.host)} GB per GPU.\n" if self.host else ""
-        return f"{table([('GB per GPU', *COLUMNS), *rows], 'lrrr')}\n{host}{self.timing}\n{self.verdict}"
+        return f"{table([('GB per GPU', *PHASES), *rows], 'lrrr')}\n{host}{self.timing}\n{self.verdict}"
 
     @property
     def timing(self) -> str:

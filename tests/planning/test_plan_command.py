@@ -95,6 +95,19 @@ def test_every_knob_of_the_command_line_is_one(written: str) -> None:
         assert make_plan(other, card).peak == settings[setting], setting
 
 
+def test_fewer_bits_and_forms_of_checkpointing_are_settings_of_the_command_line(written: str) -> None:
+    """With adapters; each saves weights or activations as it was predicted, and the last forms use the host."""
+    adapters = "--model.policy={class_path: LoraPolicy, init_args: {policy: tiny, r: 4, target_modules: [q_proj]}}"
+    given, card = ["--config", written, adapters, "--model.learner.gradient_checkpointing=false"], card_of()
+    found = {change.setting: make_plan(change.job, card) for change in changes(configured(given))}
+    tried = [name for name in found if "quantization" in name or "gradient_checkpointing" in name]
+    assert [name.partition("=")[2] for name in tried] == ["selective", "true", "offload", "int8", "nf4"]
+    for setting in tried:
+        plan = make_plan(configured([*given, f"--{setting}"]), card)
+        assert (plan.parts, plan.host) == (found[setting].parts, found[setting].host), setting
+        assert (plan.host > 0) == setting.endswith("offload")
+
+
 def test_the_best_knob_is_found_by_trying(tiny: str) -> None:
     """Of a job whose slots are what is large, fewer slots; of one whose learner is, shorter passes."""
     own: dict[str, Any] = {name: options[-1] for name, options in levels(LENGTH).items()}

@@ -26,7 +26,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
-from sparse_rl_lightning.rollout.engine.memory import RECORD_COPIES, record_bytes
+from sparse_rl_lightning.rollout.engine.memory import record_bytes
 
 GIB = 2**30
 DECODE_STEPS = 16  # if nothing is compressed
@@ -211,8 +211,7 @@ class WorstCase:
 
         def stop(progress: Progress) -> None:
             if progress.step >= steps:
-                record = record_bytes(g, self.num_sequences, self.length)
-                torch.empty(RECORD_COPIES * record, dtype=torch.uint8, device=g.device)
+                torch.empty(record_bytes(g, self.num_sequences, self.length), dtype=torch.uint8, device=g.device)
                 raise _Enough
 
         sampler, params = self.module.generator.sampler(), replace(self.sampling, stop_strings=())

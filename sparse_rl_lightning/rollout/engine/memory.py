@@ -35,8 +35,6 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
 MEMINFO = Path("/proc/meminfo")
-RECORD_COPIES = 2
-"""Copies of the evictions when a rollout ends: each sequence's own, and all together."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,9 @@ def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> 
 
 
 def record_bytes(geometry: CacheGeometry, num_sequences: int, length: int) -> int:
-    """The most bytes of the evictions of so many sequences of this length, once."""
+    """The most bytes of the evictions when a rollout ends: each sequence's own, and all together, which stay."""
     position = torch.int16 if length < 2**15 else torch.int32
-    return num_sequences * length * geometry.num_layers * geometry.num_kv_heads * position.itemsize
+    return 2 * num_sequences * length * geometry.num_layers * geometry.num_kv_heads * position.itemsize
 
 
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
