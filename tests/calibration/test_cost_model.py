@@ -136,7 +136,7 @@ def test_shapes_are_those_of_the_configurations() -> None:
         shape = ModelShape.of(name)
         assert 2 * shape.weights_read / 1e9 == pytest.approx(gigabytes, rel=2e-3)
         assert shape.kv_bytes_per_token == kib * 1024
-    with pytest.raises(ValueError, match=r"model must be one of qwen2.5-1.5b, .*got 'gpt'"):
+    with pytest.raises(ValueError, match=r"model must be one of qwen2.5-0.5b, qwen2.5-1.5b, .*got 'gpt'"):
         ModelShape.of("gpt")
     with pytest.raises(ValueError, match="no price for the linear attention of 'qwen3_next'"):
         ModelShape.of(Qwen3NextConfig())
