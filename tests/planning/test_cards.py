@@ -49,6 +49,7 @@ def test_states_and_slots_leave_room(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a proposal is many predictions
 @every_card
 def test_its_command_writes_it(path: Path, folder: Path) -> None:
     assert main(command(path)).fits
