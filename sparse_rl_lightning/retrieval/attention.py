@@ -38,8 +38,11 @@ class LearnerPages:
         retrieving = max(self.num_layers - self.retriever.num_dense_layers, 1)
         self.limits_at = self.retriever.page_limits(retrieving, self.prompt_lengths.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
+        assert sinks is None, "check_retriever refuses them"
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
             alike = group_heads(query, key, value)
