@@ -26,6 +26,7 @@ from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.replay.draws import draw_statistics
+from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout, replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer
@@ -191,3 +192,7 @@ def test_training_replays_sinks_and_changes_them() -> None:
 def test_a_retriever_is_refused(kind: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"Quest does not know {reason}"):
         RolloutSampler(model_with_sinks(**KINDS[kind]), FullKV(), retriever=Quest(16, page_size=4, num_dense_layers=0))
+    model = model_with_sinks(**KINDS[kind])
+    rollout = RolloutSampler(model, FullKV()).generate(PROMPTS, GREEDY)
+    with pytest.raises(ValueError, match="Quest does not know the learned sinks"):
+        retrieval_logprobs(model, rollout, Quest(16, page_size=4, num_dense_layers=0))
