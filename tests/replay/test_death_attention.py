@@ -98,6 +98,22 @@ def test_flex_attention_agrees(length: int, sinks: Tensor | None) -> None:
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("length", [40, 3 * BLOCK + 17])
+def test_flex_attention_and_its_gradients_on_a_gpu(length: int, has_sinks: bool) -> None:
+    query, key, value, death = inputs(length, batch=1, width=64)
+    given = [query, key, value, *([torch.randn(6, requires_grad=True)] if has_sinks else [])]
+    there = [t.detach().cuda().requires_grad_() for t in given]
+    want = sdpa_death_attention(*given[:3], death, SCALE, sinks=given[3] if has_sinks else None)
+    got = death_attention(*there[:3], death.cuda(), SCALE, there[3] if has_sinks else None)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-3, rtol=2e-3)
+    direction = torch.randn_like(want)
+    found = torch.autograd.grad((got * direction.cuda()).sum(), there)
+    for a, b in zip(found, torch.autograd.grad((want * direction).sum(), given), strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=5e-3, rtol=5e-3)
+
+
 @pytest.mark.parametrize("length", [BLOCK, 4 * BLOCK, 3 * BLOCK + 17])
 def test_blocks_are_those_of_the_mask(length: int) -> None:
     """A block is computed if any pair in it lives, and taken whole only if all do."""
