@@ -85,9 +85,7 @@ class Blueprint:
 def empty_model(blueprint: Blueprint, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its adapters on torch's meta device: shapes and types, but no memory."""
     with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(
-            blueprint.config, dtype=dtype, attn_implementation="sdpa"
-        )
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(blueprint.config, dtype=dtype)
         blueprint.adapt(made)
     return made
 
