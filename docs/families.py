@@ -93,6 +93,7 @@ CHECKPOINTS = (
     Checkpoint("mixtral", "Mixtral-8x7B", 32, 32, 8, 128),
     Checkpoint("olmoe", "OLMoE-1B-7B", 16, 16, 16, 128),
     Checkpoint("glm4_moe", "GLM-4.5-Air", 46, 96, 8, 128),
+    Checkpoint("gpt_oss", "gpt-oss-20b", 12, 64, 8, 64, windowed=12, window=128),
     Checkpoint("qwen3_5_text", "Qwen3.5-9B", 8, 16, 4, 256, delta_networks(24)),
     Checkpoint("qwen3_5_moe_text", "Qwen3.5-35B-A3B", 10, 16, 2, 256, delta_networks(30)),
     Checkpoint("qwen3_next", "Qwen3-Next-80B-A3B", 12, 16, 2, 256, delta_networks(36)),

@@ -18,6 +18,7 @@ from sparse_rl_lightning.cache.chosen import as_range
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads, to_computed, to_stored
+from sparse_rl_lightning.ops.sinks import entries_share
 from sparse_rl_lightning.records import StateUpdate
 
 BLOCK_NUMBERS = {"cpu": 2**19}  # size of a block of a prompt, which stays in a CPU's cache
@@ -33,6 +34,7 @@ class Piece:
     keys: Tensor  # (T, H, D) rotated, of all tokens so far, the piece last
     values: Tensor  # (T, H, D)
     hidden: Tensor  # (Q, E)
+    sinks: Tensor | None = None  # (Hq) learned ones of the layer
 
 
 def follow_prompt(
@@ -58,7 +60,7 @@ def follow_prompt(
         )
         asked = {}
         if compressor.needs_attention:
-            asked["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale)
+            asked["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale, piece.sinks)
         _update(
             compressor, cache, weights, layer, own, numbers[None, :, :stop], cache.head_state[layer, own],
             torch.full((1, g.num_kv_heads), stop, dtype=torch.int32, device=device),
@@ -161,7 +163,7 @@ def output_norms(values: Tensor, weights: Tensor) -> Tensor:
     return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
 
 
-def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
+def _paid(query: Tensor, keys: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """Attention (1, H, Q, T), float32, from the last tokens (Q, Hq, D) to keys (T, H, D), summed over each group."""
     wide, count = accumulation_dtype(keys.dtype), len(query)
     grouped = query.to(keys.dtype).to(wide).view(count, keys.shape[1], -1, keys.shape[2]).permute(1, 2, 0, 3)
@@ -169,7 +171,10 @@ def _paid(query: Tensor, keys: Tensor, scale: float) -> Tensor:
         logits: Tensor = grouped @ keys.to(wide).permute(1, 2, 0).unsqueeze(1) * scale  # (H, G, Q, T)
     later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
     logits[..., -count:].masked_fill_(later, -torch.inf)
-    return logits.softmax(dim=-1).sum(dim=1)[None].to(torch.float32)
+    probs = logits.softmax(dim=-1)
+    if sinks is not None:
+        probs = probs * entries_share(logits.logsumexp(dim=-1), sinks.view(*grouped.shape[:2], 1)).unsqueeze(-1)
+    return probs.sum(dim=1)[None].to(torch.float32)
 
 
 def _blocks(count: int, numbers: int, device: torch.device) -> Iterator[tuple[int, int]]:

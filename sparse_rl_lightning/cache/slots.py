@@ -132,9 +132,8 @@ class SlotCache:
         width = sum(count for _, count in size.head_state_fields)
         self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
         # where heads share an arena, one of them may take all of it
-        self.most_entries = [
-            entries * (g.num_kv_heads if size.per_head else 1) for entries in size.entries
-        ]  # of a head
+        shared = g.num_kv_heads if size.per_head else 1
+        self.most_entries = [entries * shared for entries in size.entries]  # of a head
         # attention probabilities of one step, written by one layer after the other
         paid = slots * g.num_heads * max(self.most_entries, default=0) if size.keeps_probabilities else 0
         self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
@@ -209,8 +208,9 @@ class SlotCache:
     # ---------------------------------------------------------------- one layer, called from attention
 
     def append_and_attend(
-        self, layer: int, slots: Tensor, projected: Tensor, turn: Turn, probs: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, slots: Tensor, projected: Tensor, turn: Turn, probs: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Append one token per slot, store its query, and attend over the slot's entries, that token included.
 
         Args:
@@ -218,8 +218,8 @@ class SlotCache:
             slots: Slots (R,), int64, -1 for rows that pad the batch.
             projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
             turn: Norms and angles (R, D) for queries and keys.
-            probs: Output (n, Hq, N) for the probabilities of the first rows, which are those in use; N =
-                ``most_entries[layer]``.
+            probs: Output (n, Hq, ``most_entries[layer]``) for the probabilities of the first rows, those in use.
+            sinks: Learned sinks (Hq) of the layer.
 
         Returns:
             The result (R, Hq, D), zeros in padding.
@@ -228,16 +228,16 @@ class SlotCache:
         projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
         # `seen` without the row for padding: ops know padding by slot -1
         query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *turn)
-        return self._attend(layer, slots, query, probs).to(given)
+        return self._attend(layer, slots, query, probs, sinks).to(given)
 
-    def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
+    def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Attention (R, Hq, D) of rotated queries, whose tokens have just been appended, over all live entries."""
         pools, scale, most = self.layers[layer], self.geometry.scale, self.most_entries[layer]
         if probs is None:
-            return ops.decode_attention(pools, slots, query, scale, most)
+            return ops.decode_attention(pools, slots, query, scale, most, sinks=sinks)
         # probabilities are wanted for the rows in use only; the padding stays zero
         used, out = slice(len(probs)), torch.zeros_like(query)
-        out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs)
+        out[used] = ops.decode_attention(pools, slots[used], query[used], scale, most, probs=probs, sinks=sinks)
         return out
 
     def store(

@@ -54,7 +54,9 @@ class WindowCache:
         self.pools.lengths.copy_((seen % self.width)[:, None])
         self.held.copy_((seen + 1).clamp(max=self.width)[:, None])
 
-    def append_and_attend(self, layer: int, slots: Tensor, seen: Tensor, projected: Tensor, turn: Turn) -> Tensor:
+    def append_and_attend(
+        self, layer: int, slots: Tensor, seen: Tensor, projected: Tensor, turn: Turn, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write one token per slot over the one that leaves the window, and attend over the window.
 
         Args:
@@ -63,6 +65,7 @@ class WindowCache:
             seen: Positions (S,) of each slot's new token.
             projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
             turn: Norms and angles (R, D) for queries and keys.
+            sinks: Learned sinks (Hq) of the layer.
 
         Returns:
             The result (R, Hq, D), zeros in padding.
@@ -70,7 +73,7 @@ class WindowCache:
         g, given = self.geometry, projected.dtype
         projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
         query = ops.append(self._written[layer], slots, seen, projected, self._no_queries, *turn)
-        return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width).to(given)
+        return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width, sinks=sinks).to(given)
 
     def store(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the last tokens of prompts: keys and values (n, H, D) at ``places`` (n,) of the rings of ``slots``."""

@@ -75,14 +75,15 @@ def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tenso
 
 
 def _record(
-    recorded: tuple[list[Tensor], tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
+    recorded: tuple[list[Tensor], tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     queries, windows = recorded
     queries.append(query)
     if not windows or not 0 < windows[layer] < key.shape[2]:
-        return causal_attention(query, key, value, scale)
+        return causal_attention(query, key, value, scale, sinks)
     death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + windows[layer]
-    return death_attention(query, key, value, death.expand(key.shape[:3]), scale)
+    return death_attention(query, key, value, death.expand(key.shape[:3]), scale, sinks)
 
 
 register(RECORD, "recorded_queries", _record)

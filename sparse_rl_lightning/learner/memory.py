@@ -4,6 +4,7 @@ The policy is made of its configuration under torch's fake tensors and goes forw
 the learner's own options; what is allocated and freed is added up. Nothing is priced by hand, so a new family, adapters
 and checkpointing count as they are. Not in it: what an allocator loses, and workspaces inside of kernels. Attention is
 that of a CPU's flash kernel, which keeps what a GPU's does: queries, keys, values, output and a number per query.
+Where transformers has only its eager one (gpt-oss), it is that, which keeps every probability.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def learner_bytes(
         adapt: What is done to the policy before training, such as adding adapters.
     """
     with torch.device("meta"):  # adapters move what they are added to, which fake tensors do not bear
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if adapt is not None:
             adapt(model)
     with FakeTensorMode():
@@ -114,8 +115,11 @@ def _make_fake(model: PreTrainedModel) -> None:
 def _loss(model: PreTrainedModel, part: MicroBatch, options: LearnerOptions) -> Tensor:
     """A scalar that every log-prob of the completions has a part in."""
     ids = torch.zeros(part.rows, part.length, dtype=torch.int64)
-    with attention_implementation(model, CAUSAL):
-        states = hidden_states(model, ids, causal=None)[:, :-1]
+    if model.config._attn_implementation == "eager":
+        states = hidden_states(model, ids)[:, :-1]
+    else:
+        with attention_implementation(model, CAUSAL):
+            states = hidden_states(model, ids, causal=None)[:, :-1]
     hidden = torch.cat(list(states[:, -part.completion :]))  # a copy, as a mask makes one
     del states
     logprobs, _ = token_logprobs(

@@ -9,6 +9,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
+from sparse_rl_lightning.ops.sinks import entries_share
 
 MAX_SPLIT = 768  # entries of a head that one block of the CUDA kernels reads at most, as kMaxSplit in attention.h
 
@@ -22,6 +23,7 @@ def decode_attention(
     *,
     lse: Tensor | None = None,
     probs: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query token per slot over all live entries, with grouped KV heads and float32 sums.
 
@@ -34,8 +36,9 @@ def decode_attention(
         query: Queries (B, Hq, D); Hq is a multiple of H, the heads of a group are adjacent.
         scale: Factor on q.k before the softmax.
         max_length: Upper bound of the entries of a head; the capacity will do.
-        lse: Output (B, Hq), float32: the log of the sum of the exponentials of the scaled logits.
+        lse: Output (B, Hq), float32: the log of the sum of the exponentials of the scaled logits, without sinks.
         probs: Output (B, Hq, M), float32, with M >= max_length: the probability of each entry, 0 behind the last.
+        sinks: Learned sinks (Hq) of the layer, which take their share of the result and of ``probs``.
 
     Returns:
         The result (B, Hq, D), of the query's type.
@@ -44,11 +47,18 @@ def decode_attention(
         RuntimeError: If a head holds more than ``max_length`` entries; on a GPU by ``pools.raise_errors``.
     """
     out = torch.empty_like(query)
+    if sinks is not None and lse is None:
+        lse = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
     call(
         "decode_attention", pools.keys, query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, scale,
         max_length, out, lse, probs, empty_partials(query, max_length), pools.errors,
     )  # fmt: skip
-    return out
+    if sinks is None or lse is None:
+        return out
+    share = entries_share(lse, sinks).unsqueeze(-1)
+    if probs is not None:
+        probs.mul_(share)
+    return (out * share).to(out.dtype)
 
 
 def empty_partials(query: Tensor, most_entries: int) -> Tensor | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
@@ -19,9 +18,9 @@ from sparse_rl_lightning.policies.replaced import check_reachable
 from sparse_rl_lightning.policies.windows import GROWING, LINEAR, layer_windows, rope_of, rotation_of
 
 TESTED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "glm4", "glm4_moe", "granite", "ministral3",
-    "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-    "smollm3",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "granite",
+    "ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "smollm3",
 )  # fmt: skip
 """Model types that the tests of this library roll out, replay and train."""
 WORKS = f"Tested are {', '.join(TESTED)}; others may work, see docs/models.md."
@@ -128,8 +127,6 @@ def _foreign(module: Any, first: Any) -> str:
     """What an attention does that rollouts do not reproduce, in words; empty if nothing."""
     if hasattr(module, "kv_lora_rank"):
         return "its attention is latent (MLA), so there are no heads to evict from"
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
-        return "its attention has learned sinks, which the rollout's kernels do not know"
     if getattr(module, "attn_logit_softcapping", None) is not None:
         return f"its attention caps logits (attn_logit_softcapping={module.attn_logit_softcapping})"
     if module.scaling != first.scaling:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors.base import ModelSizes
@@ -59,6 +59,7 @@ class CacheGeometry:
     device: torch.device
     linear: LinearSizes | None = None  # of a hybrid's other layers
     windows: tuple[int, ...] = ()  # tokens that each attention layer sees, 0 for all; empty if all layers see all
+    has_sinks: bool = False  # learned ones, a logit per query head
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
@@ -133,6 +134,7 @@ class CacheGeometry:
             device=weight.device,
             linear=LinearSizes.of(model, dtype),
             windows=windows,
+            has_sinks=any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in attention),
         )
 
 

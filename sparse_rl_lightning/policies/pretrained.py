@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.admission import WORKS
@@ -39,10 +40,10 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
-            _check_plain(path)
+            options = _check_plain(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
-                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
         except UserError as error:
             raise UserError(f"{where} {error}") from error
@@ -62,16 +63,22 @@ def load_pretrained(
     return model, tokenizer
 
 
-def _check_plain(path: str) -> None:
-    """Refuse weights that are quantized in the folder, unless transformers can load them as numbers."""
+def _check_plain(path: str) -> dict[str, Any]:
+    """Refuse weights that are quantized in the folder, unless transformers loads them as numbers, with these options.
+
+    It would leave MXFP4 (gpt-oss) quantized where it finds kernels for it.
+    """
     config: Any = PreTrainedConfig.get_config_dict(path)[0]
     held = config.get("quantization_config") if isinstance(config, dict) else None
     method = held.get("quant_method") if isinstance(held, dict) else held
-    if held and method != "mxfp4":
+    if method == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if held:
         raise UserError(
             f"holds quantized weights (quant_method={method!r}), which cannot be trained. Give the folder of the full "
             "weights; LoraPolicy(quantization='nf4') holds them in 4 bits, for sampler and learner alike."
         )
+    return {}
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

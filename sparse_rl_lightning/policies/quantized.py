@@ -23,7 +23,7 @@ from sparse_rl_lightning.policies.replaced import is_plain_linear
 Quantization = Literal["nf4", "int8"]
 BLOCK = 64
 """Number of 4-bit weights that share a scale."""
-# when peft or this file imports it, it would ask for another package, for products that are not made here
+# bitsandbytes, which PEFT imports too, asks for another package, for products that are not made here
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

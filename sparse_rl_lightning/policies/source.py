@@ -41,11 +41,12 @@ class PretrainedPolicy(PolicySource):
         path: Folder with ``config.json``, safetensors weights and a tokenizer, or a hub name.
         dtype: Type of the weights, such as ``float32`` or ``bfloat16``; ``auto`` takes the folder's.
         attn_implementation: The learner's attention, ``sdpa``, ``eager`` or, on a GPU with weights or autocast in a
-            16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). The sampler always
-            uses the library's own.
+            16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). By default ``sdpa``,
+            or ``eager`` for models of which transformers has no other (gpt-oss). The sampler always uses the library's
+            own.
     """
 
-    def __init__(self, path: str, dtype: str = "auto", attn_implementation: str = "sdpa") -> None:
+    def __init__(self, path: str, dtype: str = "auto", attn_implementation: str | None = None) -> None:
         self.path = path
         self.dtype = dtype
         self.attn_implementation = attn_implementation

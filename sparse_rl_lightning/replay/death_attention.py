@@ -13,28 +13,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from sparse_rl_lightning.ops.sinks import entries_share
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 
 BLOCK = 128
 """Number of queries and keys in a block of FlexAttention."""
 
 
-def death_attention(query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float) -> Tensor:
+def death_attention(
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
-    ``death`` (B, H, T) is the first query that no longer sees each key; the other arguments are as in
+    ``death`` (B, H, T) is the first query that no longer sees each key, ``sinks`` (Hq) are the layer's learned ones, if
+    it has some; the other arguments are as in
     :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
     """
     if query.is_cuda:
-        return flex_death_attention(query, key, value, death, scale, compiled=True)
-    return sdpa_death_attention(query, key, value, death, scale)
+        return flex_death_attention(query, key, value, death, scale, compiled=True, sinks=sinks)
+    return sdpa_death_attention(query, key, value, death, scale, sinks=sinks)
 
 
 def sdpa_death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention by scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
     step = torch.arange(key.shape[2], device=key.device)
 
@@ -42,12 +47,13 @@ def sdpa_death_attention(
         queries, keys = step[start:stop, None], step[:stop]
         return (keys <= queries) & (queries < death[:, :, None, None, :stop])
 
-    return masked_attention(query, key, value, alive, scale, mask_bytes)
+    return masked_attention(query, key, value, alive, scale, mask_bytes, sinks)
 
 
 def flex_death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, compiled: bool
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, compiled: bool,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """FlexAttention with the deaths as its ``mask_mod``; arguments as above.
 
     ``compiled=False`` runs PyTorch's slow version, which stores all scores and, on the CPU, has no backward pass.
@@ -59,8 +65,13 @@ def flex_death_attention(
 
     blocks = death_blocks(death, group, alive)
     flex: Any = _compiled_flex() if compiled else flex_attention
-    out: Tensor = flex(query, key, value, block_mask=blocks, scale=scale, enable_gqa=group > 1)
-    return out
+    options = {"block_mask": blocks, "scale": scale, "enable_gqa": group > 1}
+    out: Tensor
+    if sinks is None:
+        out = flex(query, key, value, **options)
+        return out
+    out, aux = flex(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    return (out * entries_share(aux.lse, sinks[:, None]).unsqueeze(-1)).to(out.dtype)
 
 
 def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:

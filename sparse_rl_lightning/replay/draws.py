@@ -169,9 +169,11 @@ def _entries_of(positions: Tensor, state: LayerState) -> Tensor:
     return found.masked_fill(positions < 0, -1)
 
 
-def _attend(watch: _Watch, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attend(
+    watch: _Watch, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
     watch.see(layer, query, key, value, scale)
-    return death_attention(query, key, value, watch.death[layer], scale)
+    return death_attention(query, key, value, watch.death[layer], scale, sinks)
 
 
 register(DRAWS, "draws", _attend)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.sinks import torch_attention
 from sparse_rl_lightning.policies.admission import WORKS, cache_layer
 from sparse_rl_lightning.policies.modes import recomputed_within
 from sparse_rl_lightning.replay.death_attention import death_attention
@@ -22,11 +22,8 @@ from sparse_rl_lightning.replay.death_attention import death_attention
 REPLAY = "sparse_rl_replay"
 CAUSAL = "sparse_rl_causal"
 """torch's causal attention, for tensors without values: transformers would look at them to choose a mask."""
-FOREIGN = {"softcap": "a cap on its logits", "s_aux": "learned sinks"}
-"""Arguments of transformers' attention functions that change the numbers, by what they mean."""
-
-Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float], Tensor]
-"""Function of a model's keyword argument, the layer, queries, keys, values and scale: outputs (B, Hq, T, D)."""
+Attend = Callable[[Any, int, Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+"""Function of a model's keyword argument, the layer, queries, keys, values, scale and sinks: outputs (B, Hq, T, D)."""
 
 
 def register(name: str, keyword: str, attend: Attend) -> None:
@@ -39,15 +36,15 @@ def register(name: str, keyword: str, attend: Attend) -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
         **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        layer = cache_layer(module)
-        unknown = [words for name, words in FOREIGN.items() if others.get(name) is not None]
-        if unknown or keyword not in others:
-            reason = f"has {' and '.join(unknown)}" if unknown else "does not receive the arguments of the model's call"
+        layer, capped = cache_layer(module), others.get("softcap") is not None
+        if capped or keyword not in others:
+            reason = "has a cap on its logits" if capped else "does not receive the arguments of the model's call"
             raise UserError(
                 f"{type(module).__name__} (layer {module.layer_idx}) {reason}, so rollouts and replay cannot reproduce "
                 f"it. {WORKS}"
             )
-        return attend(others[keyword], layer, query, key, value, scaling).transpose(1, 2), None
+        sinks = others.get("s_aux")  # learned ones
+        return attend(others[keyword], layer, query, key, value, scaling, sinks).transpose(1, 2), None
 
     AttentionInterface.register(name, attention)
 
@@ -74,13 +71,15 @@ def named_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _under_deaths(death: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    return death_attention(query, key, value, death[layer], scale)
+def _under_deaths(
+    death: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    return death_attention(query, key, value, death[layer], scale, sinks)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Torch's own causal attention (B, Hq, T, D)."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return torch_attention(query, key, value, None, scale, sinks, enable_gqa=True)
 
 
 register(REPLAY, "death", _under_deaths)

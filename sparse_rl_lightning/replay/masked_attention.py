@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from sparse_rl_lightning.ops.sinks import torch_attention
 
 MASK_BYTES = 2**26
 """Size limit in bytes of a mask on the CPU."""
@@ -19,8 +20,9 @@ MaskOf = Callable[[int, int], Tensor]
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask_of: MaskOf, scale: float, mask_bytes: int = MASK_BYTES
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask_of: MaskOf, scale: float, mask_bytes: int = MASK_BYTES,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention by scaled_dot_product_attention under boolean masks of at most ``mask_bytes``, with gradient.
 
     A mask is shared only by the query heads of a KV head. At least one query is processed at a time.
@@ -32,13 +34,15 @@ def masked_attention(
         mask_of: Function that gives the mask of a range of queries; called again in the backward pass.
         scale: Factor on query x key.
         mask_bytes: Size limit of one mask in bytes.
+        sinks: Learned sinks (Hq).
     """
     batch, heads, length, _ = key.shape
     grouped, keys, values = group_heads(query, key, value)
+    own = None if sinks is None else sinks.view(heads, -1).repeat(batch, 1)  # (B x H, Hq / H)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         mask = mask_of(start, start + query.shape[2]).flatten(0, 1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return torch_attention(query, key, value, mask, scale, own)
 
     size = max(1, mask_bytes // (BYTES_PER_PAIR * batch * heads * length))
     if size >= length:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select_pages import keep_pages
 from sparse_rl_lightning.replay.hooks import register
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, group_heads, masked_attention
@@ -38,8 +39,14 @@ class LearnerPages:
         retrieving = max(self.num_layers - self.retriever.num_dense_layers, 1)
         self.limits_at = self.retriever.page_limits(retrieving, self.prompt_lengths.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
+        if sinks is not None:
+            raise UserError(
+                f"{type(self.retriever).__name__} does not know the learned sinks of this model's attention."
+            )
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
             alike = group_heads(query, key, value)

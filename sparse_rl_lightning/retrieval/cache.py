@@ -114,9 +114,10 @@ class PagedCache(SlotCache):
         read = (held - left_out * r.page_size + scored).sum(dim=(0, 2))
         return (dense + read) / (lengths.shape[0] * lengths.shape[2])
 
-    def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None) -> Tensor:
+    def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
+        assert sinks is None, "check_retriever refuses them"
         if layer < self.retriever.num_dense_layers:
-            return super()._attend(layer, slots, query, probs)
+            return super()._attend(layer, slots, query, probs, sinks)
         self._refresh(layer, slots, newest_only=True)
         pages = self.choose(layer, slots, query)
         size, scale = self.retriever.page_size, self.geometry.scale
@@ -201,6 +202,11 @@ def check_retriever(retriever: Retriever, compressor: Compressor, geometry: Cach
         raise UserError(
             f"{name} does not know layers with a sliding window, which this model has (sliding_window="
             f"{geometry.window}). Use a compressor, such as SnapKV, without a retriever."
+        )
+    if geometry.has_sinks:
+        raise UserError(
+            f"{name} does not know the learned sinks that this model's attention has. Use a compressor, such as "
+            "SnapKV, without a retriever."
         )
     if retriever.num_dense_layers >= num_layers:
         raise UserError(

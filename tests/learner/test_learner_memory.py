@@ -15,6 +15,7 @@ from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies.lora import add_adapter
+from tests.families import family as tiny_family
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
@@ -33,7 +34,7 @@ def measured(
     autocast: torch.dtype | None = None, adapt: Any = None,
 ) -> LearnerBytes:  # fmt: skip
     """Of real tensors, through the learner's own function, with transformers' own attention."""
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapt is not None:
         adapt(model)
     model.train()
@@ -71,6 +72,17 @@ def test_prediction_is_what_the_pass_takes(family: Any, options: LearnerOptions,
         assert abs(found.peak - want.peak) <= bookkeeping
     assert abs(found.kept + found.host - want.kept) <= bookkeeping
     assert want.kept > 40 * bookkeeping, "nothing that matters was measured"
+
+
+@pytest.mark.parametrize("how", HOW[:2])
+def test_attention_that_transformers_has_no_kernel_for_counts_its_probabilities(how: Any) -> None:
+    """gpt-oss: eager attention, and experts, whose products have shapes without numbers in 16 bits alone."""
+    config, options = tiny_family("gpt_oss").config, LearnerOptions(gradient_checkpointing=how)
+    part, sixteen = MicroBatch(rows=2, length=40, completion=25), torch.bfloat16
+    found, want = (bytes_of(config, part, options, sixteen) for bytes_of in (learner_bytes, measured))
+    assert abs(found.peak - want.peak) <= 8 * 2 * 40
+    assert abs(found.kept - want.kept) <= 8 * 2 * 40
+    assert how or found.kept > 4 * 2 * (2 * 4 * 40 * 40) * 2, "two layers' probabilities and logits, at least"
 
 
 def test_chunks_of_the_head_and_one_sequence_count() -> None:

@@ -34,14 +34,16 @@ def test_the_learner_runs_the_attention_that_is_asked_for(tmp_path: Path) -> Non
     mask = torch.ones_like(sequences, dtype=torch.bool)
     mask[:, 0] = False
     results = []
-    for name in ("sdpa", "eager"):
+    for name in ("sdpa", "eager", None):
         source = PretrainedPolicy(str(tmp_path), attn_implementation=name)
         policy = source.load()[0]
-        assert policy.config._attn_implementation == name == LoraPolicy(source).attn_implementation
+        assert policy.config._attn_implementation == (name or "sdpa")
+        assert LoraPolicy(source).attn_implementation == name
         results.append(sequence_logprobs(policy, sequences, mask)[0].detach())
-    torch.testing.assert_close(*results, atol=1e-5, rtol=0)
+    torch.testing.assert_close(*results[:2], atol=1e-5, rtol=0)
+    assert torch.equal(results[2], results[0])
 
 
 def test_sources_that_do_not_choose_leave_the_models_own() -> None:
     assert TinyPolicy().attn_implementation is None
-    assert PretrainedPolicy("some/model").attn_implementation == "sdpa"
+    assert PretrainedPolicy("some/model").attn_implementation is None

@@ -20,7 +20,8 @@ from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rewards import arithmetic_reward
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from tests.families import family
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,45 @@ def test_a_whole_folder_loads_without_a_word(whole: Path, recwarn: pytest.Warnin
     for (name, value), expected in zip(model.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
     assert len(recwarn) == 0
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # and with the fourth bit the same below zero
+
+
+def test_mxfp4_is_loaded_as_the_numbers_that_it_stands_for(whole: Path, tmp_path: Path) -> None:
+    """gpt-oss as it is published: experts in blocks of 32 with 4 bits each and a scale, two numbers in a byte."""
+    folder, expected = tmp_path / "policy", dict[str, torch.Tensor]()
+    shutil.copytree(whole, folder)
+    family("gpt_oss").to(torch.bfloat16).save_pretrained(folder)
+    settings(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})(
+        folder
+    )
+
+    def pack(state: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
+            count, width, rows = state.pop(name).shape  # the file has rows first
+            blocks = torch.randint(0, 256, (count, rows, width // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 124, (count, rows, width // 32), dtype=torch.uint8)
+            state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()  # the low half first
+            numbers = FP4[codes & 7] * (1 - 2 * (codes >> 3)) * torch.exp2(scales.float() - 127)[..., None]
+            expected[name] = numbers.flatten(2).mT
+
+    weights(pack)(folder)
+    model, _ = PretrainedPolicy(str(folder)).load()
+    found = dict(model.named_parameters())
+    assert len(expected) == 8
+    for name, numbers in expected.items():
+        assert found[name].requires_grad
+        assert torch.equal(found[name].float(), numbers), name
+    assert model.config._attn_implementation == "eager"
+    model = model.float()
+    rollout = RolloutSampler(model, RKV(budget=12, buffer=5, num_sinks=2, window=4)).generate(
+        [list(range(3, 33))], SamplingParams(max_completion_length=20, num_generations=2)
+    )
+    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text("utf-8")
 
 
 def test_weights_that_are_not_used_are_told(whole: Path, tmp_path: Path) -> None:

@@ -34,30 +34,34 @@ def inputs(length: int, batch: int = 2, group: int = 3, heads: int = 2, width: i
     return [*(torch.randn(shape, requires_grad=True) for shape in shapes), death]
 
 
-def brute_force(query: Tensor, key: Tensor, value: Tensor, death: Tensor) -> Tensor:
-    """Query by query over a list of the living keys, float64."""
+def brute_force(query: Tensor, key: Tensor, value: Tensor, death: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Query by query over a list of the living keys, float64; a sink is one more logit without a value."""
     query, key, value = (t.double() for t in (query, key, value))
     out = torch.zeros_like(query)
     group = query.shape[1] // key.shape[1]
     for b, h, q in torch.cartesian_prod(*(torch.arange(n) for n in query.shape[:3])).tolist():
         living = [k for k in range(q + 1) if q < int(death[b, h // group, k])]
         scores = key[b, h // group, living] @ query[b, h, q] * SCALE
-        out[b, h, q] = scores.softmax(0) @ value[b, h // group, living]
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[h : h + 1].double()])
+        out[b, h, q] = scores.softmax(0)[: len(living)] @ value[b, h // group, living]
     return out
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("mask_bytes", [1, 5 * 4 * 23 * 4, 10**9], ids=["one query", "chunks", "whole"])
-def test_masks_and_chunks_give_the_exact_numbers_and_gradients(mask_bytes: int) -> None:
+def test_masks_and_chunks_give_the_exact_numbers_and_gradients(mask_bytes: int, has_sinks: bool) -> None:
     query, key, value, death = inputs(23)
-    got = sdpa_death_attention(query, key, value, death, SCALE, mask_bytes)
-    want = brute_force(query, key, value, death)
+    sinks = (2 * torch.randn(6)).requires_grad_() if has_sinks else None
+    got = sdpa_death_attention(query, key, value, death, SCALE, mask_bytes, sinks)
+    want = brute_force(query, key, value, death, sinks)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
-    direction = torch.randn_like(got)
-    grads = [torch.autograd.grad((out * direction).sum(), (query, key, value)) for out in (got, want)]
+    direction, given = torch.randn_like(got), (query, key, value, *([] if sinks is None else [sinks]))
+    grads = [torch.autograd.grad((out * direction).sum(), given) for out in (got, want)]
     for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
     if mask_bytes > 10**8:
-        torch.testing.assert_close(death_attention(query, key, value, death, SCALE), got, atol=0, rtol=0)
+        torch.testing.assert_close(death_attention(query, key, value, death, SCALE, sinks), got, atol=0, rtol=0)
 
 
 class Largest(TorchDispatchMode):
@@ -84,12 +88,30 @@ def test_no_mask_exceeds_its_limit_and_none_waits_for_the_backward_pass() -> Non
     assert all(tensor.dtype != torch.bool for tensor in saved)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, -1.0, 2.0, 1.0, 9.0, -9.0])], ids=["none", "sinks"])
 @pytest.mark.parametrize("length", [40, 2 * BLOCK, 3 * BLOCK + 17])
-def test_flex_attention_agrees(length: int) -> None:
+def test_flex_attention_agrees(length: int, sinks: Tensor | None) -> None:
     """Without gradient: on the CPU FlexAttention has none."""
     query, key, value, death = (t.detach() for t in inputs(length, batch=1))
-    got = flex_death_attention(query, key, value, death, SCALE, compiled=False)
-    torch.testing.assert_close(got, sdpa_death_attention(query, key, value, death, SCALE), atol=2e-6, rtol=0)
+    got = flex_death_attention(query, key, value, death, SCALE, compiled=False, sinks=sinks)
+    want = sdpa_death_attention(query, key, value, death, SCALE, sinks=sinks)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("length", [40, 3 * BLOCK + 17])
+def test_flex_attention_and_its_gradients_on_a_gpu(length: int, has_sinks: bool) -> None:
+    query, key, value, death = inputs(length, batch=1, width=64)
+    given = [query, key, value, *([torch.randn(6, requires_grad=True)] if has_sinks else [])]
+    there = [t.detach().cuda().requires_grad_() for t in given]
+    want = sdpa_death_attention(*given[:3], death, SCALE, sinks=given[3] if has_sinks else None)
+    got = death_attention(*there[:3], death.cuda(), SCALE, there[3] if has_sinks else None)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-3, rtol=2e-3)
+    direction = torch.randn_like(want)
+    found = torch.autograd.grad((got * direction.cuda()).sum(), there)
+    for a, b in zip(found, torch.autograd.grad((want * direction).sum(), given), strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("length", [BLOCK, 4 * BLOCK, 3 * BLOCK + 17])

@@ -251,7 +251,7 @@ def test_a_decode_step_makes_no_tensor_of_numbers_of_the_host() -> None:
     assert cache.limits.tolist() == 3 * [[3, 4, 6]]  # of each layer
     assert cache.limits.dtype == torch.int32
     cache.lengths.fill_(7)
-    assert cache._attend(0, torch.tensor([0, 1, -1]), torch.ones(3, 4, 16), None).shape == (3, 4, 16)
+    assert cache._attend(0, torch.tensor([0, 1, -1]), torch.ones(3, 4, 16), None, None).shape == (3, 4, 16)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -281,7 +281,7 @@ def test_partial_rotation_is_that_of_the_model() -> None:
         geometry, seen = CacheGeometry.of(model), list[Tensor]()
         assert 2 * len(geometry.inv_freq) == rotated
 
-        def attend(layer: int, rows: Tensor, turn: Any, hidden: Tensor) -> Tensor:
+        def attend(layer: int, rows: Tensor, turn: Any, hidden: Tensor, sinks: Any) -> Tensor:
             seen.append(rows[:, geometry.num_heads : -geometry.num_kv_heads])  # noqa: B023
             return rows[:, : geometry.num_heads] * 0  # noqa: B023
 
@@ -326,7 +326,6 @@ def test_compressors_that_turn_queries_work_where_all_is_turned_by_halves() -> N
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": (SIZES, "its attention caps logits"),
-    "gpt_oss": ({"head_dim": 16, "num_local_experts": 4}, "its attention has learned sinks"),
     "kimi_linear": ({}, r"it has layers of type \['linear_attention'\], and rollouts know full attention, or linear"),
     "deepseek_v3": ({}, r"its attention is latent \(MLA\)"),
     "gpt2": ({}, "its GPT2Model has no list of layers"),

@@ -91,6 +91,8 @@ CASES = {
     "8 bits, own forward pass": Case(quantization="int8", options={"decoder": "forward"}),
     "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
     "hybrid": Case(architecture="qwen3_5_text"),
+    "learned sinks, experts": Case(architecture="gpt_oss"),
+    "learned sinks, running state": Case(c.H2O(**SMALL), architecture="gpt_oss", is_captured=False),
     "windows": Case(window=8),
     "windows, own forward pass, in chunks": Case(window=8, options={"decoder": "forward", "max_prefill_tokens": 8}),
     "windows in a float8 cache": Case(
@@ -101,8 +103,10 @@ CASES = {
 
 
 def policy(architecture: str = "qwen2") -> PreTrainedModel:
-    if architecture in HYBRIDS:
-        return family(architecture, vocab_size=len(TOKENIZER))
+    if architecture in (*HYBRIDS, "gpt_oss"):
+        model = family(architecture, vocab_size=len(TOKENIZER))
+        model.config._experts_implementation = "batched_mm"  # a CPU lacks operations of the others in a graph
+        return model
     return tiny_model(architecture, vocab_size=len(TOKENIZER), hidden_size=32, num_heads=2, num_kv_heads=1,
                       initializer_range=0.4)  # fmt: skip
 

@@ -29,12 +29,12 @@ from tests.tiny_grpo import ALPHABET, Recorder, fit, module
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=20, seed=5)
-ROUTED = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe")
+ROUTED = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss")
 each_routed = pytest.mark.parametrize("name", ROUTED)
 
 
 def routers(model: Any) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    return [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
 
 def tied(name: str, **changed: Any) -> Any:
@@ -44,6 +44,8 @@ def tied(name: str, **changed: Any) -> Any:
         router.weight.data = router.weight.data[::4].repeat_interleave(4, dim=0)
         if hasattr(router, "e_score_correction_bias"):
             router.e_score_correction_bias.copy_(torch.tensor([0.0, 0.1]).repeat_interleave(4))
+        if getattr(router, "bias", None) is not None:
+            router.bias.data = router.bias.data[::4].repeat_interleave(4)
     return model
 
 
@@ -78,7 +80,7 @@ def test_the_record_is_what_the_routers_chose(name: str) -> None:
     want = torch.stack([one.view(*rollout.sequences.shape, -1) for one in found], dim=2)
     assert rollout.routing.shape == want.shape
     assert rollout.routing.dtype == torch.uint8
-    assert rollout.routing.shape[2:] == (1 if name == "glm4_moe" else 2, 2)
+    assert rollout.routing.shape[2:] == ({"glm4_moe": 1, "gpt_oss": 4}.get(name, 2), 2)
     mask = fed(rollout)
     assert torch.equal(rollout.routing[mask].sort(-1).values, want[mask].sort(-1).values.to(torch.uint8) + 1)
     assert not bool(rollout.routing[~mask].any())
@@ -147,7 +149,7 @@ def test_a_flipped_choice_is_made_again(name: str) -> None:
 
 def scores_of(router: Any, hidden: Tensor, name: str) -> Tensor:
     """The scores (R, E) of the experts before any choice, written from the models' papers."""
-    logits = hidden @ router.weight.T
+    logits = hidden @ router.weight.T + (router.bias if name == "gpt_oss" else 0)
     return logits.sigmoid() if name == "glm4_moe" else logits.softmax(-1)
 
 
@@ -158,8 +160,8 @@ def every_expert(model: Any, rollout: Rollout, name: str) -> Iterator[None]:
     for index, block in enumerate(blocks):
         chosen = rollout.routing[:, :, index].long()
 
-        def forward(hidden: Tensor, block: Any = block, chosen: Tensor = chosen) -> Tensor:
-            scores = scores_of(block.gate, hidden, name)
+        def forward(hidden: Tensor, block: Any = block, chosen: Tensor = chosen) -> Any:
+            scores = scores_of(block.router if name == "gpt_oss" else block.gate, hidden, name)
             picked = nn.functional.one_hot(chosen, scores.shape[-1] + 1)[..., 1:].sum(-2).double()
             weights = scores * picked
             if name != "olmoe":  # whose weights do not sum to one
@@ -167,6 +169,11 @@ def every_expert(model: Any, rollout: Rollout, name: str) -> Iterator[None]:
             if name == "glm4_moe":
                 weights = weights * block.gate.routed_scaling_factor
             experts = block.experts
+            if name == "gpt_oss":  # whose matrices are transposed, with biases
+                both = torch.einsum("btc,ecj->btej", hidden, experts.gate_up_proj) + experts.gate_up_proj_bias
+                gate, up = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
+                each = torch.einsum("btej,ejc->btec", (up + 1) * gate * (1.702 * gate).sigmoid(), experts.down_proj)
+                return (weights[..., None] * (each + experts.down_proj_bias)).sum(-2), scores
             gate, up = torch.einsum("btc,ejc->btej", hidden, experts.gate_up_proj).chunk(2, -1)
             out = torch.einsum("bte,btej,ecj->btc", weights, nn.functional.silu(gate) * up, experts.down_proj)
             return out + block.shared_experts(hidden) if name == "glm4_moe" else out
@@ -203,7 +210,9 @@ def test_gradients_are_those_of_all_experts_under_fixed_choices(name: str, check
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=0)
     for parameter, gradient in found[0][1].items():  # the models' routers compute in float32 whatever their type
         assert float((gradient - found[1][1][parameter]).abs().max() / gradient.abs().max()) < 1e-5, parameter
-    assert all(float(found[0][1][n].abs().max()) > 0 for n in found[0][1] if n.endswith("mlp.gate.weight"))
+    assert all(
+        float(found[0][1][n].abs().max()) > 0 for n in found[0][1] if n.endswith(("gate.weight", "router.weight"))
+    )
 
 
 # ---------------------------------------------------------------- in training, and in 16 bits

@@ -177,13 +177,13 @@ class Engine:
         # every slot feeds the token it drew last, at the position where it was drawn
         tokens, positions = cache.begin_step(rows.places)
 
-        def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+        def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
             if windows is not None and cache.geometry.windows[layer]:
-                return windows.append_and_attend(places[layer], rows.slots, cache.seen[:-1], projected, turn)
+                return windows.append_and_attend(places[layer], rows.slots, cache.seen[:-1], projected, turn, sinks)
             place = places[layer]
             # running state is updated layer by layer, since all layers share the memory of the probabilities
             probs = cache.probabilities(place, len(rows.used)) if has_state else None
-            out = cache.append_and_attend(place, rows.slots, projected, turn, probs)
+            out = cache.append_and_attend(place, rows.slots, projected, turn, probs, sinks)
             if has_state:
                 weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
                 self.compression.note_step(cache, place, rows.used, positions, probs, hidden, weights)

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -25,6 +24,7 @@ from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
 from sparse_rl_lightning.cache.windows import latest
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
+from sparse_rl_lightning.ops.sinks import torch_attention
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.routing import Routers, recording
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
@@ -155,11 +155,13 @@ class _Pack:
         self.last = self._borders[1:] - 1  # (P,) rows of last tokens
         self._borders32 = self._borders.to(torch.int32)
 
-    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         g, windows = self.cache.geometry, self.cache.windows
         query, key, value = turn.split(projected, g.num_kv_heads)
         place, window = g.places[layer], g.windows[layer] if g.windows else 0
-        out = packed_attention(query, key, value, self._lengths, self._borders32, g.scale, window)
+        out = packed_attention(query, key, value, self._lengths, self._borders32, g.scale, window, sinks)
         if windows is not None and window:
             rows, slots, places = self._within
             windows.store(place, slots, places, key[rows], value[rows])
@@ -168,7 +170,7 @@ class _Pack:
         for prompt in self.prompts if self.cache.size.has_state else ():
             own = slice(start, start + len(prompt.tokens))
             state.append(_no_numbers(self.cache, len(prompt.tokens)))
-            piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own])
+            piece = Piece(prompt.slot, query[own], key[own], value[own], hidden[own], sinks)
             _follow(self, place, piece, state[-1])
             start = own.stop
         rows, slots, places = self._recent
@@ -199,7 +201,9 @@ class _Chunks:
         self._state = [_no_numbers(cache, shape[2]) for _ in range(g.num_layers)]
         self.staged_bytes = self._keys.nbytes + self._values.nbytes
 
-    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         g, windows = self.cache.geometry, self.cache.windows
         query, key, value = turn.split(projected, g.num_kv_heads)
         place, window = g.places[layer], g.windows[layer] if g.windows else 0
@@ -209,14 +213,14 @@ class _Chunks:
         keys[:, own], values[:, own] = key[:count].transpose(0, 1), value[:count].transpose(0, 1)
         out = torch.zeros_like(query)
         seen_keys, seen_values = (t[:, : self.stop].transpose(0, 1) for t in (keys, values))
-        out[:count] = causal_attention(query[:count], seen_keys, seen_values, g.scale, window)
+        out[:count] = causal_attention(query[:count], seen_keys, seen_values, g.scale, window, sinks)
         if windows is not None and window:
             if self.stop == len(self.prompt.tokens):
                 rows, slots, places = upload(latest([self.stop], [self.prompt.slot], windows.width), query.device)
                 windows.store(place, slots, places, seen_keys[rows], seen_values[rows])
             return out
         if self.cache.size.has_state:
-            piece = Piece(self.prompt.slot, query[:count], seen_keys, seen_values, hidden[:count])
+            piece = Piece(self.prompt.slot, query[:count], seen_keys, seen_values, hidden[:count], sinks)
             _follow(self, place, piece, self._state[place])
         ring = self.cache.size.num_queries
         if ring:
@@ -238,8 +242,9 @@ class _Chunks:
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], borders: Tensor, scale: float, window: int = 0
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], borders: Tensor, scale: float, window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of whole sequences, each causal within itself, in one launch where torch has a kernel for that.
 
     Args:
@@ -250,12 +255,13 @@ def packed_attention(
         borders: Rows (P + 1,), int32, where they begin, and the end of the last.
         scale: Factor of the logits.
         window: Number of tokens that a token sees, itself included; 0 for all before it.
+        sinks: Learned sinks (Hq), which that kernel does not know.
 
     Returns:
         The result (R, Hq, D), zeros in the padding.
     """
     out, rows, longest = torch.zeros_like(query), sum(lengths), max(lengths)
-    if query.device.type == "cuda" and value.dtype in HALF and HAS_VARLEN:
+    if query.device.type == "cuda" and value.dtype in HALF and HAS_VARLEN and sinks is None:
         q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
         # one split, so that a sequence's result is the same in any batch
         packed = varlen_attn(
@@ -266,25 +272,27 @@ def packed_attention(
         out[:rows] = packed
         return out
     for start, stop in pairwise([0, *accumulate(lengths)]):
-        out[start:stop] = causal_attention(query[start:stop], key[start:stop], value[start:stop], scale, window)
+        out[start:stop] = causal_attention(query[start:stop], key[start:stop], value[start:stop], scale, window, sinks)
     return out
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of the last tokens of a sequence over all of it, or a window: (t, Hq, D) queries on (T, H, D) keys."""
     if 0 < window < len(key):  # no block of queries sees more than its own keys and a window before them
         block, before = max(window, WINDOW_BLOCK), len(key) - len(query)
         spans = [(i, min(i + block, len(query))) for i in range(0, len(query), block)]
         first = [max(0, before + start + 1 - window) for start, _ in spans]
         parts = [
-            _attention(query[i:j], key[k : before + j], value[k : before + j], scale, window)
+            _attention(query[i:j], key[k : before + j], value[k : before + j], scale, window, sinks)
             for (i, j), k in zip(spans, first, strict=True)
         ]
         return torch.cat(parts)
-    return _attention(query, key, value, scale, window)
+    return _attention(query, key, value, scale, window, sinks)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, sinks: Tensor | None) -> Tensor:
     kind = query.dtype
     query, key, value = (t.transpose(0, 1).to(value.dtype) for t in (query, key, value))
     length, total = query.shape[1], key.shape[1]
@@ -296,7 +304,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: 
         mask = (index <= last) & (index > last - window) if window else index <= last
     # each KV head is repeated: the grouped form of torch's attention is slow on the CPU
     key, value = (t.repeat_interleave(group, dim=0)[None] for t in (key, value))
-    out = F.scaled_dot_product_attention(query[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
+    out = torch_attention(query[None], key, value, mask, scale, sinks)
     return out[0].transpose(0, 1).to(kind)
 
 

@@ -31,14 +31,16 @@ class _Held:
         self.layers: list[int] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         query, key, value = turn.split(projected, self.geometry.num_kv_heads)
         if layer in self.held:
             key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
         self.held[layer] = key, value
         self.layers.append(layer)
         windows = self.geometry.windows
-        return causal_attention(query, key, value, self.geometry.scale, windows[layer] if windows else 0)
+        return causal_attention(query, key, value, self.geometry.scale, windows[layer] if windows else 0, sinks)
 
 
 @torch.no_grad()
@@ -86,7 +88,7 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
     """
     keys: dict[int, Tensor] = {}
 
-    def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+    def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
         _, key, value = turn.split(projected, geometry.num_kv_heads)
         keys[layer] = key.float()
         return value.repeat_interleave(geometry.num_heads // geometry.num_kv_heads, dim=1)

@@ -28,7 +28,9 @@ Way = Literal["walked", "forward"]  # how a model's layers are run
 class Attend(Protocol):
     """The attention of one layer, which also writes keys and values into the cache."""
 
-    def __call__(self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute the attention of one layer.
 
         Args:
@@ -36,6 +38,7 @@ class Attend(Protocol):
             projected: Queries, keys and values (R, Hq + 2 H, D).
             turn: Norms and angles for queries and keys, if the model has not applied them itself.
             hidden: Hidden states (R, E) from which they were projected.
+            sinks: Learned sinks (Hq), if the layer has some.
 
         Returns:
             The result (R, Hq, D).

@@ -73,7 +73,9 @@ class Forward(Decoder):
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
         g, self._recur = self.geometry, recur
 
-        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        def attention(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+        ) -> Tensor:
             if value.shape != (1, g.num_kv_heads, len(ids), g.head_dim) or query.shape[1:2] != (g.num_heads,):
                 shapes = " and ".join(str(tuple(t.shape)) for t in (query, key, value))
                 sizes = f"{g.num_heads} heads and {g.num_kv_heads} KV heads of {g.head_dim}"
@@ -81,7 +83,7 @@ class Forward(Decoder):
                     refusal(self.model, f"layer {layer} has queries, keys and values of shapes {shapes}, not {sizes}")
                 )
             rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
-            return attend(layer, rows, Turn(), self._hidden).transpose(0, 1)[None]
+            return attend(layer, rows, Turn(), self._hidden, sinks).transpose(0, 1)[None]
 
         with self._swapped(), named_attention(self.model, ROLLOUT):
             out = self._decoder(
@@ -159,9 +161,10 @@ def _linear(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _in_rollout(
-    attention: Callable[..., Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
-    return attention(layer, query, key, value, scale)
+    attention: Callable[..., Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return attention(layer, query, key, value, scale, sinks)
 
 
 register(ROLLOUT, "rollout_attention", _in_rollout)

@@ -1,0 +1,113 @@
+"""Learned sinks: every attention beside them is that of a softmax with one more logit, in float64."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparse_rl_lightning import ops
+from sparse_rl_lightning.cache.running_state import _paid
+from sparse_rl_lightning.ops.sinks import entries_share, torch_attention
+from sparse_rl_lightning.rollout.engine.prefill import causal_attention
+from tests.native_cases import (
+    head_rows,
+    make_pools,
+    moved,
+    no_kernels,
+    on_each_device,
+    pick_slots,
+    shape_for,
+    shapes,
+    tolerance,
+)
+
+SCALE = 0.3
+
+
+def brute_force(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor, scale: float = SCALE
+) -> tuple[Tensor, Tensor]:
+    """The result and the probabilities of entries, (Hq, t, D) and (Hq, t, T), over the keys (H, T, D) that are seen."""
+    group = len(query) // len(key)
+    key, value = (t.double().repeat_interleave(group, 0) for t in (key, value))
+    logits = (query.double() @ key.mT * scale).masked_fill(~seen, -torch.inf)
+    column = sinks.double()[:, None, None].expand(*logits.shape[:2], 1)
+    probs = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+    return probs @ value, probs
+
+
+@on_each_device
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), shape=shapes, group=st.integers(1, 4), strength=st.sampled_from([0.0, 3.0, 60.0]))
+def test_decode_attention(device: str, way: str, seed: int, shape: dict, group: int, strength: float) -> None:
+    shape = shape_for(device, shape)
+    g = torch.Generator().manual_seed(seed)
+    pools = make_pools(g, **shape).layer(-1)
+    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
+    chosen, longest = pick_slots(g, slots), int(pools.lengths.max())
+    query = torch.randn(slots, heads * group, dim, generator=g).to(dtype)
+    sinks = strength * torch.randn(heads * group, generator=g)
+    probs = torch.full((slots, heads * group, longest + 2), 7.0)
+    where = [t.to(device) for t in (chosen, query, probs, sinks)]
+    with no_kernels() if way == "reference" else nullcontext():
+        out = ops.decode_attention(moved(pools, device), *where[:2], SCALE, longest, probs=where[2], sinks=where[3])
+        again = ops.decode_attention(moved(pools, device), *where[:2], SCALE, longest, sinks=where[3])
+    assert torch.equal(out, again)
+    close = 2 * tolerance(dtype)  # rounded twice
+    for b, slot in enumerate(chosen.tolist()):
+        for h in range(heads):
+            rows, own = head_rows(pools, slot, h) if slot >= 0 else slice(0, 0), slice(h * group, (h + 1) * group)
+            key, value = (pool[rows][None] for pool in (pools.keys, pools.values))
+            seen = torch.ones(key.shape[1], dtype=torch.bool)
+            want, share = brute_force(query[b, own, None], key, value, seen, sinks[own])
+            torch.testing.assert_close(out[b, own].cpu().double(), want[:, 0], atol=close, rtol=close)
+            found = where[2][b, own].cpu().double()
+            torch.testing.assert_close(found[:, : key.shape[1]], share[:, 0], atol=2e-6, rtol=2e-5)
+            assert not found[:, key.shape[1] :].any()
+
+
+@pytest.mark.parametrize("width", [5, 8, 16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_torch_attention_and_its_gradients(masked: bool, width: int) -> None:
+    shapes = [(4, 9, width), (2, 9, width), (2, 9, width)]
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    sinks = (2 * torch.randn(4)).requires_grad_()
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    if masked:
+        seen = seen & (torch.rand(9, 9) < 0.5)
+        seen[3] = False  # nothing but the sink
+    mask = seen if masked else None
+    got = torch_attention(query[None], key[None], value[None], mask, SCALE, sinks, enable_gqa=True)[0]
+    want = brute_force(query, key, value, seen, sinks)[0]
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    direction, given = torch.randn_like(got), (query, key, value, sinks)
+    grads = [torch.autograd.grad((out * direction).sum(), given) for out in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 3, 300])
+@pytest.mark.parametrize(("count", "total"), [(7, 7), (1, 9), (600, 600), (300, 700)])
+def test_prompts_are_read_beside_sinks(window: int, count: int, total: int) -> None:
+    query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
+    sinks = 2 * torch.randn(4)
+    last, index = torch.arange(total - count, total)[:, None], torch.arange(total)
+    seen = (index <= last) & (index > last - (window or total))
+    want, probs = brute_force(*(t.transpose(0, 1) for t in (query, key, value)), seen, sinks)
+    got = causal_attention(query, key, value, SCALE, window, sinks)
+    torch.testing.assert_close(got.double(), want.transpose(0, 1), atol=2e-6, rtol=1e-5)
+    if not window:  # what compressors read of it
+        paid = _paid(query, key, SCALE, sinks)[0]
+        torch.testing.assert_close(paid.double(), probs.unflatten(0, (2, 2)).sum(1), atol=2e-6, rtol=1e-5)
+
+
+def test_a_share_of_extreme_numbers() -> None:
+    lse = torch.tensor([-torch.inf, -1e4, 0.0, 1e4])
+    assert entries_share(lse, torch.zeros(4)).tolist() == [0.0, 0.0, 0.5, 1.0]
+    assert entries_share(torch.zeros(2), torch.tensor([-200.0, 200.0], dtype=torch.bfloat16)).tolist() == [1.0, 0.0]

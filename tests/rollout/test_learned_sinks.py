@@ -1,0 +1,198 @@
+"""Attention with learned sinks (gpt-oss): rollouts, replay, what compressors read of it, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.calibration import gather_statistics
+from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
+from sparse_rl_lightning.compressors import (
+    H2O,
+    RKV,
+    Compressor,
+    Drawn,
+    ExpectedAttention,
+    FullKV,
+    SnapKV,
+    StreamingLLM,
+    TriAttention,
+)
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.ops.pools import gather_heads
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.replay.draws import draw_statistics
+from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
+from sparse_rl_lightning.retrievers import Quest
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout, replay_logprobs
+from sparse_rl_lightning.testing import character_tokenizer
+from tests.families import family
+from tests.tiny_grpo import ALPHABET, fit, module, weights
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 8, 9, 40, 1)]
+SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+GREEDY = SamplingParams(max_completion_length=24, temperature=0)
+PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
+KINDS = {
+    "alternating": {},
+    "full": {"layer_types": ["full_attention"] * 4},
+    "windows": {"layer_types": ["sliding_attention"] * 4},
+}
+
+
+def model_with_sinks(**changed: Any) -> PreTrainedModel:
+    """Heads whose sinks take nearly nothing, about half, and nearly everything."""
+    model: Any = family("gpt_oss", **changed)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.sinks.data = torch.tensor([-8.0, 1.0, 3.0, 8.0]).roll(number)
+    return model
+
+
+def without_sinks(model: PreTrainedModel) -> PreTrainedModel:
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+    return model
+
+
+def parity(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [16384, 16, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_generate(kind: str, chunk: int) -> None:
+    model = model_with_sinks(**KINDS[kind])
+    rollout = RolloutSampler(model, FullKV(), 3, max_prefill_tokens=chunk).generate(PROMPTS, GREEDY)
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
+        assert rollout.sequences[row, : len(want)].tolist() == want.tolist()
+    with torch.no_grad():
+        parity(sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0], rollout.sampler_logprobs)
+    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
+    other = replay_logprobs(without_sinks(model), rollout)
+    assert float((other - rollout.sampler_logprobs).detach().abs().max()) > 0.1, "the sinks of these tests matter"
+
+
+COMPRESSORS = {
+    "StreamingLLM": StreamingLLM(**SMALL),
+    "SnapKV": SnapKV(**SMALL),
+    "R-KV": RKV(**SMALL),
+    "heads of their own": SnapKV(**SMALL, budget_rule=Adaptive(floor=7)),
+    "running state": H2O(**SMALL),
+    "rotation": ExpectedAttention(query_window=6, num_future=9, **SMALL),
+}
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS)
+@pytest.mark.parametrize("kind", ["alternating", "full"])
+def test_replay_is_exact_and_batches_do_not_matter(kind: str, compressor: Compressor) -> None:
+    model = model_with_sinks(**KINDS[kind])
+    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+    assert bool((rollout.kv.stored < rollout.kv.full).any())
+    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
+    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
+    assert torch.equal(refilled.sequences, rollout.sequences)
+    assert torch.equal(refilled.evictions.death, rollout.evictions.death)
+    forced = forced_rollout(model, rollout, compressor, seed=5)
+    parity(forced.sampler_logprobs, rollout.sampler_logprobs)
+
+
+def test_gradients_of_sinks_are_those_of_the_model() -> None:
+    """The replay of a rollout without evictions is the dense pass, which transformers computes."""
+    model = model_with_sinks()
+    rollout = RolloutSampler(model, FullKV()).generate(PROMPTS, PARAMS)
+    found = []
+    for logprobs in (
+        replay_logprobs(model, rollout),
+        sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0],
+    ):
+        model.zero_grad()
+        logprobs.sum().backward()
+        found.append(torch.stack([layer.self_attn.sinks.grad for layer in model.model.layers]))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    assert float(found[0].abs().max()) > 1.0
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [1000, 7])
+@torch.no_grad()
+def test_compressors_read_the_probabilities_that_the_sinks_leave(max_prefill_tokens: int) -> None:
+    """H2O's mass is the column sums of transformers' own attention."""
+    model: Any = model_with_sinks()
+    sampler = RolloutSampler(model, H2O(**{**SMALL, "budget": 90}), max_prefill_tokens=max_prefill_tokens)
+    rollout = sampler.generate(PROMPTS, GREEDY)
+    cache, model = sampler.cache, model.double()
+    model.config._experts_implementation = "eager"  # the fast ones know no float64
+    for row, prompt in enumerate(PROMPTS):
+        fed = len(prompt) + int(rollout.completion_lengths[row]) - 1
+        attentions = model(rollout.sequences[row : row + 1, :fed], output_attentions=True).attentions
+        for place, layer in enumerate((1, 3)):
+            want = attentions[layer][0].unflatten(0, (2, 2)).sum(dim=(1, 2))  # over groups and queries
+            rows, live = gather_heads(cache.pools.offsets[place, row], cache.lengths[place, row], fed)
+            assert live.all()
+            torch.testing.assert_close(cache.state_pool[rows][..., 0].double(), want, atol=1e-4, rtol=0)
+
+
+def test_draws_are_replayed() -> None:
+    model, compressor = model_with_sinks(), Drawn(SnapKV(**SMALL))
+    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+    logprobs, _, draws = draw_statistics(model, rollout, compressor)
+    parity(logprobs, rollout.sampler_logprobs)
+    parity(draw_statistics(model, rollout, compressor, draws)[2].logprobs, draws.logprobs)
+
+
+def test_statistics_are_of_the_model_s_own_queries() -> None:
+    """Those of the last layer, whose input depends on the sinks of all others."""
+    model: Any = model_with_sinks()
+    ids, inputs = torch.arange(3, 63)[None], list[torch.Tensor]()
+    statistics = gather_statistics(model, ids, torch.tensor([60]))
+    own = model.model.layers[3].self_attn
+    hook = own.register_forward_pre_hook(lambda _, args, named: inputs.append(named["hidden_states"]), with_kwargs=True)
+    with torch.no_grad():
+        model(ids)
+        hook.remove()
+        queries = own.q_proj(inputs[0]).view(60, 4, 16)
+    torch.testing.assert_close(statistics.mean[3], queries.mean(0), atol=1e-5, rtol=1e-4)
+    rollout = RolloutSampler(model, TriAttention(statistics=statistics, **SMALL)).generate(PROMPTS, PARAMS)
+    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_stay_as_close_as_their_rounding(dtype: torch.dtype) -> None:
+    model = model_with_sinks().to(dtype)
+    model.config._experts_implementation = "eager"  # the fast ones know no float64
+    rollout = RolloutSampler(model, RKV(**SMALL), record_routing=True).generate(PROMPTS, PARAMS)
+    apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean()
+    assert float(apart.detach()) < (0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_training_replays_sinks_and_changes_them() -> None:
+    """The learner under the record is the sampler, so that all of the mismatch is the compressor's."""
+    tokenizer = character_tokenizer(ALPHABET)
+    grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)
+    model: Any = model_with_sinks(vocab_size=len(tokenizer), sliding_window=6)
+    grpo.policy_source = LoadedPolicy(model, tokenizer)
+    grpo.configure_model()
+    before, sinks = weights(grpo), model.model.layers[1].self_attn.sinks.detach().clone()
+    fit(grpo, 2, [DryRun(), MismatchSplit()])
+    assert not torch.equal(before, weights(grpo))
+    assert not torch.equal(sinks, model.model.layers[1].self_attn.sinks)
+    found = {key: float(value) for key, value in grpo.trainer.callback_metrics.items()}
+    assert abs(found["mismatch_split/rounding/kl_k1"]) < 1e-5
+    assert found["mismatch_split/compression/kl_k3"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("alternating", "layers with a sliding window"), ("full", "the learned sinks")]
+)
+def test_a_retriever_is_refused(kind: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"Quest does not know {reason}"):
+        RolloutSampler(model_with_sinks(**KINDS[kind]), FullKV(), retriever=Quest(16, page_size=4, num_dense_layers=0))
+    model = model_with_sinks(**KINDS[kind])
+    rollout = RolloutSampler(model, FullKV()).generate(PROMPTS, GREEDY)
+    with pytest.raises(ValueError, match="Quest does not know the learned sinks"):
+        retrieval_logprobs(model, rollout, Quest(16, page_size=4, num_dense_layers=0))
