@@ -54,7 +54,7 @@ class ModelShape:
         if any(kinds.values()):
             raise UserError(
                 f"The cost model has no price for the {' and '.join(kind for kind, has in kinds.items() if has)} of "
-                f"{config.model_type!r}: calibrate without a file of hardware, and measure instead of predicting."
+                f"{config.model_type!r}: measure instead (`sparse-rl calibrate` does without `machine`)."
             )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -129,7 +129,7 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
     own, options = module.generator, module.learner.options
     prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
     block = BlockPlan(
-        prompts, own.sampling.num_generations, module.steps_per_generation, module.num_passes,
+        prompts, module.group_size, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
     )  # fmt: skip
     return Job(

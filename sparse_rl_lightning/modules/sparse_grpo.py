@@ -110,7 +110,7 @@ class SparseGRPO(PolicyModule):
         self.generator = Generator(
             compressor, rollout.drawn(sampling), rollout, retriever, steps_per_generation, rank_zero_info
         )
-        self._group_size = sampling.num_generations  # of training; the generator may draw more
+        self.group_size = sampling.num_generations  # of training; the generator may draw more
         self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn)
         self.learner = Learner(learner, sampling.temperature, retriever)
@@ -187,7 +187,7 @@ class SparseGRPO(PolicyModule):
             rollout.old_logprobs = self.learner.rescored(self.policy, rollout.parts(self.steps_per_generation))
             correct(self, rollout)
         else:
-            plan = self.plan(len(rollout) // self._group_size)
+            plan = self.plan(len(rollout) // self.group_size)
             for rows in plan.later(self.num_rollouts, self.generator.sampling.seed, rollout.sequences.device):
                 part = rollout.uncorrected(rows)
                 part.old_logprobs = self.learner.rescored(self.policy, [part])
@@ -201,7 +201,7 @@ class SparseGRPO(PolicyModule):
         start = time.perf_counter()
         scored.rollout.rewards = self.rewards(scored)
         self.rewards.warn_of_none(scored)
-        rewards, rollout = down_sample(scored, self.generator.options.downsampling, self._group_size), scored.rollout
+        rewards, rollout = down_sample(scored, self.generator.options.downsampling, self.group_size), scored.rollout
         rollout.advantages = self.advantages(rewards)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
@@ -209,7 +209,7 @@ class SparseGRPO(PolicyModule):
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (B,) of this rank's rewards (B,); NaN rewards count in no baseline and get 0."""
         trainer = self.trainer if self._world_size > 1 else None
-        return ranks.advantages_of_rank(rewards, self._group_size, self.scale_rewards, trainer)
+        return ranks.advantages_of_rank(rewards, self.group_size, self.scale_rewards, trainer)
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
         """The rollout as micro-batches."""
@@ -217,8 +217,8 @@ class SparseGRPO(PolicyModule):
         if oversampling > 1:  # dynamic sampling
             assert rollout.rewards is not None
             wanted = max(1, round(len(scored.rows) / oversampling))
-            rollout = rollout[most_informative(rollout.rewards, self._group_size, wanted)]
-        plan = self.plan(len(rollout) // self._group_size)
+            rollout = rollout[most_informative(rollout.rewards, self.group_size, wanted)]
+        plan = self.plan(len(rollout) // self.group_size)
         seed, index, complete = self.generator.sampling.seed, self.num_rollouts, scored.is_complete
         block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
         self._unreported = None if complete else scored
@@ -232,7 +232,7 @@ class SparseGRPO(PolicyModule):
             ValueError: If the numbers do not divide evenly.
         """
         return BlockPlan(
-            num_prompts, self._group_size, self.steps_per_generation, self.num_passes, self._accumulate,
+            num_prompts, self.group_size, self.steps_per_generation, self.num_passes, self._accumulate,
             self.learner.options.packs,
         )  # fmt: skip
 
@@ -357,7 +357,7 @@ class SparseGRPO(PolicyModule):
         """Restore block and random state after a resume, only now, because loading the data used random numbers."""
         state = self.training_state.resume()
         if state is not None:
-            plan = self.plan(len(state["rollout"]["sequences"]) // self._group_size)
+            plan = self.plan(len(state["rollout"]["sequences"]) // self.group_size)
             self.block = RolloutBlock.from_state(plan, state, self.generator.sampling.seed, self.denominators)
             self.block.rollout = self.block.rollout.to(self.device)
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:

@@ -203,10 +203,17 @@ def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
 
 
 def prefill_bytes(job: Job) -> int:
-    """Reading prompts: the widest activations of a layer, and the keys and values that it stages, for a pack."""
+    """Reading prompts: the widest activations of a layer, and the keys and values that are staged.
+
+    Of a pack of prompts they are those of one layer; of a prompt that is read in chunks, of all its tokens and layers.
+    """
     config, g, count = job.blueprint.config, job.geometry, min(MOST_PREFILLED, job.block.prompts * job.prompt)
-    per_token: int = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * g.num_kv_heads * g.head_dim
-    return count * per_token * g.dtype.itemsize
+    routed: int = getattr(config, "moe_intermediate_size", 0) * getattr(config, "num_experts_per_tok", 0)
+    shared: int = getattr(config, "shared_expert_intermediate_size", 0)
+    width = max(getattr(config, "intermediate_size", 0), routed + shared)
+    staged = g.depth * job.prompt if job.prompt > MOST_PREFILLED else count
+    entry = 2 * g.num_kv_heads * g.head_dim
+    return int(count * (3 * width + 4 * config.hidden_size) + staged * entry) * g.dtype.itemsize
 
 
 # ---------------------------------------------------------------- the learner

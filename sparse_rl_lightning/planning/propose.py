@@ -86,11 +86,19 @@ def propose(model: str, card: Card, length: int) -> Plan:
         raise UserError(_nearest_miss(found))
     for name, options in levels(length).items():
         for value in options[:-1]:
-            plan = make_plan(job_of(model, length, **(chosen | {name: value})), card)
-            if plan.fits:
+            plan = _tried(job_of(model, length, **(chosen | {name: value})), card)
+            if plan is not None and plan.fits:
                 found, chosen[name] = plan, value
                 break
     return found
+
+
+def _tried(job: Job, card: Card) -> Plan | None:
+    """The plan of a job, None if its form cannot be counted, such as experts in float32: then it is not proposed."""
+    try:
+        return make_plan(job, card)
+    except UserError:
+        return None
 
 
 def _leanest(model: str, card: Card, length: int) -> tuple[Plan, dict[str, Any]]:

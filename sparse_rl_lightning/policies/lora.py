@@ -126,8 +126,14 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
         torch.manual_seed(0)
         model.add_adapter(LoraConfig(**options, target_modules=target_modules))
         if model.device.type == "meta" or any(isinstance(module, QuantizedLinear) for module in model.modules()):
-            model.to(model.dtype)  # type: ignore[arg-type]  # peft gives adapters their layer's type, but not here
+            for parameter in adapters(model):  # peft gives them their layer's type, but not here
+                parameter.data = parameter.data.to(model.dtype)
     _check_trainable(model)
+
+
+def adapters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The weights of a model's adapters."""
+    return [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
 
 
 def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:

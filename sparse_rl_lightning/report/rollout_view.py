@@ -41,7 +41,7 @@ def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
     ``query`` that attends, the last one by default; later tokens count as evicted.
     """
     at = evictions.length - 1 if query is None else query
-    held = (evictions.death > at).float().mean(dim=(0, 2))
+    held = (evictions.death > at).float().mean(dim=(0, 2)) if evictions.num_layers else torch.ones(len(evictions), 1)
     return held * (torch.arange(evictions.length, device=held.device) <= at)
 
 

@@ -102,7 +102,8 @@ def forced_rollout(
     """Recompute a rollout as if the same tokens had been drawn under another compressor.
 
     The tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor,
-    weights and seed that drew the rollout, the result equals it. Useful to compare methods on the same text.
+    weights and seed that drew the rollout, the result equals it, but for choices of experts, which are made anew and
+    not recorded. Useful to compare methods on the same text.
 
     Args:
         model: Policy that runs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from typing import Any
 
@@ -42,7 +41,7 @@ from sparse_rl_lightning.rollout import (
 )
 from sparse_rl_lightning.rollout.engine.prefill import causal_attention
 from sparse_rl_lightning.testing import character_tokenizer
-from tests.families import SIZES, TWO_ROPES, family
+from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
@@ -328,6 +327,3 @@ def test_a_ring_is_no_longer_than_a_sequence() -> None:
     cache = CacheSize(2, (20, 20), 4, 50).allocate(geometry)
     assert cache.windows is not None
     assert cache.windows.width == 50
-    assert dataclasses.replace(geometry, windows=()).window == 0
-    assert SIZES["num_hidden_layers"] == 2  # what mixed() adds to
-    assert TWO_ROPES.keys() == {SLIDING, FULL}

@@ -110,8 +110,8 @@ def _changes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
         "every eviction one query earlier": torch.where(death == NEVER, death, torch.maximum(death - 1, own)),
     }
     spans = [("in all layers", slice(None))]
-    spans += [(f"in layer {i}", slice(i, i + 1)) for i in range(layers)]
-    spans += [(f"in layer {i} and all behind it", slice(i, None)) for i in range(1, layers - 1)]
+    spans += [(f"in layer {i} of the record", slice(i, i + 1)) for i in range(layers)]
+    spans += [(f"in layer {i} of the record and all behind it", slice(i, None)) for i in range(1, layers - 1)]
     for place, span in spans:
         for what, other in moved.items():
             changed = death.clone()

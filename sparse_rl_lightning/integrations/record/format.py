@@ -21,6 +21,8 @@ ALL = -1
 """All layers, or all heads."""
 MOST = 4096
 """Layers, and KV heads, that a record can have at most."""
+MOST_CELLS = 2**31
+"""Tokens of one request, times layers and KV heads, at most: what a reader has in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class SampledRecord:
         Raises:
             ValueError: If the rollout does not know its evictions.
         """
+        if rollout.evictions is not None and not rollout.evictions.num_layers:
+            raise UserError("All layers of this rollout's model have sliding windows: nothing is there to record.")
         if rollout.evictions is None:
             raise UserError("This rollout has no record of its evictions (rollout.evictions is None).")
         lengths = rollout.prompt_lengths + rollout.completion_lengths
@@ -154,6 +158,11 @@ class SampledRecord:
             raise UserError(
                 f"tokens and logprobs must have sum(lengths) = {int(whole.sum())} numbers, got {len(self.tokens)} and "
                 f"{len(self.logprobs)}."
+            )
+        if self.num_layers * self.num_heads * int(whole.max()) > MOST_CELLS:
+            raise UserError(
+                f"{self.num_layers} layers of {self.num_heads} KV heads over {int(whole.max())} tokens are more than a "
+                "record may describe."
             )
         if bool((self.tokens < 0).any()):
             raise UserError("tokens must not be negative.")

@@ -18,7 +18,7 @@ class Kept:
 
     query: int
     positions: Sequence[int]
-    layer: int = ALL  # -1 for all
+    layer: int = ALL  # among those that the record has, -1 for all
     head: int = ALL  # KV head, -1 for all
 
 

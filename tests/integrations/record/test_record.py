@@ -115,12 +115,12 @@ def test_a_wrong_layer_is_named(llama: PreTrainedModel, recorded: SampledRecord)
     wrong[(wrong[:, 0] == 2) & (wrong[:, 1] == 1), 3] += 1
     verdict = check_record(replace(recorded, evictions=wrong), llama)
     assert verdict.request == 2
-    assert "with every eviction one query earlier in layer 1." in verdict.text
+    assert "with every eviction one query earlier in layer 1 of the record." in verdict.text
     four = family("llama", num_hidden_layers=4, attn_implementation="eager")
     drawn = r_kv_record(four, PROMPTS[2:])
     moved = drawn.evictions.clone()
     moved[moved[:, 1] >= 2, 3] += 1
-    assert "in layer 2 and all behind it" in check_record(replace(drawn, evictions=moved), four).text
+    assert "in layer 2 of the record and all behind it" in check_record(replace(drawn, evictions=moved), four).text
 
 
 def test_what_nothing_explains_is_said(llama: PreTrainedModel, recorded: SampledRecord) -> None:

@@ -16,6 +16,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.policies.admission import refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 from sparse_rl_lightning.rollout.engine.prefill import causal_attention
 
@@ -26,8 +27,8 @@ EXACT, ROUNDED = 1e-3, 0.1
 class _Held:
     """Attention over everything that was fed so far, which keeps keys, values and the order of the layers."""
 
-    def __init__(self, geometry: CacheGeometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: CacheGeometry, windows: tuple[int, ...]) -> None:
+        self.geometry, self.windows = geometry, windows  # the model's, which a short cache need not know
         self.layers: list[int] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -39,7 +40,7 @@ class _Held:
             key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
         self.held[layer] = key, value
         self.layers.append(layer)
-        windows = self.geometry.windows
+        windows = self.windows
         return causal_attention(query, key, value, self.geometry.scale, windows[layer] if windows else 0, sinks)
 
 
@@ -55,7 +56,7 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
     positions = torch.arange(size, device=device)
     own = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-    attend = _Held(geometry)
+    attend = _Held(geometry, layer_windows(model.config))
     decoder.reach(size)
     states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)
     recur = in_pieces(states, [(0, ROW_MULTIPLE)])
