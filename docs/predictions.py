@@ -20,6 +20,10 @@ RECIPES = (
     "llama-3.2-1b-instruct", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b",
     "sparrow/qwen3-1.7b", "sparrow/qwen3-4b", "sparrow/qwen3-8b", "sparrow/qwen3-14b",
 )  # fmt: skip
+AGAIN = {
+    False: "", "selective": ", layers again but for attention", True: ", layers again",
+    "offload": ", layers again, from the host",
+}  # fmt: skip
 LARGE, SMALL = card_of("h200-141gb"), card_of("h100-80gb")
 
 
@@ -74,10 +78,10 @@ def card_row(path: Path) -> tuple[str, ...]:
     assert peak
     assert times
     rollout, _, learning = times[1].replace("rescoring ", "").replace("learner ", "").split(", ")
-    again = ", layers again" if job.learner.gradient_checkpointing else ""
-    rows = job.micro_batch.rows
+    trains, bits = "all weights" if job.blueprint.adapters is None else "adapters", job.blueprint.quantization
+    again, rows = AGAIN[job.learner.gradient_checkpointing], job.micro_batch.rows
     return (
-        f"`{path.name}`", "all weights" if job.blueprint.adapters is None else "adapters", f"{job.length:,}",
+        f"`{path.name}`", f"{trains} on {bits}" if bits else trains, f"{job.length:,}",
         str(job.compressor.schedule.plain), str(job.rollout.num_slots), f"{rows} at a time{again}", peak[1], rollout,
         learning,
     )  # fmt: skip

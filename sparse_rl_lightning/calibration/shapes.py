@@ -9,7 +9,10 @@ from typing import Any, Self
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.policies.windows import LINEAR
+from sparse_rl_lightning.policies.windows import LINEAR, layer_windows
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names under which configurations have their number of experts."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,11 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    weight_bytes: int = 2  # bytes of one weight
+    weight_bytes: float = 2  # bytes of one weight
     kv_bytes: int = 2  # bytes of one number in the cache
 
     @classmethod
-    def of(cls, model: Any, weight_bytes: int = 2, kv_bytes: int = 2) -> Self:
+    def of(cls, model: Any, weight_bytes: float = 2, kv_bytes: int = 2) -> Self:
         """Read the sizes from a transformers configuration or a model, or look them up in :data:`SHAPES` by name.
 
         Args:
@@ -36,17 +39,22 @@ class ModelShape:
             kv_bytes: Bytes of one number in the cache.
 
         Raises:
-            ValueError: If there is no shape of this name, or the model has layers of linear attention.
+            ValueError: If there is no shape of this name, or the model has other layers than those of full attention.
         """
         if isinstance(model, str):
             if model not in SHAPES:
                 raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
-        if LINEAR in (getattr(config, "layer_types", None) or ()):
+        kinds = {
+            "linear attention": LINEAR in (getattr(config, "layer_types", None) or ()),
+            "sliding windows": bool(layer_windows(config)),
+            "experts": any(getattr(config, name, 0) for name in EXPERTS),
+        }
+        if any(kinds.values()):
             raise UserError(
-                f"The cost model has no price for the linear attention of {config.model_type!r}: calibrate without a "
-                "file of hardware, and measure instead of predicting."
+                f"The cost model has no price for the {' and '.join(kind for kind, has in kinds.items() if has)} of "
+                f"{config.model_type!r}: calibrate without a file of hardware, and measure instead of predicting."
             )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

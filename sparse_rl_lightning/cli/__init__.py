@@ -35,6 +35,7 @@ from sparse_rl_lightning.cli.launch import follow_launcher, network_error
 from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
 from sparse_rl_lightning.cli.plan import main as plan
 from sparse_rl_lightning.cli.quiet import quiet
+from sparse_rl_lightning.cli.record import main as record
 from sparse_rl_lightning.cli.report import main as report
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -46,11 +47,12 @@ from sparse_rl_lightning.text import say
 OTHERS = (
     "Beside these: calibrate (a schedule of budgets for a policy), statistics (what QFilters and TriAttention need to "
     "know of a policy), report (the page of a run, or of several side by side), plan (the memory that a configuration "
-    "takes on a card, or a configuration for a model and a card) and doctor (what runs natively here, and what is "
-    "missing)."
+    "takes on a card, or a configuration for a model and a card), record (whether what an engine says it evicted "
+    "explains its log-probabilities) and doctor (what runs natively here, and what is missing)."
 )
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "calibrate": calibrate, "statistics": statistics_main, "report": report, "plan": plan,
+    "record": record,
 }  # fmt: skip
 """Commands with parsers of their own, called with the arguments that follow."""
 

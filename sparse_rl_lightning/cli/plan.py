@@ -48,22 +48,15 @@ def proposed(args: Sequence[str]) -> Plan:
     """Write a configuration that fits, and print its plan; errors as of :func:`main`."""
     given = parser(proposes=True).parse_args(list(args))
     card = card_of(given.card, given.memory)
-    plan = propose(given.model, card, given.length)
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
     if output.exists() and not given.overwrite:
         raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     writable_folder(output.parent, "folder of --output")
-    write_whole(output, proposal_text(plan, given.model, output))
+    plan = propose(given.model, card, given.length)
+    write_whole(output, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
-
-
-def proposal_text(plan: Plan, model: str, output: Path) -> str:
-    """The configuration of a proposal, and the command that writes it again."""
-    size, length = f"{plan.card.memory / 1e9:g}GB", plan.job.length
-    command = f"sparse-rl plan --model {model} --memory {size} --length {length} --output {output}"
-    return configuration(plan, str(output), command, f"runs/{output.stem}")
 
 
 def planned(args: Sequence[str]) -> Plan:
@@ -135,15 +128,15 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         )
     own, options = module.generator, module.learner.options
     prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
-    plan = BlockPlan(
+    block = BlockPlan(
         prompts, own.sampling.num_generations, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
     )  # fmt: skip
     return Job(
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
-        module.optimizer_factory, prompts, module.steps_per_generation, plan.optimizer_steps, module.num_passes,
-        own.retriever, module.loss.beta, ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer),
-        prompt,
+        module.optimizer_factory, block, own.retriever, module.loss.beta,
+        ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
+        module.keeps_evictions,
     )  # fmt: skip
 
 

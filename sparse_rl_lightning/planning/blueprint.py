@@ -9,24 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.lora import LoraPolicy, add_adapter
+from sparse_rl_lightning.policies.lora import LoraPolicy
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
 
-FAMILIES = {"qwen2.5": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
-"""Configurations of the models in ``calibration.SHAPES``, by the beginning of their names."""
+FAMILIES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama"}
+"""Types of the models in ``calibration.SHAPES``, by the beginning of their names."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +27,7 @@ class Blueprint:
 
     path: str
     dtype: str = "auto"
-    adapters: tuple[tuple[str, Any], ...] | None = None  # arguments of add_adapter; None trains all weights
+    adapters: tuple[tuple[str, Any], ...] | None = None  # arguments of LoraPolicy; None trains all weights
 
     @classmethod
     def of(cls, source: PolicySource) -> Blueprint:
@@ -45,10 +37,9 @@ class Blueprint:
             ValueError: If the source is of a kind whose shapes are known only once it is loaded.
         """
         if type(source) is LoraPolicy:
-            own = {"target_modules": source.target_modules, **source.options}
-            if isinstance(source.target_modules, list):
-                own["target_modules"] = tuple(source.target_modules)
-            return replace(cls.of(source.base), adapters=tuple(own.items()))
+            targets = source.target_modules if isinstance(source.target_modules, str) else (*source.target_modules,)
+            own = {**source.options, "target_modules": targets, "quantization": source.quantization}
+            return replace(cls.of(source.base), adapters=(*own.items(),))
         if type(source) is PretrainedPolicy:
             return cls(source.path, source.dtype)
         raise UserError(
@@ -62,23 +53,20 @@ class Blueprint:
         return read_config(self.path)
 
     @property
-    def shape(self) -> ModelShape:
-        """The sizes that the cost model and the cache depend on."""
-        return ModelShape.of(self.config)
-
-    @property
     def loaded_dtype(self) -> torch.dtype:
         """The type of the weights when they are loaded."""
         found = self.config.dtype if self.dtype == "auto" else getattr(torch, self.dtype, None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
+    @property
+    def quantization(self) -> str | None:
+        """The form of frozen weights in 4 or 8 bits, None for whole ones."""
+        return dict(self.adapters or ()).get("quantization")
+
     def adapt(self, model: PreTrainedModel) -> None:
         """Freeze a model under its adapters, if there are any."""
         if self.adapters is not None:
-            own = dict(self.adapters)
-            if isinstance(own["target_modules"], tuple):
-                own["target_modules"] = list(own["target_modules"])
-            add_adapter(model, **own)
+            LoraPolicy(self.path, **dict(self.adapters)).adapt(model)
 
 
 @lru_cache(maxsize=8)
@@ -97,14 +85,12 @@ def read_config(path: str) -> PreTrainedConfig:
     Raises:
         ValueError: If there is none.
     """
-    folder = Path(os.path.expanduser(path))
-    name = known_name(path)
+    folder, name = Path(os.path.expanduser(path)), known_name(path)
     if name is not None and not folder.is_dir():
         return spelled_out(name)
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(folder) if folder.is_dir() else path, trust_remote_code=False
-        )
+        source = str(folder) if folder.is_dir() else path
+        found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy: the sizes of {path!r} are not known: it is no folder with a config.json, and the hub does not "
@@ -125,11 +111,9 @@ def known_name(path: str) -> str | None:
 
 def spelled_out(name: str) -> PreTrainedConfig:
     """The configuration of a model of SHAPES: the sizes of its weights, none of its rotary frequencies."""
-    s = ModelShape.of(name)
-    kind: Any = next(kind for start, kind in FAMILIES.items() if name.startswith(start))
-    found: PreTrainedConfig = kind(
-        num_hidden_layers=s.num_layers, hidden_size=s.hidden_size, num_attention_heads=s.num_heads,
+    s, kind = ModelShape.of(name), next(kind for start, kind in FAMILIES.items() if name.startswith(start))
+    return AutoConfig.for_model(
+        kind, num_hidden_layers=s.num_layers, hidden_size=s.hidden_size, num_attention_heads=s.num_heads,
         num_key_value_heads=s.num_kv_heads, head_dim=s.head_dim, intermediate_size=s.intermediate_size,
         vocab_size=s.vocab_size, tie_word_embeddings=name in TIED, dtype=torch.bfloat16,
     )  # fmt: skip
-    return found

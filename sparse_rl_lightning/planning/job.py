@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import MicroBatch
-from sparse_rl_lightning.planning.blueprint import Blueprint
+from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
@@ -19,6 +21,7 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 PROMPT = 256
 """Tokens of a prompt where nothing else is said."""
 
+CUDA = torch.device("cuda")
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 """16-bit types by the beginning of Lightning's ``precision``."""
 
@@ -43,17 +46,13 @@ class Job:
     rollout: RolloutOptions
     learner: LearnerOptions
     optimizer: Callable[[Any], torch.optim.Optimizer]  # from the parameters
-    prompts: int  # of a rollout, on this rank
-    steps_per_generation: int
-    optimizer_steps: int  # of a rollout
-    num_iterations: int = 1
+    block: BlockPlan  # of a rollout, on this rank
     retriever: Retriever | None = None
     beta: float = 0.0
     precision: str = "32-true"
     sharding: Sharding = Sharding()
     prompt: int = PROMPT
-
-    # ---------------------------------------------------------------- types
+    keeps_evictions: bool = False  # whether the loss reads their record
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,21 +73,18 @@ class Job:
         """The type that products are computed in."""
         return self.autocast or self.dtype
 
-    @property
+    @cached_property
     def geometry(self) -> CacheGeometry:
         """The shape of the cache on a GPU, without rotary frequencies."""
-        s, kind = self.blueprint.shape, self.compute_dtype
-        return CacheGeometry(
-            s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim, 1.0, torch.empty(0), 1.0, kind,
-            kv_type(self.rollout.kv_dtype) or kind, torch.device("cuda"),
-        )  # fmt: skip
-
-    # ---------------------------------------------------------------- sizes
+        model = empty_model(self.blueprint, self.compute_dtype)
+        own = CacheGeometry.of(model, kv_type(self.rollout.kv_dtype), self.length, of_shapes=True)
+        return replace(own, device=CUDA)
 
     @property
     def sequences(self) -> int:
-        """Sequences of a rollout, on this rank."""
-        return self.prompts * self.sampling.num_generations
+        """Sequences that a rollout draws on this rank, those that are not trained on included."""
+        own = self.rollout
+        return round(self.block.prompts * own.oversampling) * own.drawn(self.sampling).num_generations
 
     @property
     def length(self) -> int:
@@ -98,7 +94,12 @@ class Job:
     @property
     def micro_batch(self) -> MicroBatch:
         """The largest forward pass of the learner: a micro-batch, or a part of it where packing limits the tokens."""
-        rows, most = max(1, self.sequences // self.steps_per_generation), self.learner.micro_batch_tokens
+        rows, most = self.block.micro_batch, self.learner.micro_batch_tokens
         if most is not None:
-            rows = min(self.sequences, max(1, most // self.length))
+            rows = min(self.block.sequences, max(1, most // self.length))
         return MicroBatch(rows, self.length, self.sampling.max_completion_length)
+
+    @property
+    def parts(self) -> int:
+        """Forward passes of a micro-batch: more than one where packing limits their tokens."""
+        return -(-self.block.micro_batch // self.micro_batch.rows)

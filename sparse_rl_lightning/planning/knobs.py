@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.checkpointing import Checkpointing
+from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import Job
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
+from sparse_rl_lightning.policies.quantized import Quantization
 
-LORA: tuple[tuple[str, object], ...] = (
-    ("target_modules", "all-linear"), ("r", 16), ("lora_alpha", 32.0), ("lora_dropout", 0.0),
-)  # fmt: skip
-"""Adapters as ``LoraPolicy`` adds them by default."""
+FORMS: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
+"""Forms of checkpointing, those that cost least first."""
+BITS: tuple[Quantization | None, ...] = (None, "int8", "nf4") if find_spec("bitsandbytes") else (None, "int8")
+"""Forms of frozen weights that can be had here, the most exact first."""
 
 
 @dataclass(frozen=True)
@@ -24,109 +29,83 @@ class Change:
     job: Job
 
 
-Knob = Callable[[Job], Iterator[Change]]
-"""What one setting can be changed to, the mildest change first."""
+def changes(job: Job) -> Iterator[Change]:
+    """Settings that save memory, those that cost least first, and of each its mildest change first."""
+    yield from _for_time(job)
+    yield from _for_what_is_learned(job)
 
 
-def free_the_pool(job: Job) -> Iterator[Change]:
-    """The slots' memory is the learner's while it works."""
+def _for_time(job: Job) -> Iterator[Change]:
+    """The slots' memory for the learner; parameters one by one; fewer sequences, logits and activations at a time."""
     if job.rollout.keep_pool and job.rollout.partial_rollout_steps is None:
-        yield Change("model.rollout.keep_pool=false", _rollout(job, keep_pool=False))
-
-
-def step_one_by_one(job: Job) -> Iterator[Change]:
-    """The optimizer goes over parameters one by one."""
-    if isinstance(job.optimizer, partial) and "foreach" in job.optimizer.keywords:
-        if job.optimizer.keywords["foreach"] is not False and not job.optimizer.keywords.get("fused"):
-            yield Change(
-                "model.optimizer.init_args.foreach=false",
-                replace(job, optimizer=partial(job.optimizer, foreach=False)),
-            )
-
-
-def shorter_passes(job: Job) -> Iterator[Change]:
-    """Fewer sequences in a forward pass, down to one."""
-    rows = job.micro_batch.rows
-    while rows > 1 and (job.sharding.stage < 3):
+        yield _set(job, "rollout", "keep_pool", False)
+    own = job.optimizer
+    if isinstance(own, partial) and own.keywords.get("foreach", False) is not False and not own.keywords.get("fused"):
+        yield Change("model.optimizer.init_args.foreach=false", replace(job, optimizer=partial(own, foreach=False)))
+    rows = 1 if job.sharding.stage == 3 else job.micro_batch.rows
+    while rows > 1:
         rows //= 2
-        tokens = rows * job.length
-        yield Change(f"model.learner.micro_batch_tokens={tokens}", _learner(job, micro_batch_tokens=tokens))
-
-
-def fewer_logits(job: Job) -> Iterator[Change]:
-    """Logits of fewer tokens at once."""
+        yield _set(job, "learner", "micro_batch_tokens", rows * job.length)
     if job.learner.head_chunk_size > 128:
-        yield Change("model.learner.head_chunk_size=128", _learner(job, head_chunk_size=128))
-
-
-def checkpoint(job: Job) -> Iterator[Change]:
-    """Layers are computed again in the backward pass."""
-    if not job.learner.gradient_checkpointing:
-        yield Change("model.learner.gradient_checkpointing=true", _learner(job, gradient_checkpointing=True))
-
-
-def fewer_slots(job: Job) -> Iterator[Change]:
-    """Half as many sequences at a time, down to 8."""
+        yield _set(job, "learner", "head_chunk_size", 128)
+    for form in FORMS[1 + FORMS.index(job.learner.gradient_checkpointing) :]:
+        yield _set(job, "learner", "gradient_checkpointing", form)
     count = min(job.rollout.num_slots or job.sequences, job.sequences)
     while count > 8:
         count //= 2
-        yield Change(f"model.rollout.num_slots={count}", _rollout(job, num_slots=count))
+        yield _set(job, "rollout", "num_slots", count)
 
 
-def smaller_budget(job: Job) -> Iterator[Change]:
-    """Half the budget, as far as the compressor allows, down to 256 tokens."""
+def _for_what_is_learned(job: Job) -> Iterator[Change]:
+    """Budgets as far as the compressor allows, ranks that share, no reference policy, adapters, fewer bits."""
     budget = job.compressor.schedule.plain
     while job.compressor.evicts and isinstance(budget, int) and budget >= 512:
         budget //= 2
         try:
             smaller = job.compressor.with_budget(budget)
         except UserError:
-            return
+            break
         yield Change(f"model.compressor.init_args.budget={budget}", replace(job, compressor=smaller))
-
-
-def no_reference(job: Job) -> Iterator[Change]:
-    """No penalty, so no reference policy."""
-    if job.beta:
-        yield Change("model.loss.beta=0", replace(job, beta=0.0))
-
-
-def share_more(job: Job) -> Iterator[Change]:
-    """The next stages of ZeRO, where there are ranks to share with."""
     last = 2 if job.learner.packs or job.blueprint.adapters is not None else 3
     for stage in range(job.sharding.stage + 1, last + 1 if job.sharding.ranks > 1 else 0):
-        yield Change(
-            f"trainer.strategy=sparse_rl_deepspeed_stage_{stage}",
-            replace(job, sharding=replace(job.sharding, stage=stage)),
-        )
+        shared = replace(job, sharding=replace(job.sharding, stage=stage))
+        yield Change(f"trainer.strategy=sparse_rl_deepspeed_stage_{stage}", shared)
+    if job.beta:
+        yield Change("model.loss.beta=0", replace(job, beta=0.0))
+    base = job.blueprint
+    if base.adapters is None and job.sharding.stage < 3:
+        base, words = replace(base, dtype="bfloat16", adapters=()), "model.policy of LoraPolicy, its base of bfloat16"
+        yield Change(words, replace(job, blueprint=base))
+        yield from (Change(f"{words} and quantization: {kind}", other) for kind, other in _quantized(job, base))
+    elif base.adapters is not None:
+        yield from (Change(f"model.policy.init_args.quantization={k}", other) for k, other in _quantized(job, base))
 
 
-def adapters(job: Job) -> Iterator[Change]:
-    """Adapters on frozen weights in 16 bits, in place of training all weights."""
-    if job.blueprint.adapters is None and job.sharding.stage < 3:
-        lora = replace(job.blueprint, dtype="bfloat16", adapters=LORA)
-        yield Change("model.policy of LoraPolicy, its base with dtype bfloat16", replace(job, blueprint=lora))
+def _quantized(job: Job, base: Blueprint) -> Iterator[tuple[str, Job]]:
+    """The job on a base of fewer bits than this one has."""
+    for kind in BITS[1 + BITS.index(base.quantization) :]:
+        own = {**dict(base.adapters or ()), "quantization": kind}
+        yield str(kind), replace(job, blueprint=replace(base, adapters=(*own.items(),)))
 
 
-KNOBS: tuple[Knob, ...] = (
-    free_the_pool, step_one_by_one, shorter_passes, fewer_logits, checkpoint, fewer_slots, smaller_budget, share_more,
-    no_reference, adapters,
-)  # fmt: skip
-"""Knobs, those that cost least first."""
+def _set(job: Job, group: str, name: str, value: Any) -> Change:
+    own: Any = replace(getattr(job, group), **{name: value})
+    return Change(f"model.{group}.{name}={word(value)}", replace(job, **{group: own}))
+
+
+def word(value: object) -> str:
+    """A value as YAML has it."""
+    return "null" if value is None else str(value).lower()
 
 
 def best_knob(plan: Plan) -> tuple[Change, Plan] | None:
-    """The change that helps most: the first that makes the job fit, or else the one that saves most; None if none does.
-
-    Of a knob the mildest change that fits counts, else its furthest.
-    """
+    """The first change that makes the job fit, or else the one that saves most; None if none does."""
     found: list[tuple[Change, Plan]] = []
-    for knob in KNOBS:
-        for change in knob(plan.job):
-            other = make_plan(change.job, plan.card)
-            if other.fits:
-                return change, other
-            found.append((change, other))
+    for change in changes(plan.job):
+        other = make_plan(change.job, plan.card)
+        if other.fits:
+            return change, other
+        found.append((change, other))
     best = min(found, key=lambda pair: pair[1].peak, default=None)
     return best if best is not None and best[1].peak < plan.peak else None
 
@@ -139,11 +118,3 @@ def advice(plan: Plan) -> str:
     change, other = best
     after = "fits" if other.fits else "alone does not fit either"
     return f"What helps most: {change.setting}, with which it takes {gigabytes(other.peak)} GB and {after}."
-
-
-def _rollout(job: Job, **changes: object) -> Job:
-    return replace(job, rollout=replace(job.rollout, **changes))  # type: ignore[arg-type]
-
-
-def _learner(job: Job, **changes: object) -> Job:
-    return replace(job, learner=replace(job.learner, **changes))  # type: ignore[arg-type]

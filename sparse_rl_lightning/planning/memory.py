@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +21,12 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model
-from sparse_rl_lightning.planning.job import Job
+from sparse_rl_lightning.planning.job import CUDA, Job
+from sparse_rl_lightning.policies.admission import check_full_layers, check_length
+from sparse_rl_lightning.policies.routing import Routers, RoutingShape
 from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way, decoder_bytes
-from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, slot_bytes
+from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, record_bytes, slot_bytes
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
 CONTEXT = 1_000_000_000
@@ -40,19 +42,8 @@ BLOCK_BYTES = 30
 """Bytes of a rollout per token: ids (8), log-probs (4 each) of up to three policies, masks, weights, advantages."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes of one thing in each phase."""
-
-    name: str
-    rollout: int = 0
-    passes: int = 0  # the learner's forward and backward passes
-    step: int = 0
-
-    @classmethod
-    def always(cls, name: str, count: float) -> Part:
-        """What stays through all phases."""
-        return cls(name, round(count), round(count), round(count))
+Phases = tuple[int, int, int]
+"""Bytes in the rollout, in the learner's forward and backward passes, and in the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,7 @@ class States:
     gradients: float
     optimizer: float
     temporary: float
+    host: float = 0  # in the host's memory
 
     @property
     def total(self) -> float:
@@ -70,31 +62,39 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-def parts_of(job: Job, memory: float) -> tuple[tuple[Part, ...], int]:
+def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     """The parts of a job and its number of slots; they depend on the card if ``memory_limit`` is a share of it."""
-    held, reference, shadow, copies = states(job), reference_bytes(job), shadow_bytes(job), copied_bytes(job)
-    count = num_slots(job, memory - CONTEXT - held.total - reference - shadow - copies)
-    kept = job.rollout.keep_pool
+    model, g, of_head = empty_model(job.blueprint, job.dtype), job.geometry, job.rollout.head_in_float32
+    copies = decoder_bytes(model, g, job.length, choose_way(model, job.rollout.decoder), of_head)
+    shadow = nbytes(model.parameters()) if job.sharding.stage == 3 else 0  # read by rollouts
+    held, reference, slot = states(job), reference_bytes(job), slot_size(job)
+    count = num_slots(job, slot, memory - CONTEXT - held.total - reference - shadow - copies)
+    logits = torch.promote_types(g.dtype, torch.float32) if of_head else g.dtype
+    drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
+    record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
+    kept, routed = job.rollout.keep_pool, routing(job)
+    choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
+    found = {
+        "weights" if job.blueprint.adapters is None else "weights and adapters": _always(held.weights),
+        "gradients": _always(held.gradients),
+        "optimizer's state": _always(held.optimizer),
+        "reference policy": _always(reference),
+        "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
+        "record of evictions": (record, record // 2, record // 2 * job.keeps_evictions),
+        "whole copy of sharded weights": _always(shadow),
+        "copies of weights for decoding": _always(copies, kept),
+        f"cache, {count} slots": _always(slot.of(count), kept),
+        "logits of a decode step": _always(drawing, kept),
+        "prompts being read": (prefill_bytes(job), 0, 0),
+        "activations of the learner": (0, learner(job).peak, 0),
+        "temporaries of the optimizer": (0, 0, round(held.temporary)),
+    }
+    return {name: phases for name, phases in found.items() if any(phases)}, count
 
-    def of_sampler(name: str, count: int) -> Part:
-        return Part(name, count, kept * count, kept * count)
 
-    lora = " and adapters" if job.blueprint.adapters is not None else ""
-    found = (
-        Part.always(f"weights{lora}", held.weights),
-        Part.always("gradients", held.gradients),
-        Part.always("optimizer's state", held.optimizer),
-        Part.always("reference policy", reference),
-        Part.always("the rollout's tokens", BLOCK_BYTES * job.sequences * job.length),
-        Part.always("whole copy of sharded weights", shadow),
-        of_sampler("copies of weights for decoding", copies),
-        of_sampler(f"cache, {count} slots", slot_size(job).of(count)),
-        of_sampler("logits of a decode step", 2 * drawing(job, count)),
-        Part("prompts being read", rollout=prefill_bytes(job)),
-        Part("activations of the learner", passes=learner(job).peak),
-        Part("temporaries of the optimizer", step=round(held.temporary)),
-    )
-    return tuple(part for part in found if max(part.rollout, part.passes, part.step)), count
+def _always(count: float, kept: bool = True) -> Phases:
+    """What is there in the rollout and, if it is kept, in the other phases."""
+    return round(count), round(count * kept), round(count * kept)
 
 
 # ---------------------------------------------------------------- what is trained
@@ -108,20 +108,20 @@ def states(job: Job) -> States:
     """
     model, shard = empty_model(job.blueprint, job.dtype), job.sharding
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights, gradients = nbytes(model.parameters()), nbytes(trained)
+    weights, buffers, gradients = nbytes(model.parameters()), nbytes(model.buffers()), nbytes(trained)
     if shard.stage == 0:
         both = 2 if shard.ranks > 1 else 1  # DDP's buckets are a second copy
-        return States(weights, both * gradients, *optimizer_bytes(job, trained))
+        return States(weights + buffers, both * gradients, *optimizer_bytes(job, trained))
     master = [nn.Parameter(parameter.detach().float()) for parameter in trained]
     own = 0 if job.dtype == torch.float32 else 2 * nbytes(master)
     state, temporary = optimizer_bytes(job, master)
     share = [1 / shard.ranks if shard.stage >= stage else 1.0 for stage in (1, 2, 3)]
+    found = States(weights * share[2] + buffers, gradients * share[1], (state + own) * share[0], temporary * share[0])
     if shard.offloads_optimizer:
-        state = own = temporary = 0
-    return States(
-        0 if shard.offloads_weights else weights * share[2], gradients * share[1], (state + own) * share[0],
-        temporary * share[0],
-    )  # fmt: skip
+        found = replace(found, optimizer=0, temporary=0, host=found.optimizer)
+    if shard.offloads_weights:
+        found = replace(found, weights=buffers, host=found.host + found.weights - buffers)
+    return found
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -172,60 +172,78 @@ def reference_bytes(job: Job) -> int:
 
 
 def slot_size(job: Job) -> SlotBytes:
-    """The memory of the sampler's slots, without copies of weights and logits."""
-    g, length = job.geometry, job.length + steps_past_end(job.geometry.device)
+    """The memory of the sampler's slots, without copies of weights and logits.
+
+    Raises:
+        ValueError: If windows leave no layer to evict from, or positions do not reach this far.
+    """
+    g, model, length = job.geometry, empty_model(job.blueprint, job.dtype), job.length + steps_past_end(CUDA)
+    check_length(model, job.length)
+    if job.compressor.evicts or job.retriever is not None:
+        check_full_layers(model, job.length, type(job.retriever or job.compressor).__name__)
     capacities = Trigger(job.compressor, g.num_layers).capacities(job.prompt, length)
     size = CacheSize.of(job.compressor, g, 1, capacities, length)
     if job.retriever is not None:
         size = with_pages(size, job.retriever)
-    return slot_bytes(g, size, job.sampling)
+    return slot_bytes(g, size, job.sampling, routed=routing(job))
 
 
-def num_slots(job: Job, free: float) -> int:
+def routing(job: Job) -> RoutingShape | None:
+    """The sizes of the record of experts, None without one."""
+    return Routers(empty_model(job.blueprint, job.dtype)).shape if job.rollout.record_routing else None
+
+
+def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
     """Sequences decoded at the same time, as many as the rollout's ``memory_limit`` allows of ``free`` bytes."""
     most, limit = min(job.rollout.num_slots or job.sequences, job.sequences), job.rollout.memory_limit
     if limit is None:
         return most
     given = limit if isinstance(limit, int) else max(1, round(limit * free))
-    return plan_slots(slot_size(job), given, most).num_slots
-
-
-def drawing(job: Job, count: int) -> int:
-    """Logits of a decode step, and what a draw makes of them."""
-    kind = torch.promote_types(job.compute_dtype, torch.float32) if job.rollout.head_in_float32 else job.compute_dtype
-    return drawing_bytes(count, job.blueprint.shape.vocab_size, job.sampling, kind)
-
-
-def copied_bytes(job: Job) -> int:
-    """Copies of weights that the sampler's decoder makes."""
-    model = empty_model(job.blueprint, job.dtype)
-    way = choose_way(model, job.rollout.decoder)
-    return decoder_bytes(model, job.geometry, job.length, way, job.rollout.head_in_float32)
-
-
-def shadow_bytes(job: Job) -> int:
-    """The whole copy that rollouts read where ranks share the weights (stage 3)."""
-    return nbytes(empty_model(job.blueprint, job.dtype).parameters()) if job.sharding.stage == 3 else 0
+    return plan_slots(slot, given, most).num_slots
 
 
 def prefill_bytes(job: Job) -> int:
     """Reading prompts: the widest activations of a layer, and the keys and values that it stages, for a pack."""
-    s, count = job.blueprint.shape, min(MOST_PREFILLED, job.prompts * job.prompt)
-    per_token = 3 * s.intermediate_size + 4 * s.hidden_size + 2 * s.num_kv_heads * s.head_dim
-    return count * per_token * job.compute_dtype.itemsize
+    config, g, count = job.blueprint.config, job.geometry, min(MOST_PREFILLED, job.block.prompts * job.prompt)
+    per_token: int = 3 * config.intermediate_size + 4 * config.hidden_size + 2 * g.num_kv_heads * g.head_dim
+    return count * per_token * g.dtype.itemsize
 
 
 # ---------------------------------------------------------------- the learner
 
 
 def learner(job: Job) -> LearnerBytes:
-    """The learner's largest forward and backward pass."""
-    return _learner(job.blueprint, job.micro_batch, job.learner, job.dtype, job.autocast)
+    """The learner's largest forward and backward pass, with what is there for all parts of a micro-batch.
+
+    Autograd keeps a sum of the parts' gradients until it has the last; checkpointing keeps what it keeps of each part.
+
+    Raises:
+        ValueError: If the pass needs more than shapes, or windows need masks.
+    """
+    if any(0 < window <= job.length for window in job.geometry.windows):
+        raise UserError(
+            f"sparse-rl plan does not know what sliding windows (of {job.blueprint.config.model_type!r}) take in the "
+            f"learner: their masks of {job.length} x {job.length} depend on the attention's kernel. DryRun measures it."
+        )
+    found = _learner(job.blueprint, job.micro_batch, job.learner, job.dtype, job.autocast)
+    if job.parts == 1:
+        return found
+    parameters, kept = empty_model(job.blueprint, job.dtype).parameters(), 0
+    if job.learner.gradient_checkpointing == "selective":
+        plain = replace(job.learner, gradient_checkpointing=True)
+        kept = found.kept - _learner(job.blueprint, job.micro_batch, plain, job.dtype, job.autocast).kept
+    summed = nbytes(parameter for parameter in parameters if parameter.requires_grad)
+    return LearnerBytes(found.kept, found.peak + summed + (job.parts - 1) * kept, found.host * job.parts)
 
 
 @lru_cache(maxsize=256)
 def _learner(
     blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> LearnerBytes:
-    adapt = None if blueprint.adapters is None else blueprint.adapt
-    return learner_bytes(blueprint.config, part, options, dtype, autocast, adapt)
+    try:
+        return learner_bytes(blueprint.config, part, options, dtype, autocast, blueprint.adapt)
+    except RuntimeError as error:
+        raise UserError(
+            f"The learner's pass over {blueprint.config.model_type!r} cannot be counted without numbers in {dtype}: "
+            f"{error} Experts can in 16 bits: give the policy dtype: bfloat16."
+        ) from error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
-from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Part, parts_of
+from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, parts_of, states
 from sparse_rl_lightning.planning.seconds import seconds_of
 from sparse_rl_lightning.text import duration, table
 
-PHASES = ("rollout", "passes", "step")
+PHASES = ("rollout", "forward and backward", "optimizer's step")
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,14 @@ class Plan:
 
     job: Job
     card: Card
-    parts: tuple[Part, ...]
+    parts: dict[str, Phases]
     slots: int  # sequences decoded at the same time
 
     @cached_property
     def phases(self) -> dict[str, float]:
         """Bytes of each phase, with what CUDA and the allocator take."""
-        counted = {phase: sum(getattr(part, phase) for part in self.parts) for phase in PHASES}
-        return {phase: CONTEXT + (1 + LOST) * count for phase, count in counted.items()}
+        counts = map(sum, zip(*self.parts.values(), strict=True))
+        return {phase: CONTEXT + (1 + LOST) * count for phase, count in zip(PHASES, counts, strict=True)}
 
     @property
     def peak(self) -> float:
@@ -41,11 +43,16 @@ class Plan:
 
     def of(self, name: str) -> int:
         """The most bytes in any phase of the parts whose name begins so."""
-        return sum(max(part.rollout, part.passes, part.step) for part in self.parts if part.name.startswith(name))
+        return sum(max(phases) for part, phases in self.parts.items() if part.startswith(name))
+
+    @property
+    def host(self) -> float:
+        """Bytes in the host's memory: what the optimizer, the weights or the learner's layers keep there."""
+        return states(self.job).host + learner(self.job).host
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part of a rollout and what is learned from it."""
+        """Seconds by part of a rollout and what is learned from it; a UserError for layers without a price."""
         return seconds_of(self.job, self.card, self.slots)
 
     @property
@@ -61,19 +68,28 @@ class Plan:
     def text(self) -> str:
         """The table of memory, the time, and the verdict."""
         lost = [CONTEXT + LOST / (1 + LOST) * (count - CONTEXT) for count in self.phases.values()]
-        counts = [(part.name, [part.rollout, part.passes, part.step]) for part in self.parts]
-        counts += [("CUDA's context, and what the allocator loses", lost), ("in all", [*self.phases.values()])]  # type: ignore[list-item]
-        rows = [(name, *map(gigabytes, phases)) for name, phases in counts]
-        times = ", ".join(f"{name} {duration(count)}" for name, count in self.seconds.items())
-        steps = self.job.optimizer_steps
-        whole = duration(sum(self.seconds.values()) / steps)
-        return "\n".join((
-            table([("GB per GPU", "rollout", "forward and backward", "optimizer's step"), *rows], "lrrr"),
+        counts: dict[str, Iterable[float]] = {
+            **self.parts, "CUDA's context, and what the allocator loses": lost, "in all": self.phases.values()
+        }  # fmt: skip
+        rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
+        host = f"In the host's memory besides: {gigabytes(self.host)} GB per GPU.\n" if self.host else ""
+        return f"{table([('GB per GPU', *PHASES), *rows], 'lrrr')}\n{host}{self.timing}\n{self.verdict}"
+
+    @property
+    def timing(self) -> str:
+        """Two lines: the time, or why none is predicted."""
+        try:
+            seconds = self.seconds
+        except UserError as error:
+            return f"No time is predicted. {error}"
+        times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
+        steps = self.job.block.optimizer_steps
+        whole = duration(sum(seconds.values()) / steps)
+        return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
-            f"{self.job.sampling.max_completion_length} tokens long: {times};",
-            f"{whole} for each of {steps} optimizer steps. Predicted, not measured.",
-            self.verdict,
-        ))  # fmt: skip
+            f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
+            f"{whole} for each of {steps} optimizer steps. Predicted, not measured."
+        )
 
 
 def make_plan(job: Job, card: Card) -> Plan:

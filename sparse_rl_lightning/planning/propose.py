@@ -6,18 +6,22 @@ What is last in :func:`levels` is given up first: what only costs time before wh
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.block import BlockPlan
+from sparse_rl_lightning.learner.checkpointing import Checkpointing
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.planning.blueprint import Blueprint, known_name
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import PROMPT, Job
-from sparse_rl_lightning.planning.knobs import LORA
-from sparse_rl_lightning.planning.plan import Plan, make_plan
+from sparse_rl_lightning.planning.knobs import BITS, FORMS, word
+from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
+from sparse_rl_lightning.policies.quantized import Quantization
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
 PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER = 16, 8, 2, 128
@@ -33,8 +37,9 @@ def levels(length: int) -> dict[str, tuple[Any, ...]]:
     return {
         "trains_all": (True, False),
         "budget": tuple(b for b in (largest, largest // 2, largest // 4) if b >= 256) or (256,),
-        "slots": (128, 64, 32, 16, 8),
-        "checkpointing": (False, True),
+        "quantization": BITS,
+        "slots": (128, 64, 32, 16),
+        "checkpointing": FORMS,
         "rows": (4, 2, 1),
         "chunk": (512, 128),
         "foreach": (None, False),
@@ -43,23 +48,28 @@ def levels(length: int) -> dict[str, tuple[Any, ...]]:
 
 
 def job_of(
-    model: str, length: int, *, trains_all: bool, budget: int, slots: int, checkpointing: bool, rows: int, chunk: int,
-    foreach: bool | None, keep_pool: bool,
+    model: str, length: int, *, trains_all: bool, budget: int, quantization: Quantization | None, slots: int,
+    checkpointing: Checkpointing, rows: int, chunk: int, foreach: bool | None, keep_pool: bool,
 ) -> Job:  # fmt: skip
     """The job of a model with sequences of up to ``length`` tokens, ``rows`` of them in a micro-batch."""
+    adapters = () if quantization is None else (("quantization", quantization),)
+    slots = slots if quantization is None else max(slots, 32)  # whose every step makes whole weights of the packed ones
+    steps = PROMPTS * GENERATIONS // rows
     return Job(
-        Blueprint(model, "float32") if trains_all else Blueprint(model, "bfloat16", LORA),
+        Blueprint(model, "float32") if trains_all else Blueprint(model, "bfloat16", adapters),
         RKV(budget=budget, buffer=BUFFER, num_sinks=0),
         SamplingParams(num_generations=GENERATIONS, max_completion_length=length - PROMPT),
         RolloutOptions(num_slots=slots, keep_pool=keep_pool),
         LearnerOptions(rows * length, chunk, gradient_checkpointing=checkpointing),
         partial(torch.optim.AdamW, weight_decay=0.0, foreach=foreach),
-        PROMPTS, PROMPTS * GENERATIONS // rows, OPTIMIZER_STEPS, precision="bf16-mixed",
+        BlockPlan(PROMPTS, GENERATIONS, steps, 1, steps // OPTIMIZER_STEPS, packs=True), precision="bf16-mixed",
     )  # fmt: skip
 
 
 def propose(model: str, card: Card, length: int) -> Plan:
     """The plan of the first choice that fits.
+
+    Level by level it takes the first value with which the job fits while all later levels are at their leanest.
 
     Args:
         model: Hub name or folder.
@@ -71,32 +81,10 @@ def propose(model: str, card: Card, length: int) -> Plan:
     """
     if length < 2 * PROMPT:
         raise UserError(f"--length must be at least {2 * PROMPT}, prompt of {PROMPT} included, got {length}.")
-    found = _first(model, card, length)
-    if found.fits:
-        return found
-    shorter = length // 2
-    while shorter >= 2 * PROMPT and not make_plan(job_of(model, shorter, **_leanest(shorter)), card).fits:
-        shorter //= 2
-    remedy = f"--length {shorter} fits. Or give" if shorter >= 2 * PROMPT else "No shorter length fits. Give"
-    raise UserError(
-        f"{model} does not fit {card.memory / 1e9:g} GB at --length {length}. The leanest choice takes "
-        f"{found.peak / 1e9:.1f} GB: adapters on weights in 16 bits, {found.slots} slots with a budget of "
-        f"{found.job.compressor.schedule.plain}, one sequence at a time in the learner, layers computed again. "
-        f"{remedy} a larger --memory or a smaller model."
-    )
-
-
-def _first(model: str, card: Card, length: int) -> Plan:
-    """The plan of the first choice that fits, or of the leanest.
-
-    Level by level it takes the first value with which the job fits while all later levels are at their leanest.
-    """
-    given = levels(length)
-    chosen = _leanest(length)
-    found = make_plan(job_of(model, length, **chosen), card)
+    found, chosen = _leanest(model, card, length)
     if not found.fits:
-        return found
-    for name, options in given.items():
+        raise UserError(_nearest_miss(found))
+    for name, options in levels(length).items():
         for value in options[:-1]:
             plan = make_plan(job_of(model, length, **(chosen | {name: value})), card)
             if plan.fits:
@@ -105,46 +93,54 @@ def _first(model: str, card: Card, length: int) -> Plan:
     return found
 
 
-def _leanest(length: int) -> dict[str, Any]:
-    return {name: options[-1] for name, options in levels(length).items()}
+def _leanest(model: str, card: Card, length: int) -> tuple[Plan, dict[str, Any]]:
+    chosen = {name: options[-1] for name, options in levels(length).items()}
+    return make_plan(job_of(model, length, **chosen), card), chosen
 
 
-def configuration(plan: Plan, output: str, command: str, folder: str) -> str:
-    """The YAML of a proposal, the prediction at its head.
+def _nearest_miss(found: Plan) -> str:
+    """What to say of the leanest choice if it does not fit."""
+    job, card = found.job, found.card
+    shorter = job.length // 2
+    while shorter >= 2 * PROMPT and not _leanest(job.blueprint.path, card, shorter)[0].fits:
+        shorter //= 2
+    remedy = f"--length {shorter} fits. Or give" if shorter >= 2 * PROMPT else "No shorter length fits. Give"
+    return (
+        f"{job.blueprint.path} does not fit {card.memory / 1e9:g} GB at --length {job.length}. The leanest choice "
+        f"takes {gigabytes(found.peak)} GB: adapters on weights in {job.blueprint.quantization}, {found.slots} slots "
+        f"with a budget of {job.compressor.schedule.plain}, one sequence at a time in the learner, what its "
+        "layers keep in the host's memory. "
+        f"{remedy} a larger --memory or a smaller model."
+    )
 
-    Args:
-        plan: What was proposed.
-        output: Path of the file, for the command at its head.
-        command: The command that proposed it.
-        folder: Folder of the runs.
-    """
+
+def configuration(plan: Plan, output: Path) -> str:
+    """The YAML of a proposal for this file, the prediction and the command that writes it again at its head."""
     job, path = plan.job, plan.job.blueprint.path
-    full, learner = job.blueprint.adapters is None, job.learner
+    full, bits, learner = job.blueprint.adapters is None, job.blueprint.quantization, job.learner
     policy = f"{{class_path: PretrainedPolicy, init_args: {{path: {path}, dtype: {job.blueprint.dtype}}}}}"
     if not full:
-        policy = f"{{class_path: LoraPolicy, init_args: {{policy: {policy}, r: 16}}}}"
-    what, size = "All weights" if full else "Adapters", f"{plan.card.memory / 1e9:g} GB"
+        policy = f"{{class_path: LoraPolicy, init_args: {{policy: {policy}, r: 16, quantization: {word(bits)}}}}}"
+    what = "All weights" if full else f"Adapters on weights in {bits}" if bits else "Adapters"
+    size = f"{plan.card.memory / 1e9:g}"
     head = [
-        f"{what} of {path} on a card of {size}, sequences of up to {job.length} tokens.",
-        f"Written by `{command}`.",
+        f"{what} of {path} on a card of {size} GB, sequences of up to {job.length} tokens.",
+        f"Written by `sparse-rl plan --model {path} --memory {size}GB --length {job.length} --output {output}`.",
         f"  sparse-rl fit --config {output}",
-        "Data: GSM8K's training problems as published, or others. Predicted, never measured:",
+        "Data: GSM8K's training problems as published, or others. All figures are predicted, none measured on a GPU:",
         *plan.text.splitlines(),
     ]
     body = _YAML.format(
         policy=policy, budget=job.compressor.schedule.plain, buffer=BUFFER, generations=GENERATIONS,
-        completion=job.sampling.max_completion_length, slots=job.rollout.num_slots, prompts=PROMPTS, folder=folder,
+        completion=job.sampling.max_completion_length, slots=job.rollout.num_slots, prompts=PROMPTS,
+        folder=f"runs/{output.stem}",
         ends='end_tokens: ["<|im_end|>"], ' if (known_name(path) or "").startswith("qwen") else "",
-        keep=_word(job.rollout.keep_pool), micro_batches=job.steps_per_generation, tokens=learner.micro_batch_tokens,
-        chunk=learner.head_chunk_size, checkpointing=_word(learner.gradient_checkpointing),
-        rate="1.0e-6" if full else "1.0e-5", accumulate=job.steps_per_generation // OPTIMIZER_STEPS,
-        foreach=_word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
+        keep=word(job.rollout.keep_pool), micro_batches=job.block.steps_per_generation,
+        tokens=learner.micro_batch_tokens, chunk=learner.head_chunk_size, accumulate=job.block.accumulate,
+        checkpointing=word(learner.gradient_checkpointing), rate="1.0e-6" if full else "1.0e-5",
+        foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
     )  # fmt: skip
     return "".join(f"# {line}".rstrip() + "\n" for line in head) + body
-
-
-def _word(value: bool | str | None) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 _YAML = """\

@@ -28,13 +28,16 @@ STATE = ("layer_idx", "conv_dim", "conv_kernel_size", "num_v_heads", "head_k_dim
 """Attributes of transformers' gated delta networks that say how large their states are."""
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse a model whose cache could not be evicted correctly, by name and with the reason."""
+def check_supported(model: PreTrainedModel, of_shapes: bool = False) -> None:
+    """Refuse a model whose cache could not be evicted correctly, by name and with the reason.
+
+    A model ``of_shapes`` has no numbers in its weights, which is refused too unless it is asked for.
+    """
     if not hasattr(model, "get_output_embeddings"):
         raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")
     check_reachable(model)
     output_head(model)
-    if model.device.type == "meta":
+    if model.device.type == "meta" and not of_shapes:
         raise UserError(
             f"The weights of this {type(model).__name__} are on the meta device: they hold no numbers. Load them first."
         )

@@ -101,13 +101,16 @@ class CacheGeometry:
         return 2 * self.head_dim * self.kv_dtype.itemsize
 
     @classmethod
-    def of(cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None, longest: int = 0) -> CacheGeometry:
+    def of(
+        cls, model: PreTrainedModel, kv_dtype: torch.dtype | None = None, longest: int = 0, of_shapes: bool = False
+    ) -> CacheGeometry:
         """Read the geometry from a supported causal language model of transformers.
 
         Keys and values are stored in ``kv_dtype``, by default the type that the model computes in. ``longest`` is the
-        number of tokens of the longest sequence: windows in all layers count only beyond their own length.
+        number of tokens of the longest sequence: windows in all layers count only beyond their own length. A model
+        ``of_shapes`` is one on torch's meta device, of which only sizes and types are read.
         """
-        check_supported(model)
+        check_supported(model, of_shapes)
         config, attention = model.config, attention_modules(model)
         windows = binding_windows(config, longest)
         inv_freq, attention_scaling = rotation_of(model.get_decoder().rotary_emb)
@@ -116,7 +119,8 @@ class CacheGeometry:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
         kind = weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        mixed = not of_shapes and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if mixed else weight.dtype
         return cls(
             num_layers=len(attention) - sum(own > 0 for own in windows),
             num_heads=num_heads,

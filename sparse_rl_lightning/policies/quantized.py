@@ -23,6 +23,8 @@ from sparse_rl_lightning.policies.replaced import is_plain_linear
 Quantization = Literal["nf4", "int8"]
 BLOCK = 64
 """Number of 4-bit weights that share a scale."""
+# bitsandbytes, which PEFT imports too, asks for another package, for products that are not made here
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class QuantizedLinear(nn.Linear):
@@ -145,8 +147,6 @@ def _quantized(weight: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
 def _kernels() -> Any:
     """The operations of bitsandbytes."""
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
-        # it would ask for another package, for products that are not made here
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         try:
             import bitsandbytes  # noqa: F401  # registers them
         except ImportError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from sparse_rl_lightning.budgets import LengthSchedule, PublishedSchedule, Pyramid
 from sparse_rl_lightning.calibration import H200, CostModel, Hardware, ModelShape, Work, entries_read
@@ -136,10 +136,12 @@ def test_shapes_are_those_of_the_configurations() -> None:
         shape = ModelShape.of(name)
         assert 2 * shape.weights_read / 1e9 == pytest.approx(gigabytes, rel=2e-3)
         assert shape.kv_bytes_per_token == kib * 1024
-    with pytest.raises(ValueError, match=r"model must be one of qwen2.5-1.5b, .*got 'gpt'"):
+    with pytest.raises(ValueError, match=r"model must be one of qwen2.5-0.5b, qwen2.5-1.5b, .*got 'gpt'"):
         ModelShape.of("gpt")
-    with pytest.raises(ValueError, match="no price for the linear attention of 'qwen3_next'"):
-        ModelShape.of(Qwen3NextConfig())
+    other = (Qwen3NextConfig(), "linear attention and experts"), (Gemma3TextConfig(), "sliding windows")
+    for config, kinds in (*other, (Qwen3MoeConfig(), "experts")):
+        with pytest.raises(ValueError, match=f"no price for the {kinds} of '{config.model_type}'"):
+            ModelShape.of(config)
 
 
 def test_entries_are_those_that_the_rule_leaves() -> None:

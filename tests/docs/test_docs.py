@@ -168,7 +168,7 @@ def test_more_machines_draw_and_step_as_the_file_does() -> None:
     for machines, gpus, prompts, parts, accumulate in rows:
         plan = BlockPlan(prompts, job.sampling.num_generations, parts, num_iterations=1, accumulate=accumulate)
         assert (machines * gpus * prompts, plan.optimizer_steps, plan.micro_batch) == (128, 4, 8)
-    assert rows[0][2:] == (job.prompts, job.steps_per_generation, job.steps_per_generation // job.optimizer_steps)
+    assert rows[0][2:] == (job.block.prompts, job.block.steps_per_generation, job.block.accumulate)
 
 
 @pytest.mark.parametrize("name", predictions.RECIPES)

@@ -30,7 +30,7 @@ def command(path: Path) -> list[str]:
 
 @every_card
 def test_states_and_slots_leave_room(path: Path) -> None:
-    """The quick half of the plan; the whole one is made below."""
+    """The quick half of the plan, and what the file says of the whole one, which is made below."""
     arguments = command(path)
     assert arguments[arguments.index("--output") + 1] == path.relative_to(ROOT).as_posix()
     memory = arguments[arguments.index("--memory") + 1]
@@ -40,10 +40,16 @@ def test_states_and_slots_leave_room(path: Path) -> None:
     assert job.rollout.num_slots is not None
     held = states(job).total + slot_size(job).of(job.rollout.num_slots)
     assert CONTEXT + held < card_of(memory=memory).memory
+    head = path.read_text("utf-8")
+    assert re.search(
+        rf"^# Fits: ([\d.]+) GB of the {memory.removesuffix('GB')}\.0 GB of [a-z0-9-]+, \d\d%\.$", head, re.M
+    )
+    assert "All figures are predicted, none measured on a GPU" in head
+    assert ("In the host's memory besides: " in head) == (job.learner.gradient_checkpointing == "offload")
 
 
 @pytest.mark.slow
 @every_card
 def test_its_command_writes_it(path: Path, folder: Path) -> None:
-    main(command(path))
+    assert main(command(path)).fits
     assert (folder / path.relative_to(ROOT)).read_text("utf-8") == path.read_text("utf-8")

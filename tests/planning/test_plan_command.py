@@ -18,7 +18,7 @@ from sparse_rl_lightning.cli.plan import main, sharding_of
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
-from sparse_rl_lightning.planning.knobs import KNOBS
+from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import job_of, levels
 from sparse_rl_lightning.testing import tiny_model
@@ -82,10 +82,7 @@ def test_every_knob_of_the_command_line_is_one(written: str) -> None:
         "--model.rollout.keep_pool=true",
     ]
     start = configured(given)
-    settings = {}
-    for knob in KNOBS:
-        for change in knob(start):
-            settings[change.setting] = make_plan(change.job, card).peak
+    settings = {change.setting: make_plan(change.job, card).peak for change in changes(start)}
     by_key = [setting for setting in settings if " " not in setting]
     assert {setting.partition("=")[0].split(".")[-1] for setting in by_key} >= {
         "num_slots",
@@ -96,6 +93,19 @@ def test_every_knob_of_the_command_line_is_one(written: str) -> None:
     for setting in by_key:
         other = configured([*given, f"--{setting}"])
         assert make_plan(other, card).peak == settings[setting], setting
+
+
+def test_fewer_bits_and_forms_of_checkpointing_are_settings_of_the_command_line(written: str) -> None:
+    """With adapters; each saves weights or activations as it was predicted, and the last forms use the host."""
+    adapters = "--model.policy={class_path: LoraPolicy, init_args: {policy: tiny, r: 4, target_modules: [q_proj]}}"
+    given, card = ["--config", written, adapters, "--model.learner.gradient_checkpointing=false"], card_of()
+    found = {change.setting: make_plan(change.job, card) for change in changes(configured(given))}
+    tried = [name for name in found if "quantization" in name or "gradient_checkpointing" in name]
+    assert [name.partition("=")[2] for name in tried] == ["selective", "true", "offload", "int8", "nf4"]
+    for setting in tried:
+        plan = make_plan(configured([*given, f"--{setting}"]), card)
+        assert (plan.parts, plan.host) == (found[setting].parts, found[setting].host), setting
+        assert (plan.host > 0) == setting.endswith("offload")
 
 
 def test_the_best_knob_is_found_by_trying(tiny: str) -> None:

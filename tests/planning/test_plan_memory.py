@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sparse_rl_lightning.calibration import ModelShape
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.planning import Job, Sharding, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint
-from sparse_rl_lightning.planning.knobs import LORA
 from sparse_rl_lightning.planning.memory import (
     CONTEXT,
     LOST,
@@ -37,6 +38,9 @@ from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 from sparse_rl_lightning.testing import tiny_model
 
 LENGTH, COMPLETION = 40, 24
+LORA: tuple[tuple[str, Any], ...] = ()  # as LoraPolicy adds adapters by default
+INT8, NF4 = ((("quantization", kind),) for kind in ("int8", "nf4"))
+SOME = (("r", 4), ("target_modules", ("q_proj", "v_proj")))
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": ADAMW,
@@ -60,7 +64,7 @@ def job(folder: str, **changes: Any) -> Job:
     own = Job(
         Blueprint(folder, "float32"), RKV(budget=16, buffer=8),
         SamplingParams(num_generations=2, max_completion_length=COMPLETION), RolloutOptions(), LearnerOptions(),
-        ADAMW, prompts=2, steps_per_generation=2, optimizer_steps=1, prompt=LENGTH - COMPLETION,
+        ADAMW, BlockPlan(2, 2, 2, 1, accumulate=2), prompt=LENGTH - COMPLETION,
     )  # fmt: skip
     return replace(own, **changes)
 
@@ -92,7 +96,7 @@ def live_pass(model: PreTrainedModel, job: Job) -> int:
 # ---------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("adapters", [None, LORA, INT8, NF4, SOME], ids=["all weights", "LoRA", "int8", "nf4", "some"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: Any) -> None:
     given = job(folder, optimizer=OPTIMIZERS[name], blueprint=Blueprint(folder, "float32", adapters))
@@ -103,7 +107,7 @@ def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: 
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     held = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim]
-    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert found.gradients == sum(parameter.nbytes for parameter in trained)
     assert found.optimizer == sum(t.nbytes for t in held)
     assert (len(trained) < len(list(model.parameters()))) == (adapters is not None)
@@ -139,9 +143,13 @@ def test_sharded_states_by_hand(folder: str, stage: int, per_parameter: float) -
     """Weights and gradients in 16 bits; the optimizer has float32 weights, two moments and gradients: 2 + 2 + 16."""
     given = job(folder, precision="bf16-mixed", sharding=Sharding(stage, ranks=4))
     count = sum(parameter.numel() for parameter in empty_model(given.blueprint, torch.float32).parameters())
-    assert states(given).total == pytest.approx(per_parameter * count)
-    offloaded = replace(given, sharding=Sharding(stage, 4, offloads_optimizer=True))
-    assert states(offloaded).optimizer == 0
+    own = sum(buffer.nbytes for buffer in empty_model(given.blueprint, torch.float32).buffers())
+    assert states(given).total == pytest.approx(per_parameter * count + own)
+    offloaded = states(replace(given, sharding=Sharding(stage, 4, offloads_optimizer=True)))
+    assert (offloaded.optimizer, offloaded.host) == (0, pytest.approx(16 / 4 * count))
+    if stage == 3:  # with the weights, and only buffers and gradients stay
+        offloaded = states(replace(given, sharding=Sharding(stage, 4, True, True)))
+        assert (offloaded.total, offloaded.host) == (pytest.approx(2 / 4 * count + own), pytest.approx(18 / 4 * count))
 
 
 def test_ddp_keeps_gradients_twice(folder: str) -> None:
@@ -190,10 +198,10 @@ def test_slots_are_those_of_the_sampler(folder: str, compressor: Any) -> None:
 def test_a_pool_that_is_freed_is_not_there_when_the_learner_works(folder: str) -> None:
     card = card_of(memory="24GB")
     kept, freed = (make_plan(job(folder, rollout=RolloutOptions(keep_pool=keep)), card) for keep in (True, False))
-    cache = next(part for part in kept.parts if part.name.startswith("cache"))
-    assert cache.rollout == cache.passes == cache.step > 0
-    gone = next(part for part in freed.parts if part.name.startswith("cache"))
-    assert (gone.rollout, gone.passes, gone.step) == (cache.rollout, 0, 0)
+    cache = next(phases for part, phases in kept.parts.items() if part.startswith("cache"))
+    assert cache[0] == cache[1] == cache[2] > 0
+    gone = next(phases for part, phases in freed.parts.items() if part.startswith("cache"))
+    assert gone == (cache[0], 0, 0)
 
 
 def test_a_memory_limit_chooses_the_slots(folder: str) -> None:
@@ -219,8 +227,8 @@ def test_the_learners_part_is_that_of_a_real_pass(folder: str, options: LearnerO
 
 def test_the_phases_are_sums_with_what_is_taken_for_granted(folder: str) -> None:
     plan = make_plan(job(folder), card_of(memory="24GB"))
-    for phase, count in plan.phases.items():
-        assert count == pytest.approx(CONTEXT + (1 + LOST) * sum(getattr(part, phase) for part in plan.parts))
+    for place, count in enumerate(plan.phases.values()):
+        assert count == pytest.approx(CONTEXT + (1 + LOST) * sum(phases[place] for phases in plan.parts.values()))
     assert plan.peak == max(plan.phases.values())
     assert plan.fits
     assert not make_plan(plan.job, card_of(memory="1GB")).fits
@@ -235,7 +243,7 @@ def test_operations_are_those_of_a_real_pass(folder: str) -> None:
         model(ids)
     with both:
         model(ids).logits.sum().backward()
-    s = given.blueprint.shape
+    s = ModelShape.of(given.blueprint.config)
     triangles = given.sequences * 2 * s.num_layers * s.num_heads * s.head_dim * given.length**2
     assert forward_flops(given) == forward.get_total_flops() - triangles
     assert both.get_total_flops() / forward.get_total_flops() == pytest.approx(passes(given), rel=0.02)

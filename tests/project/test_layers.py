@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("testing",),  # for users: no other part imports it
     ("", "__main__", "cli"),
+    ("integrations",),  # imported by nothing but commands that need it, and lazily
     ("modules",),
     ("callbacks",),
     ("data",),

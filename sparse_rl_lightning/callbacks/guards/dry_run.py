@@ -26,10 +26,10 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
+from sparse_rl_lightning.rollout.engine.memory import record_bytes
 
 GIB = 2**30
 DECODE_STEPS = 16  # if nothing is compressed
-RECORD_COPIES = 2  # copies of the evictions: each sequence's own, and all together
 
 
 class DryRun(Callback):
@@ -208,12 +208,10 @@ class WorstCase:
         The record of evictions of all sequences is the largest part of that data.
         """
         g, steps = self.geometry, min(self.decode_steps, self.sampling.max_completion_length - 1)
-        position = torch.int16 if self.length < 2**15 else torch.int32
 
         def stop(progress: Progress) -> None:
             if progress.step >= steps:
-                dead = self.num_sequences * self.length * g.num_layers * g.num_kv_heads
-                torch.empty(RECORD_COPIES * dead, dtype=position, device=g.device)
+                torch.empty(record_bytes(g, self.num_sequences, self.length), dtype=torch.uint8, device=g.device)
                 raise _Enough
 
         sampler, params = self.module.generator.sampler(), replace(self.sampling, stop_strings=())

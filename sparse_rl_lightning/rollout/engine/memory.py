@@ -126,6 +126,12 @@ def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> 
     return 0 if partials is None else partials.nbytes
 
 
+def record_bytes(geometry: CacheGeometry, num_sequences: int, length: int) -> int:
+    """The most bytes of the evictions when a rollout ends: each sequence's own, and all together, which stay."""
+    position = torch.int16 if length < 2**15 else torch.int32
+    return 2 * num_sequences * length * geometry.num_layers * geometry.num_kv_heads * position.itemsize
+
+
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
     """The most bytes that logits (n, V) of this type, and what a draw on a GPU makes of them, hold at the same time."""
     peak = _DrawBytes(reference=not has_kernel("draw", "cuda"))

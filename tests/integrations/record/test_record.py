@@ -1,0 +1,346 @@
+"""The eviction record as a format: engines that know nothing of this library write it, and replay proves it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparse_rl_lightning.cli.record import main
+from sparse_rl_lightning.compressors import RKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.integrations.record import (
+    Kept,
+    Request,
+    SampledRecord,
+    check_record,
+    read_record,
+    record_of_kept,
+    write_record,
+)
+from sparse_rl_lightning.integrations.record.format import ALL, ARRAYS
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.testing import character_tokenizer
+from tests.families import SIZES, family
+from tests.integrations.record.independent_rkv import sample
+
+STORIES = Path(os.environ.get("SPARSE_RL_STORIES", Path(__file__).parents[4] / "shared/models/stories260K"))
+CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 30)]
+
+
+def r_kv_record(model: PreTrainedModel, prompts: list[list[int]], length: int = 60) -> SampledRecord:
+    """What the independent program says of its requests."""
+    drawn = [sample(model, prompt, budget=16, buffer=8, length=length, seed=i) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(d.prompt, d.completion, d.logprobs, [Kept(q, kept, layer) for q, layer, kept in d.events])
+        for d in drawn
+    ]
+    return record_of_kept(requests, model.config.num_hidden_layers, model.config.num_key_value_heads)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return family("llama", num_hidden_layers=3, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def recorded(llama: PreTrainedModel) -> SampledRecord:
+    return r_kv_record(llama, PROMPTS)
+
+
+# ------------------------------------------------------------------ from outside
+
+
+def test_an_independent_engine_is_replayed_exactly(llama: PreTrainedModel, recorded: SampledRecord) -> None:
+    verdict = check_record(recorded, llama)
+    assert verdict.agrees
+    assert verdict.largest < 3e-5
+    assert verdict.tokens == 180
+    dense = replace(recorded, evictions=recorded.evictions[:0], num_runs=recorded.num_runs[:0], runs=recorded.runs[:0])
+    assert check_record(dense, llama).largest > 0.05
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the real small Llama")
+def test_an_independent_engine_on_a_real_model() -> None:
+    model = AutoModelForCausalLM.from_pretrained(STORIES, attn_implementation="eager").eval()
+    found = r_kv_record(model, [[1, 403, 407, 261, 378], [1, 410]], length=100)
+    verdict = check_record(found, model)
+    assert verdict.agrees
+    assert verdict.largest < 1e-4
+
+
+def test_heads_that_share_are_written_once(recorded: SampledRecord) -> None:
+    rows = recorded.evictions.tolist()
+    assert {head for _, _, head, _ in rows} == {ALL}
+    # every layer keeps its own tokens, so that no line is shared by all layers
+    assert {layer for _, layer, _, _ in rows} == {0, 1, 2}
+    own = RolloutSampler(family("llama"), StreamingLLM(budget=16, buffer=8, num_sinks=2), 4)
+    shared = SampledRecord.of(own.generate(PROMPTS, SamplingParams(max_completion_length=60, seed=1)))
+    events = {(request, query) for request, _, _, query in shared.evictions.tolist()}
+    assert len(shared.evictions) == len(events) == len(shared.runs)  # one run of positions for all heads
+
+
+@pytest.mark.parametrize(
+    ("moved", "finding"),
+    [
+        (lambda query: query + 1, "with every eviction one query earlier in all layers"),
+        (lambda query: query - 1, "with every eviction one query later in all layers"),
+    ],
+)
+def test_the_first_token_and_what_would_explain_it(
+    llama: PreTrainedModel, recorded: SampledRecord, moved: Callable[[Tensor], Tensor], finding: str
+) -> None:
+    wrong = recorded.evictions.clone()
+    of_second = wrong[:, 0] == 1
+    wrong[of_second, 3] = moved(wrong[of_second, 3])
+    verdict = check_record(replace(recorded, evictions=wrong), llama)
+    first = int(recorded.evictions[of_second, 3].min())
+    assert (verdict.request, verdict.agrees) == (1, False)
+    # the query at q predicts the token at q + 1
+    assert verdict.token in {first, first + 1}
+    assert finding in verdict.text
+
+
+def test_a_wrong_layer_is_named(llama: PreTrainedModel, recorded: SampledRecord) -> None:
+    wrong = recorded.evictions.clone()
+    wrong[(wrong[:, 0] == 2) & (wrong[:, 1] == 1), 3] += 1
+    verdict = check_record(replace(recorded, evictions=wrong), llama)
+    assert verdict.request == 2
+    assert "with every eviction one query earlier in layer 1." in verdict.text
+    four = family("llama", num_hidden_layers=4, attn_implementation="eager")
+    drawn = r_kv_record(four, PROMPTS[2:])
+    moved = drawn.evictions.clone()
+    moved[moved[:, 1] >= 2, 3] += 1
+    assert "in layer 2 and all behind it" in check_record(replace(drawn, evictions=moved), four).text
+
+
+def test_what_nothing_explains_is_said(llama: PreTrainedModel, recorded: SampledRecord) -> None:
+    drawn = recorded.logprobs.clone()
+    at = int(recorded.lengths[0]) - 3
+    drawn[at] -= 0.5
+    verdict = check_record(replace(recorded, logprobs=drawn), llama)
+    assert (verdict.request, verdict.token) == (0, at)
+    assert verdict.finding == "No change that was tried explains it."
+
+
+# ------------------------------------------------------------------ our rollouts
+
+
+@pytest.mark.parametrize("compressor", [RKV, SnapKV, StreamingLLM])
+def test_a_rollout_comes_back_as_it_was(compressor: Any) -> None:
+    model = family("qwen3")
+    sampler = RolloutSampler(model, compressor(budget=14, buffer=6, num_sinks=1, window=4), 4)
+    rollout = sampler.generate(PROMPTS, SamplingParams(num_generations=2, max_completion_length=50, temperature=0.7))
+    record = SampledRecord.of(rollout, temperature=0.7)
+    back = record.rollout()
+    assert rollout.evictions is not None
+    assert back.evictions is not None
+    torch.testing.assert_close(back.evictions.death, rollout.evictions.death, rtol=0, atol=0)
+    for name in ("sequences", "prompt_lengths", "completion_mask", "finished", "sampler_logprobs"):
+        torch.testing.assert_close(getattr(back, name), getattr(rollout, name), rtol=0, atol=0)
+    assert check_record(record, model).largest < 1e-5
+    assert record.difference(SampledRecord.of(back, temperature=0.7)) == ""
+
+
+def test_a_layer_with_a_window_is_not_in_the_record() -> None:
+    model = family("gemma3_text")
+    sampler = RolloutSampler(model, SnapKV(budget=14, buffer=6, num_sinks=1, window=4), 4)
+    record = SampledRecord.of(sampler.generate(PROMPTS, SamplingParams(max_completion_length=40)))
+    assert record.num_layers == 2
+    assert check_record(record, model).largest < 1e-5
+
+
+# ------------------------------------------------------------------ what it means
+
+
+def test_kept_positions_are_evictions_by_brute_force() -> None:
+    generator = torch.Generator().manual_seed(4)
+    layers, heads, length = 2, 3, 40
+    seen = torch.ones(layers, heads, length, length, dtype=torch.bool).tril()
+    events = []
+    for query in (11, 20, 33):
+        layer, head = (int(torch.randint(-1, n, (), generator=generator)) for n in (layers, heads))
+        own = seen[
+            slice(None) if layer < 0 else slice(layer, layer + 1), slice(None) if head < 0 else slice(head, head + 1)
+        ]
+        alive = own[:, :, query - 1, :query].all(0).all(0)  # what every head of the event still has
+        kept = [k for k in range(query) if alive[k] and float(torch.rand((), generator=generator)) < 0.6]
+        events.append(Kept(query, kept, layer, head))
+        gone = torch.ones(length, dtype=torch.bool)
+        gone[kept] = False
+        gone[query:] = False
+        own[:, :, query:, gone] = False
+    request = Request(list(range(10)), list(range(30)), [-1.0] * 30, events)
+    record = record_of_kept([request], layers, heads)
+    evictions = record.rollout().evictions
+    assert evictions is not None
+    death = evictions.death[:, 0]
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    torch.testing.assert_close((key <= query) & (query < death[:, :, None]), seen)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_conformance_cases_are_what_their_files_say(path: Path) -> None:
+    case = json.loads(path.read_text(encoding="utf-8"))
+    stored = path.with_suffix(".safetensors")
+    if "refused" in case:
+        with pytest.raises(ValueError, match=case["refused"]):
+            read_record(stored).rollout()
+        return
+    requests = [Request(**{**r, "events": [Kept(**event) for event in r["events"]]}) for r in case["requests"]]
+    record = record_of_kept(requests, case["num_layers"], case["num_heads"], case["temperature"])
+    assert record.difference(read_record(stored)) == ""
+    found = {tuple(row): runs.tolist() for row, runs in zip(
+        record.evictions.tolist(), record.runs.split(record.num_runs.tolist()), strict=True)}  # fmt: skip
+    assert found == {tuple(e["eviction"]): e["runs"] for e in case["evictions"]}
+
+
+def test_there_are_conformance_cases() -> None:
+    assert {path.stem for path in CASES} >= {"blocks", "layers", "heads", "nothing", "twice", "future"}
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+SMALL = record_of_kept([Request([1, 2, 3], [4, 5], [-1.0, -0.5], [Kept(3, [0, 2])])], 2, 2)
+
+
+def changed(name: str, index: Any, value: Any) -> dict[str, Tensor]:
+    array = getattr(SMALL, name).clone()
+    array[index] = value
+    return {name: array}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 0}, "num_layers must be at least 1"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"tokens": SMALL.tokens.long()}, "tokens must be torch.int32 of shape"),
+        ({"tokens": SMALL.tokens[:-1]}, r"sum\(lengths\) = 5"),
+        (changed("tokens", 0, -1), "tokens must not be negative"),
+        (changed("prompt_lengths", 0, 6), "prompt_lengths must be"),
+        (changed("finished", 0, 2), "finished must be 0 or 1"),
+        (changed("logprobs", 4, float("nan")), "logprobs must be finite"),
+        (changed("logprobs", 4, 0.5), "not above 0"),
+        (changed("evictions", (0, 0), 1), "every request must be from 0 to 0"),
+        (changed("evictions", (0, 1), 2), "every layer must be from -1 to 1"),
+        (changed("evictions", (0, 2), -2), "every head must be from -1 to 1"),
+        (changed("evictions", (0, 3), 6), "larger than the length"),
+        (changed("num_runs", 0, 2), r"sum\(num_runs\) = 2"),
+        (changed("num_runs", 0, 0), "at least 1"),
+        (changed("runs", (0, 1), 4), "a token has always seen itself"),
+        (changed("runs", (0, 0), -1), "a run must begin at 0"),
+        ({"runs": SMALL.runs.flatten()}, r"runs must be torch.int32 of shape \(n, 2\)"),
+        ({"lengths": SMALL.lengths[:0]}, "a number for every request, at least one"),
+    ],
+)  # fmt: skip
+def test_what_cannot_have_happened_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(SMALL, **change)
+
+
+def test_a_token_that_dies_twice_is_refused() -> None:
+    twice = replace(
+        SMALL, evictions=torch.tensor([[0, -1, -1, 3], [0, 1, 0, 4]], dtype=torch.int32),
+        num_runs=torch.tensor([1, 1], dtype=torch.int32), runs=torch.tensor([[1, 2], [0, 2]], dtype=torch.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="request 0, layer 1, head 0, query 4 evicts a token that was evicted before"):
+        twice.rollout()
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([Kept(3, [0, 3])], "keeps position 3; it can keep those from 0 to 2"),
+        ([Kept(0, [])], "must be between 1 and the request's 5 tokens"),
+        ([Kept(3, [0]), Kept(4, [1])], "keeps position 1, which was evicted before"),
+        ([Kept(3, [0], layer=2)], r"layer must be from -1 \(all\) to 1"),
+        ([Kept(3, [0], head=-2)], r"head must be from -1 \(all\) to 1"),
+    ],
+)
+def test_events_that_cannot_be_are_refused(events: list[Kept], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        record_of_kept([Request([1, 2, 3], [4, 5], [-1.0, -0.5], events)], 2, 2)
+
+
+def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_record(SMALL, path)
+    assert SMALL.difference(read_record(path)) == ""
+    arrays, header = load_file(path), {"format": "eviction-record", "version": "1"}
+    numbers = {"num_layers": 2, "num_heads": 2, "temperature": 1.0}
+
+    def refused(says: str, given: dict[str, Tensor], meta: dict[str, str]) -> None:
+        save_file(given, tmp_path / "b.safetensors", meta)
+        with pytest.raises(ValueError, match=says):
+            read_record(tmp_path / "b.safetensors")
+
+    good = header | {"numbers": json.dumps(numbers)}
+    refused("version='2'", arrays, good | {"version": "2"})
+    refused("format=None", arrays, {"numbers": "{}"})
+    refused("no JSON", arrays, header)
+    refused("no JSON", arrays, header | {"numbers": "[" * 100_000})
+    refused("must be an object of num_layers, num_heads, temperature", arrays, header | {"numbers": "[]"})
+    refused("num_layers must be a number of type int, got '2'", arrays,
+            header | {"numbers": json.dumps(numbers | {"num_layers": "2"})})  # fmt: skip
+    refused(
+        "num_layers must be at least 1 and at most 4096",
+        arrays,
+        header | {"numbers": json.dumps(numbers | {"num_layers": 10**30})},
+    )
+    refused("must hold the arrays", {name: arrays[name] for name in list(ARRAYS)[1:]}, good)
+    refused("must hold the arrays", arrays | {"more": arrays["runs"].clone()}, good)
+    save_file(arrays | {"x_blocks": arrays["runs"].clone()}, path, good)
+    assert SMALL.difference(read_record(path)) == ""
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        read_record(path)
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        read_record(tmp_path / "none.safetensors")
+
+
+def test_a_record_of_another_model_is_refused(recorded: SampledRecord) -> None:
+    with pytest.raises(ValueError, match=r"3 layers and 2 KV heads, and .* has 2 layers"):
+        check_record(recorded, family("llama"))
+    small = family("llama", num_hidden_layers=3, vocab_size=int(recorded.tokens.max()))
+    with pytest.raises(ValueError, match="has the token"):
+        check_record(recorded, small)
+
+
+def test_the_command(
+    llama: PreTrainedModel, recorded: SampledRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama.save_pretrained(tmp_path / "model")
+    character_tokenizer([chr(33 + i) for i in range(SIZES["vocab_size"] // 2)]).save_pretrained(tmp_path / "model")
+    write_record(recorded, tmp_path / "a.safetensors")
+    main(["check", str(tmp_path / "a.safetensors"), "--model", str(tmp_path / "model"), "--device", "cpu"])
+    assert "explains its log-probabilities: 180 tokens" in capsys.readouterr().out
+    late = recorded.evictions + torch.tensor([0, 0, 0, 1], dtype=torch.int32)
+    write_record(replace(recorded, evictions=late), tmp_path / "b.safetensors")
+    with pytest.raises(
+        ValueError, match=r"does not explain .* request 0 from token .* one query earlier in all layers"
+    ):
+        main(["check", str(tmp_path / "b.safetensors"), "--model", str(tmp_path / "model"), "--device", "cpu"])
+    main(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "a.safetensors")])
+    assert "say the same" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"request 0, layer 0, head 0, position \d+ was evicted at query \d+ in one"):
+        main(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
+
+
+def test_nobody_in_the_core_imports_it() -> None:
+    from tests.project.test_layers import IMPORTS
+
+    users = {module for module, found in IMPORTS.items() if any("integrations" in one.target for one in found)}
+    outside = {module for module in users if ".integrations" not in module}
+    assert outside == {"sparse_rl_lightning.cli.record"}
+    assert all(one.lazy for one in IMPORTS["sparse_rl_lightning.cli.record"] if "integrations" in one.target)
