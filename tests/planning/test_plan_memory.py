@@ -219,7 +219,8 @@ def test_a_memory_limit_chooses_the_slots(folder: str) -> None:
     "options", [LearnerOptions(), LearnerOptions(micro_batch_tokens=40, gradient_checkpointing=True)], ids=repr
 )
 def test_the_learners_part_is_that_of_a_real_pass(folder: str, options: LearnerOptions, adapters: Any) -> None:
-    given = job(folder, learner=options, blueprint=Blueprint(folder, "float32", adapters))
+    block = BlockPlan(2, 2, 4 if options.packs else 2, 1, accumulate=2)  # several parts: see test_plan_forms
+    given = job(folder, learner=options, blueprint=Blueprint(folder, "float32", adapters), block=block)
     bookkeeping = 8 * given.micro_batch.rows * given.micro_batch.length
     assert given.micro_batch.rows == (1 if options.packs else 2)
     assert learner(given).peak == pytest.approx(live_pass(real(given), given), abs=bookkeeping)
