@@ -17,15 +17,7 @@ ALIGNMENT = 8  # elements: attention on GPUs wants rows of whole words of 16 byt
 
 
 def entries_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """The probability that is left to the entries beside a sink: sigmoid(lse - sinks).
-
-    Args:
-        lse: Log of the sum of the exponentials of the entries' scaled logits, of any shape.
-        sinks: Sinks, of a shape that broadcasts to it.
-
-    Returns:
-        The share, of the shape and type of ``lse``; 0 where there is no entry.
-    """
+    """The probability (...) that entries with this log-sum-exp (...) have beside sinks, which broadcast to it."""
     return (lse - sinks.to(lse.dtype)).sigmoid()
 
 

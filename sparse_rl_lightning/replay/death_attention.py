@@ -66,12 +66,12 @@ def flex_death_attention(
     blocks = death_blocks(death, group, alive)
     flex: Any = _compiled_flex() if compiled else flex_attention
     options = {"block_mask": blocks, "scale": scale, "enable_gqa": group > 1}
-    out: Tensor
     if sinks is None:
-        out = flex(query, key, value, **options)
-        return out
+        plain: Tensor = flex(query, key, value, **options)
+        return plain
     out, aux = flex(query, key, value, return_aux=AuxRequest(lse=True), **options)
-    return (out * entries_share(aux.lse, sinks[:, None]).unsqueeze(-1)).to(out.dtype)
+    result: Tensor = out * entries_share(aux.lse, sinks[:, None]).unsqueeze(-1)
+    return result.to(out.dtype)
 
 
 def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:

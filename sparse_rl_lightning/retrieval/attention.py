@@ -44,9 +44,7 @@ class LearnerPages:
     ) -> Tensor:
         """Compute one layer's attention (B, Hq, T, D) from queries (B, Hq, T, D), keys and values (B, H, T, D)."""
         if sinks is not None:
-            raise UserError(
-                f"{type(self.retriever).__name__} does not know the learned sinks of this model's attention."
-            )
+            raise UserError(f"{type(self.retriever).__name__} does not know the learned sinks of this model.")
         batch, heads, length, width = key.shape
         if layer < self.retriever.num_dense_layers:
             alike = group_heads(query, key, value)

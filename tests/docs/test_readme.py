@@ -19,6 +19,7 @@ from sparse_rl_lightning import cli
 from sparse_rl_lightning.cli.calibrate import with_file
 from sparse_rl_lightning.cli.plan import job_of
 from sparse_rl_lightning.cli.plan import parser as plan_parser
+from sparse_rl_lightning.cli.record import parser as record_parser
 from sparse_rl_lightning.cli.report import parser as report_parser
 from sparse_rl_lightning.planning import card_of
 
@@ -158,6 +159,9 @@ def parse(arguments: list[str]) -> None:
         if arguments[:1] == ["report"]:
             report_parser().parse_args(arguments[1:])
             return
+        if arguments[:1] == ["record"]:
+            record_parser().parse_args(arguments[1:])
+            return
         if arguments[:1] == ["plan"]:
             proposes = "--config" not in arguments
             given, overrides = plan_parser(proposes).parse_known_args(arguments[1:])
@@ -203,6 +207,7 @@ def test_wrong_commands_do_not_parse() -> None:
         "calibrate --hardware --binning.bin_size=8",
         "report",
         "report runs/a --out=x.html",
+        "record check a.safetensors",
     ):
         with pytest.raises(pytest.fail.Exception, match="does not parse"):
             parse(wrong.split())

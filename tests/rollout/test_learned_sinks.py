@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -168,6 +169,20 @@ def test_other_types_stay_as_close_as_their_rounding(dtype: torch.dtype) -> None
     rollout = RolloutSampler(model, RKV(**SMALL), record_routing=True).generate(PROMPTS, PARAMS)
     apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean()
     assert float(apart.detach()) < (0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_mixed_precision_is_admitted_though_experts_flip() -> None:
+    """Sinks this strong leave little but the experts, several of which are chosen otherwise in 16 bits."""
+    model = model_with_sinks()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rollout = RolloutSampler(model, RKV(**SMALL), record_routing=True).generate(PROMPTS, PARAMS)
+        replayed = replay_logprobs(model, rollout)
+        free = replay_logprobs(model, dataclasses.replace(rollout, routing=None))
+    apart, flipped = (
+        (one - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean() for one in (replayed, free)
+    )
+    assert float(apart) < 0.02
+    assert float(flipped) > 2 * float(apart)
 
 
 def test_training_replays_sinks_and_changes_them() -> None:

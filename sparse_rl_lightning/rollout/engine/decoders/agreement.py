@@ -1,10 +1,13 @@
 """Agreement: a model's own forward pass against the rollout's, once before the first rollout.
 
 Configurations do not show everything that a layer does. So a short text runs through both: through the model with its
-own attention, and through the decoder in two pieces, the second of which sees the first in a cache.
+own attention, and through the decoder in two pieces, the second of which sees the first in a cache. The experts of both
+are those that the first chose: between two that nearly tie, rounding would decide.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.policies.admission import refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.routing import Routers, recording, replayed_routing
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 from sparse_rl_lightning.rollout.engine.prefill import causal_attention
@@ -55,12 +59,15 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     vocabulary = int(model.config.vocab_size)
     ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
     positions = torch.arange(size, device=device)
-    own = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    own, experts = _own_logprobs(model, ids[None])
     attend = _Held(geometry, layer_windows(model.config))
     decoder.reach(size)
     states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)
     recur = in_pieces(states, [(0, ROW_MULTIPLE)])
-    hidden = [decoder(*piece, attend, recur) for piece in zip(ids.chunk(2), positions.chunk(2), strict=True)]
+    hidden = []
+    for piece in positions.chunk(2):
+        with replayed_routing(model, None if experts is None else experts[:, piece]):
+            hidden.append(decoder(ids[piece], piece, attend, recur))
     layers = list(range(geometry.depth))
     if attend.layers != 2 * layers:
         called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
@@ -77,6 +84,16 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
                 "layers do something that rollouts do not reproduce",
             )
         )
+
+
+def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities (T, V) of the model's own pass over (1, T), and its experts (1, T, L, K) if those are known."""
+    with suppress(UserError, KeyError):  # no routers, or such as cannot be recorded
+        with recording(Routers(model)) as recorded:
+            logits = model(input_ids=ids, use_cache=False).logits
+        experts = recorded()
+        return logits[0].float().log_softmax(-1), None if experts is None else experts[None]
+    return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1), None
 
 
 @torch.no_grad()
