@@ -32,7 +32,17 @@ NAMED_FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:ipynb|md|png|py|sh|toml|yaml)
 THEIRS = {"GRPOTrainer", "GRPOConfig"}  # classes of other programs
 NO_KEYS = {"model.generate", "trainer.pt"}  # a method, a file
 TORCHRUN = {"node_rank", "nnodes", "nproc_per_node", "master_addr"}
-OWN_OPTIONS = {"config", "ckpt_path", "print_config", "num_threads", "seed_everything", "folder", "hardware", "help"}
+OWN_OPTIONS = {
+    "config",
+    "ckpt_path",
+    "print_config",
+    "num_threads",
+    "seed_everything",
+    "folder",
+    "hardware",
+    "help",
+    "tolerance",
+}
 OTHERS_PAGES = ("from_trl.md", "from_verl.md", "bad_inputs.md")
 PAGES = [document for document in DOCS if document.parent.name != "api"]
 

@@ -144,6 +144,9 @@ def own_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
+PLAIN = {"report": report_parser, "record": record_parser}
+
+
 def parse(arguments: list[str]) -> None:
     """Parse only; wrong arguments end with an exit code."""
     if arguments == ["doctor"]:
@@ -156,11 +159,8 @@ def parse(arguments: list[str]) -> None:
         if arguments[:1] == ["statistics"]:
             capture_parser(lambda: cli.statistics_main(arguments[1:])).parse_args(arguments[1:])
             return
-        if arguments[:1] == ["report"]:
-            report_parser().parse_args(arguments[1:])
-            return
-        if arguments[:1] == ["record"]:
-            record_parser().parse_args(arguments[1:])
+        if arguments[0] in PLAIN:
+            PLAIN[arguments[0]]().parse_args(arguments[1:])
             return
         if arguments[:1] == ["plan"]:
             proposes = "--config" not in arguments

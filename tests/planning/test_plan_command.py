@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import family
 
 from sparse_rl_lightning import cli
 from sparse_rl_lightning.calibration import SHAPES
@@ -20,7 +21,7 @@ from sparse_rl_lightning.planning import CARDS, Sharding, best_knob, card_of, ma
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.plan import gigabytes
-from sparse_rl_lightning.planning.propose import job_of, levels
+from sparse_rl_lightning.planning.propose import job_of, levels, propose
 from sparse_rl_lightning.testing import tiny_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -232,3 +233,19 @@ def test_cards_are_found_by_name_and_by_memory() -> None:
     for given in ({"name": "tpu"}, {"memory": "24"}, {"memory": "0GB"}, {"memory": "1.2.3GB"}, {"memory": "-1GB"}):
         with pytest.raises(UserError, match=r"--card must be one of|--memory must be a number"):
             card_of(**given)
+
+
+def test_samples_that_are_not_trained_on_are_no_part_of_the_block(written: str) -> None:
+    plain = configured(["--config", written])
+    drawn = configured([
+        "--config", written, "--model.rollout.downsampling", "MaxVariance",
+        "--model.rollout.downsampling.num_samples", str(2 * plain.block.num_generations),
+    ])  # fmt: skip
+    assert drawn.block == plain.block
+    assert drawn.sequences == 2 * plain.sequences
+
+
+def test_a_form_that_cannot_be_counted_is_not_proposed(folder: Path) -> None:
+    """Experts are counted in 16 bits alone, so training all weights in float32 is out."""
+    family("qwen3_moe").config.save_pretrained("experts")
+    assert propose("experts", card_of(memory="4GB"), 512).job.blueprint.adapters is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import family
 from test_plan_memory import COMPLETION, INT8, LENGTH, LORA, NF4, job, live_pass, real
+from transformers import AutoConfig
 
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.downsampling import MaxVariance
@@ -21,8 +22,9 @@ from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.planning import Job, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.knobs import changes
-from sparse_rl_lightning.planning.memory import learner, slot_size
+from sparse_rl_lightning.planning.memory import MOST_PREFILLED, learner, prefill_bytes, slot_size
 from sparse_rl_lightning.planning.seconds import attention_flops, forward_flops, passes, rollout_seconds
+from sparse_rl_lightning.policies.admission import TESTED
 from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler
@@ -245,3 +247,15 @@ def test_the_mildest_form_of_checkpointing_that_fits_is_named(folder: str) -> No
     for how, form in zip((False, *FORMS), FORMS, strict=False):
         best = shrunk(jobs[how])
         assert best[0].setting == f"model.learner.gradient_checkpointing={str(form).lower()}"
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_prompts_are_counted_for_every_family_as_its_configuration_is(name: str, tmp_path: Path) -> None:
+    """What is staged of a prompt in chunks is all of its tokens in all layers."""
+    config = AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    given = replace(job(str(tmp_path)), prompt=MOST_PREFILLED)
+    g = given.geometry
+    longer = replace(given, prompt=MOST_PREFILLED + 1)
+    more = 2 * g.num_kv_heads * g.head_dim * g.dtype.itemsize * (g.depth * longer.prompt - MOST_PREFILLED)
+    assert prefill_bytes(longer) - prefill_bytes(given) == more > 0

@@ -196,3 +196,16 @@ def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"pip install 'sparse-rl-lightning\[quantization\]'"):
         quantize(TINY.load()[0], "nf4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_adapters_changes_its_type(kind: Any) -> None:
+    """Frequencies of positions stay float32 in a model of 16 bits, as transformers keeps them, and to the bit."""
+    need(kind)
+    model = tiny_model().to(torch.bfloat16)
+    model.get_decoder().rotary_emb.inv_freq = 1.0 / 3 ** torch.arange(8.0)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    LoraPolicy(TINY, r=2, quantization=kind).adapt(model)
+    for name, value in before.items():
+        torch.testing.assert_close(model.get_buffer(name), value, rtol=0, atol=0)
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.bfloat16}

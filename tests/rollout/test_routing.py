@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparse_rl_lightning.callbacks import MismatchSplit
+from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.logprobs import sequence_logprobs
@@ -274,3 +274,18 @@ def test_a_record_of_another_model_is_refused() -> None:
     rollout = drawn(family("olmoe"))
     with pytest.raises(ValueError, match=r"\(2, 2\), the model's routers \(1, 2\)"):
         replay_logprobs(family("glm4_moe"), rollout)
+
+
+def test_the_dry_run_goes_the_way_that_makes_choices_again() -> None:
+    """The first pass through the learner of a run that records choices is told choices, none of them made yet."""
+    tokenizer, told = character_tokenizer(ALPHABET), list[Tensor | None]()
+    grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), record_routing=True)
+    grpo.policy_source = LoadedPolicy(family("qwen3_moe", vocab_size=len(tokenizer)), tokenizer)
+    loss = grpo.micro_batch_loss
+    grpo.micro_batch_loss = lambda part, own: told.append(part.routing) or loss(part, own)  # type: ignore[method-assign]
+    fit(grpo, 1, [DryRun(enabled=True)])
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0].shape[2:] == told[1].shape[2:]
+    assert not told[0].any()
+    assert told[1].any()

@@ -25,12 +25,14 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     TriAttention,
 )
+from sparse_rl_lightning.integrations.record import SampledRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.windows import deaths_by_layer, layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord, LayerState
 from sparse_rl_lightning.replay.draws import draw_statistics
+from sparse_rl_lightning.report.rollout_view import held_share
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import (
     RolloutSampler,
@@ -327,3 +329,19 @@ def test_a_ring_is_no_longer_than_a_sequence() -> None:
     cache = CacheSize(2, (20, 20), 4, 50).allocate(geometry)
     assert cache.windows is not None
     assert cache.windows.width == 50
+
+
+def test_windows_shorter_than_the_check_of_a_model() -> None:
+    """Sequences fit into the window, the text that the model is compared on does not."""
+    sampler = RolloutSampler(mixed(max_window_layers=0), SnapKV(**SMALL), 2)
+    rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=5))
+    parity(replay_logprobs(sampler.model, rollout), rollout.sampler_logprobs)
+
+
+def test_a_model_of_windows_alone_has_nothing_to_record() -> None:
+    sampler = RolloutSampler(mixed(max_window_layers=0), FullKV(), 2)
+    rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=30))
+    assert rollout.evictions is not None
+    assert held_share(rollout.evictions).tolist() == [[1.0] * rollout.evictions.length]
+    with pytest.raises(ValueError, match="nothing is there to record"):
+        SampledRecord.of(rollout)

@@ -224,6 +224,9 @@ def changed(name: str, index: Any, value: Any) -> dict[str, Tensor]:
     ("change", "says"),
     [
         ({"num_layers": 0}, "num_layers must be at least 1"),
+        ({"num_layers": 4096, "num_heads": 4096, "lengths": torch.tensor([5], dtype=torch.int32) * 10**6,
+          "tokens": torch.zeros(5 * 10**6, dtype=torch.int32), "logprobs": torch.zeros(5 * 10**6)},
+         "are more than a record may describe"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"tokens": SMALL.tokens.long()}, "tokens must be torch.int32 of shape"),
         ({"tokens": SMALL.tokens[:-1]}, r"sum\(lengths\) = 5"),
