@@ -28,7 +28,7 @@ def request(*events: Kept, prompt: int = 8) -> Request:
 CASES: dict[str, tuple[str, list[Request]]] = {
     "nothing": ("A cache that keeps everything.", [request(), request(prompt=3)]),
     "blocks": (
-        "Blocks of 4 tokens leave all layers and heads at once: one line an event, one run for neighbouring blocks.",
+        "Blocks of 4 tokens leave all layers and heads at once: one line an event, one run for adjacent blocks.",
         [request(Kept(16, [*range(4), *range(12, 16)]), Kept(24, [*range(4), *range(20, 24)]))],
     ),
     "layers": (
