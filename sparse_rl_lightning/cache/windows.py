@@ -7,6 +7,7 @@ All layers and heads of a slot are as full as its sequence is long, which ``seen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,9 @@ from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+
+RINGS = ("window_keys", "window_values")
+"""Names of keys and values in a saved slot."""
 
 
 class WindowCache:
@@ -87,13 +91,15 @@ class WindowCache:
 
     def save(self, slot: int, length: int) -> dict[str, Tensor]:
         """Copy the entries of a slot that has seen ``length`` tokens."""
-        rings = {"window_keys": self.keys, "window_values": self.values}
-        return {name: ring[:, slot, :, :length].clone() for name, ring in rings.items()}
+        return {name: ring[:, slot, :, :length].clone() for name, ring in self._rings()}
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
         """Fill a slot with the content from :meth:`save`."""
-        keys, values = content["window_keys"], content["window_values"]
-        self.keys[:, slot, :, : keys.shape[2]], self.values[:, slot, :, : keys.shape[2]] = keys, values
+        for name, ring in self._rings():
+            ring[:, slot, :, : content[name].shape[2]] = content[name]
+
+    def _rings(self) -> Iterator[tuple[str, Tensor]]:
+        return zip(RINGS, (self.keys, self.values), strict=True)
 
 
 def latest(lengths: list[int], slots: list[int], size: int) -> list[list[int]]:

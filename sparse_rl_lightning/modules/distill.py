@@ -16,7 +16,7 @@ from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.replay_grpo import check_attention, check_partial, replay_old
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-from sparse_rl_lightning.policies.lora import add_adapter, check_adapter, without_adapters
+from sparse_rl_lightning.policies.lora import adapters, add_adapter, check_adapter, without_adapters
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
@@ -114,7 +114,7 @@ class DistillSparse(SparseGRPO):
         self.policy.disable_adapters()
         for parameter in trainable:
             parameter.requires_grad_(True)
-        self._own, self._adapter_own = trainable, [p for n, p in self.policy.named_parameters() if "lora_" in n]
+        self._own, self._adapter_own = trainable, adapters(self.policy)
 
     @contextmanager
     def adapter_on(self) -> Iterator[None]:

@@ -86,6 +86,10 @@ class CacheGeometry:
         """The tokens that layers with a window see, 0 without such layers."""
         return max(self.windows, default=0)
 
+    def window_of(self, layer: int) -> int:
+        """The tokens that an attention layer sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
     def full_entries(self, length: int) -> int:
         """The entries of a KV head in all layers together, after so many tokens, if only windows forget."""
         return self.num_layers * length + len(self.window_layers) * min(length, self.window)

@@ -133,7 +133,7 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
 
 def adapters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """The weights of a model's adapters."""
-    return [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
 
 
 def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:

@@ -24,7 +24,6 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import count_weights
-from sparse_rl_lightning.policies.routing import Routers
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import Progress
 from sparse_rl_lightning.rollout.engine.memory import record_bytes
@@ -244,7 +243,7 @@ class WorstCase:
         death = oldest_go(self.module.generator.compressor, g.num_layers, len(self.prompt), self.length).to(device)
         death = death[:, None, None].expand(-1, self.micro_batch, g.num_kv_heads, -1)
         # choices of experts, none made yet: the routers choose, but in the passes that would make choices again
-        routed = Routers(self.module.policy).shape if self.module.generator.options.record_routing else None
+        routed = self.module.generator.sampler().routed
         return Rollout(
             sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
             prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),

@@ -138,7 +138,7 @@ class SampledRecord:
             death = torch.full((self.num_layers, self.num_heads, length), NEVER, dtype=torch.int32)
             for (layer, head, query), runs in by_request.get(request, []):
                 gone = _members(runs, length)
-                own = death[_index(layer), _index(head)]
+                own = death[span(layer), span(head)]
                 if bool((own[..., gone] != NEVER).any()):
                     where = f"request {request}, layer {layer}, head {head}, query {query}"
                     raise UserError(f"evictions: {where} evicts a token that was evicted before.")
@@ -248,7 +248,8 @@ def _members(runs: Tensor, length: int) -> Tensor:
     return borders.cumsum(0)[:-1] > 0
 
 
-def _index(number: int) -> slice:
+def span(number: int) -> slice:
+    """The layers, or heads, that a number means."""
     return slice(None) if number == ALL else slice(number, number + 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.integrations.record.format import ALL, SampledRecord, runs_of, shared
+from sparse_rl_lightning.integrations.record.format import ALL, SampledRecord, runs_of, shared, span
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _gone(event: Kept, alive: Tensor, request: int) -> Tensor:
 def _cells(number: int, count: int, name: str) -> slice:
     if not ALL <= number < count:
         raise UserError(f"An event's {name} must be from {ALL} (all) to {count - 1}, got {name}={number}.")
-    return slice(None) if number == ALL else slice(number, number + 1)
+    return span(number)
 
 
 def _ints(values: Sequence[object]) -> Tensor:

@@ -178,7 +178,7 @@ class Engine:
         tokens, positions = cache.begin_step(rows.places)
 
         def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
-            if windows is not None and cache.geometry.windows[layer]:
+            if windows is not None and cache.geometry.window_of(layer):
                 return windows.append_and_attend(places[layer], rows.slots, cache.seen[:-1], projected, turn, sinks)
             place = places[layer]
             # running state is updated layer by layer, since all layers share the memory of the probabilities

@@ -160,7 +160,7 @@ class _Pack:
     ) -> Tensor:
         g, windows = self.cache.geometry, self.cache.windows
         query, key, value = turn.split(projected, g.num_kv_heads)
-        place, window = g.places[layer], g.windows[layer] if g.windows else 0
+        place, window = g.places[layer], g.window_of(layer)
         out = packed_attention(query, key, value, self._lengths, self._borders32, g.scale, window, sinks)
         if windows is not None and window:
             rows, slots, places = self._within
@@ -206,7 +206,7 @@ class _Chunks:
     ) -> Tensor:
         g, windows = self.cache.geometry, self.cache.windows
         query, key, value = turn.split(projected, g.num_kv_heads)
-        place, window = g.places[layer], g.windows[layer] if g.windows else 0
+        place, window = g.places[layer], g.window_of(layer)
         own, count = slice(self.start, self.stop), self.stop - self.start
         keys, values = self._keys[layer], self._values[layer]
         # this chunk's rows without the padding behind them join those of the earlier chunks

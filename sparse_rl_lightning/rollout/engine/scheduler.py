@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.cache.linear_states import PARTS
+from sparse_rl_lightning.cache.windows import RINGS
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
@@ -66,7 +67,7 @@ class ParkedPrompt:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys, values and states of linear layers."""
-        names = ("keys", "values", "window_keys", "window_values", *PARTS)
+        names = ("keys", "values", *RINGS, *PARTS)
         return sum(self.content[name].nbytes for name in names if name in self.content)
 
 
