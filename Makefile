@@ -87,7 +87,6 @@ bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two c
 
 # CASES="512" and the like; runs that are finished below runs/trainer are not run again
 bench-trainer: $(INSTALLED) $(WARMUP) ## whole training steps beside TRL's GRPOTrainer on two cores, half an hour
-	$(BIN)/python -m pip install -q -c constraints.txt trl
 	$(BIN)/python -m benchmarks.trainer --save benchmarks/results $(if $(CASES),--cases $(CASES))
 
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it

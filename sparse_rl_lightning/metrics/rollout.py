@@ -79,10 +79,23 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     Returns:
         Scalars by name. The names depend on which fields the rollout has, never on its values.
     """
-    rollout, mask = scored.rollout, scored.rollout.completion_mask
-    keep = mask if rollout.keep is None else rollout.keep
+    rollout = scored.rollout
     metrics: dict[str, Tensor | float] = {**_completions(rollout), **_rewards(scored), **scored.downsampling}
-    metrics |= {"rejection_rate": rejection_rate(keep, mask), "token_mask_rate": token_mask_rate(keep, mask)}
+    metrics |= sampling_metrics(rollout)
+    metrics.update({f"time/{stage}": seconds for stage, seconds in scored.seconds.items()})
+    if scored.seconds.get("rollout"):
+        metrics["time/tokens_per_second"] = rollout.completion_mask.sum() / scored.seconds["rollout"]
+    return metrics
+
+
+def sampling_metrics(rollout: Rollout) -> dict[str, Tensor | float]:
+    """What the compressed cache saved, how far its policy is from the dense one, and what rejection left."""
+    mask = rollout.completion_mask
+    keep = mask if rollout.keep is None else rollout.keep
+    metrics: dict[str, Tensor | float] = {
+        "rejection_rate": rejection_rate(keep, mask),
+        "token_mask_rate": token_mask_rate(keep, mask),
+    }
     if rollout.old_logprobs is not None:
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         metrics.update(mismatch_statistics(log_ratio, mask))
@@ -100,9 +113,6 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, Tensor | float]:
     if rollout.evictions is not None:
         metrics["kv/record_bytes"] = float(rollout.evictions.nbytes)
         metrics["kv/record_dense_bytes"] = float(rollout.evictions.dense_nbytes)
-    metrics.update({f"time/{stage}": seconds for stage, seconds in scored.seconds.items()})
-    if scored.seconds.get("rollout"):
-        metrics["time/tokens_per_second"] = rollout.completion_mask.sum() / scored.seconds["rollout"]
     return metrics
 
 

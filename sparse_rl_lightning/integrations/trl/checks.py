@@ -1,0 +1,116 @@
+"""What TRL offers and rollouts under a compressed cache do not: each refused by a message that says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
+
+OTHERS = (
+    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "chat_template_kwargs",
+    "generation_kwargs", "record_routing",
+)  # fmt: skip
+"""Options of rollouts that TRL decides, or whose loss it does not have."""
+SEVERAL_TURNS = "a completion of several turns is not drawn under one cache"
+REFUSED = {
+    "tools": SEVERAL_TURNS,
+    "environment_factory": SEVERAL_TURNS,
+    "rollout_func": "the sampler of this library draws",
+    "use_vllm": "rollouts are drawn in this process, from the live weights",
+    "use_transformers_continuous_batching": "the compressor decides what is cached (RolloutOptions has num_slots)",
+    "cache_implementation": "the compressor decides what is cached",
+    "cast_lm_head_to_fp32": "the sampler would not see that head (load the model in float32)",
+}
+"""Arguments of TRL's trainer and of its configuration, and why not."""
+
+
+def check_arguments(given: Mapping[str, Any], rollout: RolloutOptions) -> None:
+    """Refuse arguments of TRL's trainer, by name, and options of rollouts without an effect in it.
+
+    Raises:
+        ValueError: If one is given.
+    """
+    for name, why in REFUSED.items():
+        value = given.get(name) or getattr(given.get("args"), name, None)
+        if value:
+            raise UserError(f"SparseGRPOTrainer does not work with {name}={value!r:.40}: {why}. Remove {name}.")
+    if isinstance(given.get("processing_class"), ProcessorMixin):
+        raise UserError("SparseGRPOTrainer reads text alone: give a tokenizer as processing_class, not a processor.")
+    for name in OTHERS:
+        if getattr(rollout, name) != getattr(RolloutOptions, name):
+            raise UserError(f"rollout.{name} has no effect under TRL: remove it. Its own settings are in GRPOConfig.")
+
+
+def check_method(
+    compressor: Compressor, corrections: Sequence[CorrectionCallback], replay: bool, loss_type: str
+) -> None:
+    """Refuse a compressor or corrections that are none, and what would correct twice.
+
+    Raises:
+        ValueError: If they do not fit.
+    """
+    if not isinstance(compressor, Compressor):
+        raise UserError(f"compressor must be a compressor such as SnapKV(budget=512), got {compressor!r}.")
+    for one in corrections:
+        if not isinstance(one, CorrectionCallback):
+            raise UserError(f"corrections must be corrections such as TIS() or SparsityAwareRejection(), got {one!r}.")
+        if getattr(one, "baseline", "all") != "all":
+            raise UserError("SparsityAwareRejection: TRL makes the baseline of all samples, set baseline to 'all'.")
+    if replay and corrections:
+        raise UserError("replay=True trains the policy that drew: nothing is left for corrections. Give one of them.")
+    if corrections and loss_type == "vespo":
+        raise UserError("loss_type='vespo' weighs whole sequences itself: choose another, or give no corrections.")
+
+
+def sampling_of(args: Any) -> SamplingParams:
+    """The sampling parameters of a GRPOConfig, for one sample; the seed is another one in every rollout.
+
+    Raises:
+        ValueError: If one is out of range, or ``generation_kwargs`` set what the learner must know.
+    """
+    own = SamplingParams(
+        max_completion_length=args.max_completion_length, temperature=args.temperature, top_k=args.top_k or 0,
+        top_p=args.top_p, min_p=args.min_p, repetition_penalty=args.repetition_penalty,
+    )  # fmt: skip
+    params = with_generation_kwargs(own, args.generation_kwargs)
+    if (params.temperature, params.seed) != (own.temperature, own.seed) or own.temperature == 0:
+        raise UserError(
+            f"The learner divides logits by temperature={own.temperature} too, and every rollout has another seed: set "
+            "temperature (above 0) and seed in GRPOConfig, and neither in generation_kwargs."
+        )
+    if params.stop_strings and args.mask_truncated_completions:
+        raise UserError(
+            "For TRL a completion that a stop string ends is truncated, which mask_truncated_completions leaves out. "
+            "Switch that off, or name an end token in rollout=RolloutOptions(end_tokens=[...])."
+        )
+    return params
+
+
+def check_trainer(trainer: Any, replay: bool) -> None:
+    """Refuse what is known once TRL's trainer is built: images, sharded weights, attention that takes no mask.
+
+    Raises:
+        ValueError: If it is one of these.
+    """
+    for message in _obstacles(trainer, replay):
+        raise UserError(message)
+
+
+def _obstacles(trainer: Any, replay: bool) -> Iterator[str]:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    attention = trainer.model.config._attn_implementation or ""
+    if trainer._is_vlm:
+        yield "SparseGRPOTrainer reads text alone, and this model's processor more. Give a tokenizer, or use TRL's own."
+    if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+        yield "The sampler reads whole weights, which FSDP and ZeRO-3 cut. Use DDP or ZeRO-2, or SparseGRPO."
+    if replay and "flash" in attention:
+        yield f"replay=True needs attention with a mask, not {attention!r}: load the model with 'sdpa'."
+    if replay and trainer.aux_loss_enabled:
+        yield "replay=True has no auxiliary loss of experts: set router_aux_loss_coef=0.0 in GRPOConfig."

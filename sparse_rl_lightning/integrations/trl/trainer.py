@@ -1,0 +1,201 @@
+"""SparseGRPOTrainer: TRL's trainer, whose completions come from the sampler of this library and are corrected."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.integrations.trl.checks import check_arguments, check_method, check_trainer, sampling_of
+from sparse_rl_lightning.integrations.trl.correcting import Corrections, factors
+from sparse_rl_lightning.integrations.trl.layout import by_completion, by_token, grouped, rows_of, together
+from sparse_rl_lightning.metrics.rollout import sampling_metrics
+from sparse_rl_lightning.policies.windows import deaths_by_layer
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
+from sparse_rl_lightning.replay.logprobs import replayable
+from sparse_rl_lightning.rollout import RolloutOptions
+
+DRAWN = "drawn"
+"""Key of the rollout's sequences among the tensors that TRL buffers, shuffles and splits."""
+
+
+class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
+    """TRL's ``GRPOTrainer`` with rollouts under a compressed cache, and the loss that they need.
+
+    Completions are drawn by :class:`~sparse_rl_lightning.rollout.RolloutSampler` on the live weights, in evaluation
+    too. Everything else is TRL's: arguments, rewards, advantages, loss, logging, checkpoints. The loss of each token is
+    multiplied by what corrections leave of it, or the learner replays the sampler's evictions.
+
+    Args:
+        *given: Arguments of ``GRPOTrainer``.
+        compressor: Compressor of the rollout's cache.
+        corrections: Corrections for drawing with another policy than the learner's, e.g.
+            ``[SparsityAwareRejection(), ImportanceReweighting()]``. What they reject counts as zeros, as in the paper.
+        replay: Whether the learner, and with ``beta`` the reference policy, attend as the sampler did.
+        rollout: Memory and speed of rollouts.
+        **named: Arguments of ``GRPOTrainer``.
+
+    Raises:
+        ValueError: If an option of TRL is not supported, or an argument does not fit the others.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        compressor: Compressor,
+        corrections: Sequence[CorrectionCallback] = (),
+        replay: bool = False,
+        rollout: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
+        **named: Any,
+    ) -> None:
+        check_arguments(inspect.signature(GRPOTrainer.__init__).bind(self, *given, **named).arguments, rollout)
+        self._replays = False  # until there is something to replay
+        super().__init__(*given, **named)
+        check_method(compressor, corrections, replay, self.args.loss_type)
+        check_trainer(self, replay)
+        self._sampling = sampling_of(self.args)
+        self._correct = Corrections(corrections, self.accelerator)
+        self._replays = replay
+        self._measures = bool(corrections) or (compressor.evicts and not replay)
+        self._active: Rollout | None = None  # the sequences of TRL's present call
+        policy = self._policy(self.model)
+        with _own_forward(policy):
+            self.sampler = rollout.sampler(policy, self._tokenizer, compressor)
+        ends = {*self.sampler.end_token_ids, *(token for token in self.eos_token_ids if token is not None)}
+        self.eos_token_ids: list[int] = sorted(ends)  # TRL tells by them what was cut off
+        self.sampler.end_token_ids = self.eos_token_ids
+        if compressor.evicts and not (corrections or replay):
+            warnings.warn(
+                f"{type(compressor).__name__} evicts, and there are neither corrections nor replay: this is naive "
+                "training, which the paper saw collapse. Give corrections=[SparsityAwareRejection(), "
+                "ImportanceReweighting(clip_max=1.5)], or replay=True.",
+                stacklevel=2,
+            )
+
+    # ---------------------------------------------------------------- rollouts
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, *_: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draw one completion for each of these prompts, in which TRL has repeated the samples of a group."""
+        prompts, samples = grouped(prompt_ids)
+        seed = int(torch.randint(2**62, ()))  # a checkpoint of TRL restores torch's random state of every process
+        params = replace(self._sampling, num_generations=samples, seed=seed)
+        with _own_forward(self._policy(self.model)), self.accelerator.autocast():
+            rollout = self.sampler.generate(prompts, params)
+        self._active = rollout
+        pairs = zip(rollout.sampler_logprobs, rollout.completion_mask, strict=True)
+        return rollout.completion_ids, [logprobs[mask].tolist() for logprobs, mask in pairs]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Draw, score and correct a generation batch, and let each sequence's record go with its tensors."""
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        rollout = self._active
+        assert rollout is not None
+        # without those that mask_truncated_completions leaves out
+        rollout.completion_mask = by_token(output["completion_mask"], rollout).bool()
+        if self._measures:
+            if "old_per_token_logps" not in output:
+                output["old_per_token_logps"] = self._rescored(output)
+            rollout.old_logprobs = by_token(output["old_per_token_logps"], rollout)
+            self._correct(rollout)
+        self._note(sampling_metrics(rollout))
+        rollout.evictions = rollout.evictions if self._replays else None
+        self._active = None
+        return output | {DRAWN: rows_of(rollout)}
+
+    @torch.no_grad()
+    def _rescored(self, output: dict[str, Any]) -> Tensor:
+        """Log-probs (B, C) of the dense policy before the update, which TRL leaves out where they are the learner's."""
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        width = output["completion_ids"].shape[1]
+        found: Tensor = self._get_per_token_logps_and_entropies(self.model, ids, mask, width, batch_size=size)[0]
+        return found
+
+    def _note(self, metrics: dict[str, Tensor | float]) -> None:
+        """Log means over all processes with TRL's metrics."""
+        device, numbers = self.accelerator.device, metrics.values()
+        values = torch.stack([torch.as_tensor(number, dtype=torch.float32, device=device) for number in numbers])
+        values = self.accelerator.reduce(values, reduction="mean")
+        for name, value in zip(metrics, values.tolist(), strict=True):
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    # ---------------------------------------------------------------- loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss, with an advantage for each token: the sequence's, times what corrections leave of the token."""
+        inputs = dict(inputs)  # the buffer's own, which further iterations read
+        part, width = together(inputs.pop(DRAWN)), inputs["completion_ids"].shape[1]
+        drawn = by_completion(part.sequences, part, width)
+        assert torch.equal(drawn, inputs["completion_ids"] * inputs["completion_mask"]), "the record of another sample"
+        if self._correct.callbacks:
+            left = by_completion(factors(part), part, width)
+            inputs["advantages"] = inputs["advantages"][:, None] * left
+        self._active = part
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self._active = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Log-probs and entropies (B, C) of TRL's own forward pass, under the sampler's evictions if it replays."""
+        compute = super()._get_per_token_logps_and_entropies
+        if not self._replays:
+            plain: tuple[Tensor, Tensor | None, Tensor | None] = compute(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+            return plain
+        rollout, policy = self._active, self._policy(model)
+        assert rollout is not None
+        size = batch_size or len(rollout)
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for start in range(0, len(rollout), size):
+            part = rollout[start : start + size]
+            call = partial(_under, model, deaths_by_layer(policy.config, replayable(policy, part)))
+            with attention_implementation(policy, REPLAY):
+                both = compute(call, part.sequences, part.completion_mask, part.sequences.shape[1] - 1, **options)[:2]
+            for own, found in zip((logprobs, entropies), both, strict=True):
+                own += [] if found is None else [by_completion(F.pad(found, (1, 0)), part, logits_to_keep)]
+        return torch.cat(logprobs), torch.cat(entropies) if entropies else None, None
+
+    def _policy(self, model: Any) -> PreTrainedModel:
+        """The causal language model inside what accelerate and peft wrap around it."""
+        inner = self.accelerator.unwrap_model(model)
+        policy: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        return policy
+
+
+def _under(model: Any, death: Any, *, attention_mask: Tensor, **inputs: Any) -> Any:
+    """The model's forward pass over right-padded sequences, which need no mask of the padding, under a record."""
+    return model(**inputs, death=death)
+
+
+@contextmanager
+def _own_forward(policy: PreTrainedModel) -> Iterator[None]:
+    """Take off the forward that TRL (fused head) and accelerate (autocast) put on the model, and put it back."""
+    replaced = vars(policy).pop("forward", None)
+    try:
+        yield
+    finally:
+        if replaced is not None:
+            policy.forward = replaced

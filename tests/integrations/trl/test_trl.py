@@ -1,0 +1,455 @@
+"""SparseGRPOTrainer: TRL's own trainer, run on the CPU, with our rollouts, corrections and replay."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", reason="trl is an extra")
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, ProcessorMixin
+from trl import GRPOTrainer
+from trl_runs import PROMPTS, build, evicting, logged, weights
+
+from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
+from sparse_rl_lightning.integrations.trl.checks import check_trainer
+from sparse_rl_lightning.integrations.trl.layout import grouped
+from sparse_rl_lightning.integrations.trl.trainer import DRAWN
+from sparse_rl_lightning.rollout import RolloutOptions
+
+
+class Told(GRPOTrainer):
+    """Plain TRL, told the completions."""
+
+    told: list[list[list[int]]]
+
+    def _generate_single_turn(self, prompt_ids: Any, *_: Any) -> tuple[list[list[int]], None]:
+        torch.randint(2**62, ())  # the other trainer's seed, so that both shuffle alike
+        return self.told.pop(0), None
+
+
+def listening(trainer: Any) -> list[list[list[int]]]:
+    """The completions of every rollout that the trainer will draw."""
+    heard: list[list[list[int]]] = []
+    draw = trainer._generate_single_turn
+
+    def listen(*given: Any) -> Any:
+        found = draw(*given)
+        heard.append(found[0])
+        return found
+
+    trainer._generate_single_turn = listen
+    return heard
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo", "beta": 0.1},
+        {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.8, "epsilon_high": 0.3},
+        {"mask_truncated_completions": True, "scale_rewards": "batch", "loss_type": "dr_grpo"},
+        {"pad_to_multiple_of": 8, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
+    ],
+    ids=lambda changes: "-".join(changes) or "defaults",
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_full_cache_is_plain_trl(tmp_path: Path, changes: dict[str, Any], corrected: bool) -> None:
+    corrections = [SparsityAwareRejection(), ImportanceReweighting()] if corrected else []
+    ours = build(tmp_path, more={"corrections": corrections}, **changes)
+    heard = listening(ours)
+    ours.train()
+    theirs = build(tmp_path, Told, **changes)
+    theirs.told = heard
+    theirs.train()
+    close = {"rtol": 1e-4, "atol": 1e-6} if corrected else {"rtol": 0.0, "atol": 0.0}  # sampler's rounding, or nothing
+    for name in ("loss", "entropy", "reward", *(["kl"] if "beta" in changes else [])):
+        assert len(logged(ours, name)) == len(logged(theirs, name)) > 0
+        torch.testing.assert_close(torch.tensor(logged(ours, name)), torch.tensor(logged(theirs, name)), **close)
+    torch.testing.assert_close(weights(ours), weights(theirs), **close)
+    assert not torch.equal(weights(ours), weights(build(tmp_path)))  # it did train
+
+
+# ---------------------------------------------------------------- replay
+
+
+class Watched(SparseGRPOTrainer):
+    """Notes how far the log-probs of each micro-batch's loss are from the sampler's."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.differences: list[float] = []
+        self.old_differences: list[float] = []
+        self.in_loss: dict[str, Any] | None = None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        self.in_loss = inputs
+        if "old_per_token_logps" in inputs:
+            self.old_differences.append(self._off(inputs["old_per_token_logps"]))
+        loss = super()._compute_loss(model, inputs)
+        self.in_loss = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *given: Any, **options: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*given, **options)
+        if self.in_loss is not None:
+            assert found[0].requires_grad == self.model.training
+            self.differences.append(self._off(found[0].detach()))
+        return found
+
+    def _off(self, logprobs: Tensor) -> float:
+        assert self.in_loss is not None
+        mask, own = self.in_loss["completion_mask"], self.in_loss["sampling_per_token_logps"]
+        return float(((logprobs - own) * mask).abs().max())
+
+
+REPLAYS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "reference": {"beta": 0.1, "loss_type": "grpo"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "temperature and padding": {"temperature": 0.7, "pad_to_multiple_of": 8},
+}
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    return peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)  # so that the adapter counts
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("changes", REPLAYS.values(), ids=REPLAYS)
+def test_replay_sees_what_the_sampler_saw(tmp_path: Path, changes: dict[str, Any], adapter: bool) -> None:
+    """A record of another sample would be as far off as the dense pass."""
+    more = {"compressor": evicting(), "peft_config": lora() if adapter else None}
+    trainer = build(tmp_path, Watched, {**more, "replay": True}, **changes)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert len(trainer.differences) == 6
+    assert max(trainer.differences) < 2e-5
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert adapter == all("lora_" in name for name in changed)
+    if "gradient_checkpointing" in changes:  # what is computed again attends under the record too
+        usual = build(tmp_path, more={**more, "replay": True})
+        usual.train()
+        torch.testing.assert_close(weights(trainer), weights(usual), rtol=0.0, atol=1e-6)
+    dense = build(tmp_path, Watched, {**more, "corrections": [TIS()]}, **changes)
+    dense.train()
+    assert min(dense.differences) > 1e-2
+
+
+def test_replay_of_stale_samples(tmp_path: Path) -> None:
+    changes = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "mask_truncated_completions": True}
+    trainer = build(tmp_path, Watched, {"compressor": evicting(), "replay": True}, **changes)
+    trainer.train()
+    assert len(trainer.old_differences) == 8
+    assert max(trainer.old_differences) < 2e-5, "before the updates"
+    assert max(trainer.differences) > 1e-3, "after them"
+
+
+def test_a_record_of_another_sample_is_noticed(tmp_path: Path) -> None:
+    trainer = build(tmp_path, more={"compressor": evicting(), "replay": True})
+    compute = trainer._compute_loss
+
+    def mixed_up(model: Any, inputs: dict[str, Any]) -> Tensor:
+        drawn = inputs[DRAWN]
+        return compute(model, {**inputs, DRAWN: drawn[1:] + drawn[:1]})
+
+    trainer._compute_loss = mixed_up
+    with pytest.raises(AssertionError, match="the record of another sample"):
+        trainer.train()
+
+
+def test_evaluation_between_two_micro_batches(tmp_path: Path) -> None:
+    """Rollouts of evaluation do not take the place of the buffered one."""
+    more = {
+        "compressor": evicting(), "replay": True, "eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:3]}),
+    }  # fmt: skip
+    changes = {"steps_per_generation": 4, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    trainer = build(tmp_path, Watched, more, **changes)
+    trainer.train()
+    assert len(logged(trainer, "eval_reward")) == 4
+    assert len(logged(trainer, "eval_kv/saving_final")) == 4
+    assert max(trainer.old_differences[:2]) < 2e-5
+
+
+# ---------------------------------------------------------------- corrections
+
+
+def float64_logprobs(folder: str, state: dict[str, Tensor], prompt: list[int], completion: list[int]) -> list[float]:
+    """Of the completion's tokens, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0]
+    table = logits.log_softmax(dim=-1)
+    return [float(table[len(prompt) + i - 1, token]) for i, token in enumerate(completion)]
+
+
+@pytest.mark.parametrize("bound", [None, 1.5], ids=["naive", "Sparse-RL"])
+def test_loss_is_the_formula(tmp_path: Path, bound: float | None) -> None:
+    """Sum over tokens of min(w A, clip(w) A), times xi of sequences without any xi below the threshold."""
+    threshold = 0.1  # rejects some, not all
+    corrections = [SparsityAwareRejection(threshold), ImportanceReweighting(clip_max=bound)] if bound else []
+    more = {"compressor": evicting(), "corrections": corrections}
+    # large steps, so that w leaves the clip range
+    trainer = build(tmp_path, more=more, num_iterations=2, max_steps=2, learning_rate=0.3)
+    folder, losses, found = str(tmp_path / "policy"), [], []
+    drawing: dict[str, Tensor] = {}
+    draw, compute = trainer._generate_single_turn, trainer._compute_loss
+
+    def listen(*given: Any) -> Any:
+        drawing.update(copy.deepcopy(trainer.model.state_dict()))
+        return draw(*given)
+
+    def check(model: Any, inputs: dict[str, Any]) -> Tensor:
+        total, rejected, clipped = 0.0, 0, 0
+        now = copy.deepcopy(trainer.model.state_dict())
+        for row in range(len(inputs["advantages"])):
+            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+            kept = inputs["completion_mask"][row].bool()
+            completion = inputs["completion_ids"][row][kept].tolist()
+            sampled = inputs["sampling_per_token_logps"][row][kept].tolist()
+            new = float64_logprobs(folder, now, prompt, completion)
+            old = float64_logprobs(folder, drawing, prompt, completion)
+            ratios = [math.exp(a - b) for a, b in zip(old, sampled, strict=True)]
+            if bound and min(ratios) < threshold:
+                rejected += 1
+                continue
+            advantage = float(inputs["advantages"][row])
+            for a, b, xi in zip(new, old, ratios, strict=True):
+                w = math.exp(a - b)
+                best = min(w * advantage, min(max(w, 0.8), 1.2) * advantage)
+                clipped += best != w * advantage
+                total -= best * (min(xi, bound) if bound else 1.0)
+        divisor = float(inputs["num_items_in_batch"])  # one optimizer step
+        loss = compute(model, inputs)
+        losses.append((float(loss), total / divisor))
+        found.append((rejected, clipped))
+        return loss
+
+    trainer._generate_single_turn, trainer._compute_loss = listen, check
+    trainer.train()
+    assert len(losses) == 4
+    for own, formula in losses:
+        assert own == pytest.approx(formula, abs=2e-6)
+    assert max(abs(own) for own, _ in losses) > 1e-2
+    assert bool(bound) == any(rejected for rejected, _ in found)
+    assert any(clipped for _, clipped in found), "the second pass"
+
+
+def test_weights_of_mean_1_are_of_each_micro_batch(tmp_path: Path) -> None:
+    """The presets work as they are, also those that leave their divisor to the loss."""
+    trainer = build(tmp_path, more={"compressor": evicting(), "corrections": [MIS(threshold=1e-3)]}, max_steps=1)
+    seen = []
+    base = GRPOTrainer._compute_loss
+
+    def look(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+        seen.append((inputs["advantages"], inputs["completion_mask"]))
+        return base(self, model, inputs)
+
+    parts = []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: parts.append(inputs) or compute(model, inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", look)
+        trainer.train()
+    for (advantages, mask), part in zip(seen, parts, strict=True):
+        xi = (part["old_per_token_logps"] - part["sampling_per_token_logps"]).double().exp()
+        within = (xi >= 0.5) & (xi <= 2) & ~((xi < 1e-3) & mask.bool()).any(dim=1, keepdim=True)
+        mean = xi.clamp(max=2)[mask.bool()].mean()
+        expected = part["advantages"][:, None] * torch.where(within, xi.clamp(max=2), 0) / mean * mask
+        torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    trainer = build(tmp_path, more={"compressor": evicting(), "corrections": [SparsityAwareRejection(0.3)]})
+    trainer.train()
+    rates, distances = logged(trainer, "rejection_rate"), logged(trainer, "mismatch/kl_k3")
+    assert len(rates) == len(distances) == 3
+    assert 0 < sum(rates) < 3
+    assert min(distances) > 1e-3
+    assert min(logged(trainer, "kv/saving_integral")) > 0
+    assert all(value % 0.125 == 0 for value in rates), "of 8 sequences"
+
+
+def test_naive_training_is_called_that(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="naive training"):
+        trainer = build(tmp_path, more={"compressor": evicting()})
+    trainer.train()
+    assert min(logged(trainer, "mismatch/kl_k3")) > 1e-3, "measured, not corrected"
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("method", [{"replay": True}, {"corrections": [TIS()]}], ids=["replay", "TIS"])
+def test_a_sparse_arm_learns(tmp_path: Path, method: dict[str, Any]) -> None:
+    settings = {"max_steps": 25, "per_device_train_batch_size": 16, "optim": "adamw_torch", "learning_rate": 5e-3}
+    trainer = build(tmp_path, more={"compressor": evicting(), **method}, **settings)
+    trainer.train()
+    rewards = logged(trainer, "reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert min(logged(trainer, "kv/saving_integral")) > 0
+
+
+@pytest.mark.parametrize("method", [{"replay": True}, {"corrections": [TIS()]}], ids=["replay", "TIS"])
+def test_resume_is_the_uninterrupted_run(tmp_path: Path, method: dict[str, Any]) -> None:
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    more = {"compressor": evicting(), **method}
+    whole = build(tmp_path, more=dict(more), **settings)
+    whole.train()
+    again = build(tmp_path, more=dict(more), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(weights(whole), weights(again))
+    assert logged(whole, "loss") == logged(again, "loss")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["replay", "weights"])
+def test_two_processes_train_one_policy(tmp_path: Path, method: str) -> None:
+    """Each draws its own share, and the gradients are those of both: the weights stay the same on both."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parents[2]), str(here), os.environ.get("PYTHONPATH", "")])
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": paths}
+    command = [sys.executable, str(here / "two_ranks.py"), str(tmp_path), method]
+    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(2)]
+    assert [rank.wait(timeout=250) for rank in ranks] == [0, 0]
+    one, two = (torch.load(tmp_path / f"{i}.pt") for i in range(2))
+    assert torch.equal(one["weights"], two["weights"])
+    assert one["heard"] != two["heard"]
+    assert one["kv"] == two["kv"] != [], "means over both"
+    assert not torch.equal(one["weights"], weights(build(tmp_path)))
+
+
+def test_chats_and_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    trainer = build(tmp_path, Watched, {"compressor": evicting(), "replay": True, "processing_class": None,
+                                        "reward_funcs": lambda completions, **_: [float(len(c[0]["content"])) for c in
+                                                                                  completions]})  # fmt: skip
+    trainer.train_dataset = Dataset.from_dict({"prompt": chats})
+    trainer.train()
+    assert max(trainer.differences) < 2e-5
+
+
+def test_completions_end_where_trl_says(tmp_path: Path) -> None:
+    """Its end tokens are those of the tokenizer too, and ours are added to its own."""
+    trainer = build(tmp_path, more={"rollout": RolloutOptions(end_tokens=("7",))}, generation_kwargs={"max_tokens": 9})
+    assert trainer.eos_token_ids == trainer.sampler.end_token_ids == [1, 10]
+    heard = listening(trainer)
+    trainer.train()
+    completions = [ids for rollout in heard for ids in rollout]
+    assert max(len(ids) for ids in completions) == 9
+    assert any(ids[-1] == 10 for ids in completions)
+    assert all(10 not in ids[:-1] and (len(ids) == 9 or ids[-1] in (1, 10)) for ids in completions)
+
+
+def test_bfloat16_is_the_learners(tmp_path: Path) -> None:
+    """Sampler and learner round alike under autocast: what is left is far below an eviction."""
+    trainer = build(tmp_path, Watched, {"corrections": [TIS()]}, bf16=True)
+    trainer.train()
+    assert max(logged(trainer, "mismatch/kl_k3")) < 1e-3
+
+
+# ---------------------------------------------------------------- parts and refusals
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ([[1], [1], [2], [2]], ([[1], [2]], 2)),
+        ([[1], [1], [1], [1], [2], [2]], ([[1], [1], [2]], 2)),
+        ([[1], [2], [2]], ([[1], [2], [2]], 1)),
+        ([[1, 2]], ([[1, 2]], 1)),
+    ],
+)
+def test_repeats_are_samples(prompts: list[list[int]], expected: tuple[list[list[int]], int]) -> None:
+    assert grouped(prompts) == expected
+    again, samples = expected
+    assert [prompt for prompt in again for _ in range(samples)] == prompts
+
+
+def tool(number: int) -> int:
+    """Add one.
+
+    Args:
+        number: A number.
+    """
+    return number + 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "vllm": ({}, {"use_vllm": True}, "does not work with use_vllm=True.*Remove use_vllm"),
+    "paged": ({}, {"use_transformers_continuous_batching": True}, "num_slots"),
+    "cache": ({}, {"cache_implementation": "static"}, "the compressor decides"),
+    "head": ({}, {"cast_lm_head_to_fp32": True}, "load the model in float32"),
+    "tools": ({"tools": [tool]}, {}, "does not work with tools"),
+    "environment": ({"environment_factory": object}, {}, "does not work with environment_factory"),
+    "rollouts": ({"rollout_func": print}, {}, "does not work with rollout_func"),
+    "module's option": ({"rollout": RolloutOptions(oversampling=2.0)}, {}, "rollout.oversampling has no effect"),
+    "compressor": ({"compressor": "SnapKV"}, {}, "compressor must be"),
+    "correction": ({"corrections": ["TIS"]}, {}, "corrections must be"),
+    "two of a kind": ({"corrections": [TIS(), MIS()]}, {}, "two corrections of one kind"),
+    "baseline": ({"corrections": [SparsityAwareRejection(baseline="kept")]}, {}, "baseline to 'all'"),
+    "both": ({"corrections": [TIS()], "replay": True}, {}, "nothing is left for corrections"),
+    "vespo": ({"corrections": [TIS()]}, {"loss_type": "vespo"}, "vespo"),
+    "temperature": ({}, {"generation_kwargs": {"temperature": 0.5}}, "neither in generation_kwargs"),
+    "seed": ({}, {"generation_kwargs": {"seed": 3}}, "neither in generation_kwargs"),
+    "key": ({}, {"generation_kwargs": {"num_beams": 3}}, "num_beams is not honored"),
+    "stop": ({}, {"generation_kwargs": {"stop": "a"}, "mask_truncated_completions": True}, "is truncated"),
+    "prompts": ({"processing_class": "processor"}, {}, "reads text alone"),
+}
+
+
+@pytest.mark.parametrize(("more", "changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(tmp_path: Path, more: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    if more.get("processing_class"):
+        more = {"processing_class": ProcessorMixin.__new__(ProcessorMixin)}
+    with pytest.raises(UserError, match=message):
+        build(tmp_path, more=more, **changes)
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", "zero_3"])
+def test_sharded_weights_are_refused(tmp_path: Path, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build(tmp_path)
+    check_trainer(trainer, replay=True)
+    if plugin == "fsdp":
+        trainer.is_fsdp_enabled = True
+    else:
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+        monkeypatch.setattr(trainer.accelerator, "state", state)
+    with pytest.raises(UserError, match="DDP or ZeRO-2"):
+        check_trainer(trainer, replay=False)
+
+
+def test_flash_attention_is_not_replayed(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    trainer.model.config._attn_implementation = "flash_attention_2"
+    check_trainer(trainer, replay=False)
+    with pytest.raises(UserError, match="load the model with 'sdpa'"):
+        check_trainer(trainer, replay=True)
+
+
+def test_without_trl_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['trl'] = None; import sparse_rl_lightning.integrations.trl"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'sparse-rl-lightning[trl]'" in result.stderr.splitlines()[-1]
