@@ -152,12 +152,28 @@ def check_from_trl(notebook: nbformat.NotebookNode, printed: str) -> None:
     assert len(set(numbers_after("denominator='kept'", printed) + numbers_after("denominator='all'", printed))) == 2
 
 
+def check_trl_sparse(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert numbers_after("learner to sampler:", printed)[0] < 2e-4
+    lines = {name: line for line in printed.splitlines() for name in ("TRL", "naive", "Sparse-RL", "replay")
+             if line.startswith(name)}  # fmt: skip
+    assert len(lines) == 4
+    for name, line in lines.items():
+        assert 0.02 < numbers_after("full cache", line)[-1] < 1
+        assert (name == "TRL") != bool(numbers_after("saved", line))
+    assert numbers_after("k3", lines["naive"])[0] > 0.02, "measured without any correction too"
+    assert numbers_after("rejected", lines["naive"]) == numbers_after("rejected", lines["replay"]) == [0]
+    assert 0 < numbers_after("rejected", lines["Sparse-RL"])[0] < 0.5
+    assert all(0.05 < share < 0.5 for share in numbers_after("saved", printed))
+    assert len(shown(notebook, "image/png")) == 1
+
+
 CHECKS = {
     "bring_your_own_model": check_bring_your_own_model,
     "calibrate_a_schedule": check_calibrate_a_schedule,
     "from_trl": check_from_trl,
     "new_compressor": check_new_compressor,
     "quickstart": check_quickstart,
+    "trl_sparse": check_trl_sparse,
     "what_it_learned_to_keep": check_what_it_learned_to_keep,
     "what_was_evicted": check_what_was_evicted,
 }

@@ -30,6 +30,10 @@ from sparse_rl_lightning.rollout import RolloutOptions
 
 DRAWN = "drawn"
 """Key of the rollout's sequences among the tensors that TRL buffers, shuffles and splits."""
+OVERRIDDEN = (
+    "_generate_single_turn", "_generate_and_score_completions", "_compute_loss", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
+"""TRL's own methods that a version of it may drop."""
 
 
 class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra

@@ -29,7 +29,7 @@ from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
 from sparse_rl_lightning.integrations.trl.checks import check_trainer
 from sparse_rl_lightning.integrations.trl.layout import grouped
 from sparse_rl_lightning.integrations.trl.trainer import DRAWN
-from sparse_rl_lightning.rollout import RolloutOptions
+from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
 
 class Told(GRPOTrainer):
@@ -447,6 +447,19 @@ def test_flash_attention_is_not_replayed(tmp_path: Path) -> None:
     check_trainer(trainer, replay=False)
     with pytest.raises(UserError, match="load the model with 'sdpa'"):
         check_trainer(trainer, replay=True)
+
+
+def test_a_trl_without_what_is_overridden_is_refused() -> None:
+    code = "from trl import GRPOTrainer; del GRPOTrainer._compute_loss; import sparse_rl_lightning.integrations.trl"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "no GRPOTrainer._compute_loss" in result.stderr.splitlines()[-1]
+
+
+def test_settings_of_drawing_are_trls(tmp_path: Path) -> None:
+    changes = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    expected = SamplingParams(max_completion_length=7, min_completion_length=2, **changes)
+    more = {"generation_kwargs": {"min_new_tokens": 2}, "max_completion_length": 7}
+    assert build(tmp_path, **changes, **more)._sampling == expected
 
 
 def test_without_trl_it_says_what_to_install() -> None:
