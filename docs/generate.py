@@ -2,8 +2,8 @@
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
 tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
-sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured. The files are committed, so that a code host
-shows them.
+sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured. The
+files are committed, so that a code host shows them.
 """
 
 from __future__ import annotations
