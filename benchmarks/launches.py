@@ -119,14 +119,14 @@ def admission(shape: dict[str, Any], num_prompts: int, num_slots: int) -> Counts
     method = RKV(budget=512, buffer=128, num_sinks=0)
     with rollout(shape, method, num_slots) as (gpu, scheduler):
         scheduler.add([[5] * PROMPT] * num_prompts, range(num_prompts * SAMPLES))
-        return counted(gpu, scheduler._admit)
+        return counted(gpu, scheduler.admit)
 
 
 def look(shape: dict[str, Any], num_slots: int, **params: Any) -> Counts:
     """A look at all slots, which is queued behind a window of steps."""
     with rollout(shape, RKV(budget=512, buffer=128, num_sinks=0), num_slots, **params) as (gpu, scheduler):
         scheduler.add([[5] * PROMPT] * (num_slots // SAMPLES), range(num_slots))
-        scheduler._admit()
+        scheduler.admit()
         return counted(gpu, scheduler._queue_look)
 
 

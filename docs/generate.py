@@ -2,8 +2,8 @@
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
 tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
-sizes, those of ``choosing.md`` and ``learner.md`` from what was measured. The files are committed, so that a code host
-shows them.
+sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured. The
+files are committed, so that a code host shows them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.common.pages import END, mark, replaced
 from docs import docstrings, listing, logged
+from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
 from docs.predictions import cards_table, recipe_tables
@@ -32,6 +33,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "choosing.md": written(
             "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}
         ),
+        FOLDER / "when.md": written("when.md", {"": crossing_table()}),
         FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
         FOLDER / "from_trl.md": written("from_trl.md", {"": trainer_table()}),
     }

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.running_state import follow_step
-from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 
 ENDLESS = torch.iinfo(torch.int64).max
 """Room of a slot that is never compressed."""
@@ -111,6 +112,14 @@ class Trigger:
             if level + 1 == len(starts) or full < starts[level + 1]:
                 return full
         raise AssertionError("the last level has no end")
+
+
+def cache_size(
+    compressor: Compressor, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int
+) -> CacheSize:
+    """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in the prompt."""
+    capacities = Trigger(compressor, geometry.num_layers).capacities(longest_prompt, longest)
+    return CacheSize.of(compressor, geometry, num_slots, capacities, longest)
 
 
 def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:

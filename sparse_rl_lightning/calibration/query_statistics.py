@@ -24,7 +24,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.replay.death_attention import death_attention
-from sparse_rl_lightning.replay.hooks import causal_attention, named_attention, register
+from sparse_rl_lightning.replay.hooks import named_attention, plain_attention, register
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 RECORD = "sparse_rl_record"
@@ -81,7 +81,7 @@ def _record(
     queries, windows = recorded
     queries.append(query)
     if not windows or not 0 < windows[layer] < key.shape[2]:
-        return causal_attention(query, key, value, scale, sinks)
+        return plain_attention(query, key, value, scale, sinks)
     death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + windows[layer]
     return death_attention(query, key, value, death.expand(key.shape[:3]), scale, sinks)
 

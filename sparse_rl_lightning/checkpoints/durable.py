@@ -10,7 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from sparse_rl_lightning.checkpoints.files import incomplete, save_tensors, save_weights
+from sparse_rl_lightning.checkpoints.files import incomplete, instead_of_folder, save_tensors, save_weights
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.files import own_folder, remove, write_files
 
@@ -45,7 +45,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 beside = weights_beside(path)
                 own_folder(beside.parent)
                 writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
-            write_files(writers, incomplete, durable=True)
+            with instead_of_folder(path):
+                write_files(writers, incomplete, durable=True)
         except OSError as error:
             self.failed(path, error)
         else:

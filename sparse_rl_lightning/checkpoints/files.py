@@ -6,7 +6,8 @@ checkpoints whose name contains "last".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,26 @@ def swap_folder(path: Path) -> None:
         path.rename(old)
     new.rename(path)
     sync(path.parent)
+    remove(old)
+
+
+@contextmanager
+def instead_of_folder(path: Path) -> Iterator[None]:
+    """Let a file take the name of a folder, an earlier run's sharded checkpoint, which goes when the file is there.
+
+    If the file cannot be written, or the process ends before it is, :func:`recover` brings the folder back.
+    """
+    if not path.is_dir() or path.is_symlink():
+        yield
+        return
+    old = replaced(path)
+    remove(old)
+    own_folder(old.parent)
+    path.rename(old)
+    try:
+        yield
+    finally:
+        recover(path)
     remove(old)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_rl_lightning.cache.compression import Trigger
-from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.cache.compression import cache_size
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
@@ -181,8 +180,7 @@ def slot_size(job: Job) -> SlotBytes:
     check_length(model, job.length)
     if job.compressor.evicts or job.retriever is not None:
         check_full_layers(model, job.length, type(job.retriever or job.compressor).__name__)
-    capacities = Trigger(job.compressor, g.num_layers).capacities(job.prompt, length)
-    size = CacheSize.of(job.compressor, g, 1, capacities, length)
+    size = cache_size(job.compressor, g, 1, job.prompt, length)
     if job.retriever is not None:
         size = with_pages(size, job.retriever)
     return slot_bytes(g, size, job.sampling, routed=routing(job))

@@ -17,11 +17,13 @@ def is_replaced(module: nn.Module) -> bool:
     """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
 
     Compilation, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
-    and does not count.
+    and does not count. Nor does a wrapper for calls of its own kind: ``passes_to`` names the forward that it leaves all
+    others to.
     """
     module = uncompiled(module)
     own = vars(module).get("forward")
     own = getattr(own, "_torchdynamo_orig_callable", own)
+    own = getattr(own, "passes_to", own)
     own = getattr(own, "__func__", own)
     return own is not None and own is not type(module).forward
 

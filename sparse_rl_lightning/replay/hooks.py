@@ -77,10 +77,10 @@ def _under_deaths(
     return death_attention(query, key, value, death[layer], scale, sinks)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Torch's own causal attention (B, Hq, T, D)."""
     return torch_attention(query, key, value, None, scale, sinks, enable_gqa=True)
 
 
 register(REPLAY, "death", _under_deaths)
-register(CAUSAL, "causal", lambda _, layer, *given: causal_attention(*given))
+register(CAUSAL, "causal", lambda _, layer, *given: plain_attention(*given))

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.cache.compression import Compression, Trigger
-from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.cache.compression import Compression, cache_size
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.admission import check_full_layers
@@ -209,8 +209,7 @@ class RolloutSampler:
             check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
         g = CacheGeometry.of(self.model, self.kv_dtype, longest)
         length = longest + steps_past_end(g.device)
-        capacities = Trigger(self.compressor, g.num_layers).capacities(longest_prompt, length)
-        size, plan = CacheSize.of(self.compressor, g, slots, capacities, length), None
+        size, plan = cache_size(self.compressor, g, slots, longest_prompt, length), None
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:

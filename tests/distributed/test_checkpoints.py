@@ -127,6 +127,18 @@ class FullDisk(Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
 
 
+def test_a_file_takes_the_name_of_an_earlier_runs_folder(tmp_path: Path) -> None:
+    path, plain = tmp_path / "last.ckpt", DurableCheckpointIO()
+    path.mkdir()
+    (path / "shard").write_text("of DeepSpeed")
+    with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: .*File too large"):
+        plain.save_checkpoint(BIG, path)
+    assert (path / "shard").read_text() == "of DeepSpeed"
+    plain.save_checkpoint({"global_step": 7}, path)
+    assert torch.load(path, weights_only=True) == {"global_step": 7}
+    assert not replaced(path).exists()
+
+
 def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     """Saves after steps 3 and 4 of 6 fail: told once, the second step's checkpoint stays until the fifth's is there."""
     grpo, kept = module(), []

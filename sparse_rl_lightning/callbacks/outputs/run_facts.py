@@ -32,13 +32,15 @@ def default_title(module: RolloutModule) -> str:
 def describe(module: RolloutModule) -> dict[str, str]:
     """The most important settings, in words."""
     policy, generator = module.policy, module.generator
+    rule = generator.options.downsampling
+    samples = str(generator.sampling.num_generations) + (f", of which {type(rule).__name__} drops some" if rule else "")
     corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
     return {
         "policy": f"{type(policy).__name__}, {count_weights(policy) / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),
         **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
         "corrections": ", ".join(corrections) or "none",
-        "samples per prompt": str(generator.sampling.num_generations),
+        "samples per prompt": samples,
         "temperature": str(generator.sampling.temperature),
         "longest completion": f"{generator.sampling.max_completion_length} tokens",
         "reward functions": ", ".join(reward_names(module.rewards.functions)),

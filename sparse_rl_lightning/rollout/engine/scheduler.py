@@ -185,13 +185,12 @@ class Scheduler:
             ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
         """
         # the first token may be the last one: where checks are not free, the next one finds it
-        closed = self._admit() and self.check_every == 1 and self._close()
+        closed = self.admit() and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
             if closed or self._is_over:
                 break
-            full = self._decode()
-            closed = self._compress(full)
+            closed = self.advance()
         if closed:
             return True
         if self.check_every == 1 or self._is_over:
@@ -211,7 +210,11 @@ class Scheduler:
         """Whether all running sequences have ended by their length, if not earlier."""
         return all(one.num_fed >= one.last for one in self.running.values())
 
-    def _admit(self) -> bool:
+    def advance(self) -> bool:
+        """Decode one step and compress the slots that are full then; returns whether a sequence was closed."""
+        return self._compress(self._decode())
+
+    def admit(self) -> bool:
         """Give free slots to waiting sequences and draw their first tokens; returns whether there were any.
 
         A prompt goes through the model once, into the slot of its first sample, and is copied to the others. If slots

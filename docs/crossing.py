@@ -1,0 +1,72 @@
+"""From which length on bounded slots are predicted to draw faster than a full cache: the table of ``when.md``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from benchmarks.common.tables import Table
+from sparse_rl_lightning.calibration import CostModel, ModelShape, Work
+from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.planning import card_of
+
+MODELS = {"qwen3-1.7b": "Qwen3-1.7B", "qwen3-4b": "Qwen3-4B", "qwen3-8b": "Qwen3-8B", "qwen2.5-7b": "Qwen2.5-7B"}
+CARDS = {"rtx-4090-24gb": "24 GB", "h100-80gb": "80 GB", "h200-141gb": "141 GB"}
+PROMPT, MOST = 256, 512  # tokens; sequences of a rollout on one card
+USABLE = 0.9  # share of a card for weights and cache
+LONGEST, STEP = 65_536, 128
+SLOTS = {budget: SnapKV(budget, buffer=128) for budget in (512, 2048)}
+
+
+def crossing_table() -> str:
+    """Sequences at once, speeds and the lengths at which they cross, for models and cards."""
+    header = (
+        "model", "KV a token", "card", "at once, 8k tokens: full cache", "slots of 640",
+        "speed at 2k", "8k", "32k", "1.25x from", "2x from", "1.25x from, slots of 2,176", "2x from",
+    )  # fmt: skip
+    rows = [row(model, card) for model in MODELS for card in CARDS]
+    return Table("", header, rows=[one for one in rows if one]).untitled
+
+
+def row(model: str, card: str) -> tuple[str, ...]:
+    """One model on one card; empty where its weights leave no room."""
+    shape = ModelShape.of(model)
+    if room(model, card) < shape.kv_bytes_per_token * LONGEST:
+        return ()
+    speeds = [f"{speed(model, card, 512, length):.2f}" for length in (2048, 8192, 32768)]
+    starts = [start(model, card, budget, wanted) for budget in SLOTS for wanted in (1.25, 2)]
+    return (
+        MODELS[model], f"{shape.kv_bytes_per_token / 1024:.0f} KiB", CARDS[card],
+        str(dense_batch(model, card, 8192)), str(sparse_batch(model, card, 512, 8192)), *speeds, *starts,
+    )  # fmt: skip
+
+
+def start(model: str, card: str, budget: int, wanted: float) -> str:
+    """The shortest completions at which slots are so much faster."""
+    lengths = range(STEP, LONGEST + 1, STEP)
+    return next((f"{n:,}" for n in lengths if speed(model, card, budget, n) >= wanted), "–")
+
+
+@cache
+def speed(model: str, card: str, budget: int, length: int) -> float:
+    """Tokens per second with slots over those with a full cache, each with as many sequences as it holds."""
+    costs = CostModel(ModelShape.of(model), card_of(card).hardware)
+    own, full = sparse_batch(model, card, budget, length), dense_batch(model, card, length)
+    return costs.speedup(SLOTS[budget], Work(own, PROMPT, length), Work(full, PROMPT, length))
+
+
+def room(model: str, card: str) -> float:
+    """Bytes for the cache: what the weights in 16 bits leave of a card that does nothing else."""
+    shape = ModelShape.of(model)
+    return USABLE * card_of(card).memory - 2 * (shape.weights_read + shape.vocab_size * shape.hidden_size)
+
+
+def sparse_batch(model: str, card: str, budget: int, length: int) -> int:
+    """The number of slots, whose memory is there from the beginning."""
+    costs = CostModel(ModelShape.of(model), card_of(card).hardware)
+    return costs.best_batch(SLOTS[budget], room(model, card), PROMPT, length, MOST)
+
+
+def dense_batch(model: str, card: str, length: int) -> int:
+    """The sequences of a paged full cache: at any time they are half done on average, and none is ever put off."""
+    costs = CostModel(ModelShape.of(model), card_of(card).hardware)
+    return costs.best_batch(FullKV(), room(model, card), PROMPT, length // 2, MOST)

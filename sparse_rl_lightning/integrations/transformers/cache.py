@@ -1,0 +1,269 @@
+"""CompressedCache: a cache of transformers whose entries a compressor evicts, with the sampler's own engine behind it.
+
+A cache of transformers sees keys and values, but neither queries nor the model, and masks count on it to forget
+nothing. So this one answers the model's whole forward call: prompts and tokens go through the engine of
+``RolloutSampler``, with its prefill, its evictions and its record, and only the choice of the next token is
+``generate``'s. Its greedy tokens are therefore the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.admission import check_length
+from sparse_rl_lightning.policies.geometry import context_length
+from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.windows import layer_windows
+from sparse_rl_lightning.records import NEVER, EvictionRecord
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.engine.decoders.base import Decoder
+from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
+from sparse_rl_lightning.rollout.engine.sampling import sequence_keys
+from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
+from sparse_rl_lightning.rollout.prompts import check_prompts
+
+FIRST_ROOM = 256  # tokens that there is room for after the prompts; doubled whenever they are used up
+OF_SEQUENCES = {"tokens": 0, "held": 0, "death": NEVER}  # tensors as long as the longest sequence, and their padding
+IGNORED = {"past_key_values", "use_cache", "position_ids", "logits_to_keep", "return_dict", "token_type_ids"}
+
+
+class CompressedCache(Cache):
+    """KV cache for ``model.generate(past_key_values=...)`` whose memory stays within a compressor's budget.
+
+    Greedy, sampled and beam search, batches padded on the left, and samples of the same prompt work as with caches of
+    transformers. A cache serves one call, or several after :meth:`reset`: a prompt first, then one token at a time.
+    The output's logits are those of the last token alone.
+
+    Args:
+        compressor: Compressor of the cache.
+        model: Model that generates. Its ``forward`` is wrapped: calls with such a cache are answered by the engine,
+            all others reach the model as before.
+        seed: Seed of random eviction.
+        sampler: More arguments of ``RolloutSampler``, such as ``kv_dtype``, ``decoder`` and ``max_prefill_tokens``.
+
+    Raises:
+        ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
+
+    Example::
+
+        model.generate(**inputs, max_new_tokens=4096, past_key_values=CompressedCache(RKV(budget=512), model))
+    """
+
+    def __init__(self, compressor: Compressor, model: PreTrainedModel, seed: int = 0, **sampler: Any) -> None:
+        super().__init__(layers=[])
+        if not isinstance(model, PreTrainedModel):
+            model = _unwrapped(model)
+        self.sampler = RolloutSampler(model, compressor, **sampler)
+        self.seed = seed
+        self._scheduler: Scheduler | None = None
+        self._num_tokens = 0  # of a row, padding included
+        answer_with_cache(model)
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any
+    ) -> CausalLMOutputWithPast:
+        """Answer a forward call of the model: prompts (B, P) in the first, then a token for each row (B, 1).
+
+        Args:
+            input_ids: Token ids.
+            attention_mask: Mask (B, P) of a prompt's tokens, padded on the left.
+            others: Other arguments of the model's call.
+
+        Returns:
+            Logits (B, 1, V), float32, after the last token of each row.
+
+        Raises:
+            ValueError: If more than one token follows a prompt, the padding is not on the left, the model's context is
+                exceeded, or an argument asks for what the engine does not compute.
+        """
+        asked = [name for name, value in others.items() if not (name in IGNORED or value is None or value is False)]
+        if input_ids is None or asked:
+            raise UserError(f"A CompressedCache needs input_ids, and does not compute {', '.join(asked) or 'without'}.")
+        with drawing(self.sampler.model):
+            if self._scheduler is None:
+                self._read(_without_padding(input_ids, attention_mask))
+            else:
+                self._feed(input_ids)
+        self._num_tokens += input_ids.shape[1]
+        logits = self._engine.logits[: len(input_ids), None].clone()
+        return CausalLMOutputWithPast(logits=logits, past_key_values=self)
+
+    # ---------------------------------------------------------------- what was evicted, and how much is held
+
+    @property
+    def evictions(self) -> EvictionRecord:
+        """The evictions of all rows so far, positions counted without padding; for replay."""
+        cache, running = self._running.cache, self._running.running
+        records = [cache.evictions_of(slot, one.num_fed, one.cuts) for slot, one in sorted(running.items())]
+        return EvictionRecord.cat([record for record in records if record is not None])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory for keys and values."""
+        return self._running.cache.pool_bytes
+
+    @property
+    def lengths(self) -> Tensor:
+        """Live entries (L, B, H) of every head, in the layers that are compressed."""
+        return self._running.cache.lengths.clone()
+
+    # ---------------------------------------------------------------- calls of transformers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of tokens seen by a row, evicted ones and padding included."""
+        return self._num_tokens
+
+    def reset(self) -> None:
+        """Forget everything: the next call reads prompts."""
+        self._scheduler, self._num_tokens = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue row i from what row ``beam_idx[i]`` has read, after a step of beam search."""
+        cache, running = self._running.cache, self._running.running
+        rows = [int(row) for row in beam_idx]
+        contents = {row: cache.save(row, running[row].num_fed) for row in set(rows)}
+        self._running.running = {slot: replace(running[row]) for slot, row in enumerate(rows)}
+        for slot, row in enumerate(rows):
+            if slot != row:
+                cache.restore(slot, contents[row])
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: a pass of another model."""
+        raise UserError("A CompressedCache belongs to the model that it was made with: CompressedCache(..., model).")
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: what was evicted does not come back."""
+        raise UserError("A CompressedCache cannot take tokens back: generate without an assistant model.")
+
+    batch_repeat_interleave = batch_select_indices = crop
+
+    # ---------------------------------------------------------------- private
+
+    @property
+    def _running(self) -> Scheduler:
+        if self._scheduler is None:
+            raise UserError("The CompressedCache is empty: nothing has been generated with it.")
+        return self._scheduler
+
+    @property
+    def _engine(self) -> _LogitsEngine:
+        engine = self._running.engine
+        assert isinstance(engine, _LogitsEngine)
+        return engine
+
+    def _read(self, prompts: Sequence[list[int]]) -> None:
+        """Read the prompts, row i into slot i."""
+        sampler, longest = self.sampler, max(map(len, prompts))
+        window = max(layer_windows(sampler.model.config), default=0)  # a longer sequence has other layers to compress
+        params = self._params(longest, max(FIRST_ROOM, window + 1))
+        check_prompts(prompts, params, sampler.model)
+        key = sampler.engine_key(params, len(prompts), longest)
+        scheduler = self._scheduler_for(key, params)
+        scheduler.add(prompts, sequence_keys(self.seed, range(len(prompts))).tolist())
+        scheduler.admit()
+        self._scheduler = scheduler
+
+    def _feed(self, ids: Tensor) -> None:
+        """Feed each row its next token."""
+        running = self._running.running
+        if ids.shape != (len(running), 1):
+            raise UserError(
+                f"A CompressedCache takes one token for each of its {len(running)} rows after the prompt, got "
+                f"input_ids of shape {tuple(ids.shape)}: give every call of generate a new cache, or call reset()."
+            )
+        longest = max(one.num_fed for one in running.values())
+        if longest + 1 >= self._running.cache.size.max_length:
+            self._grow(longest)
+        cache = self._running.cache
+        slots = torch.arange(len(ids), device=cache.tokens.device)
+        cache.tokens[slots, cache.seen[:-1]] = ids[:, 0].to(cache.tokens.device)
+        self._running.advance()
+
+    def _grow(self, longest: int) -> None:
+        """Move everything to memory for sequences twice as long; what a compressor bounds stays as it is."""
+        old = self._running
+        params = self._params(longest, longest)
+        key = self.sampler.engine_key(params, len(old.running), longest)
+        new = self._scheduler_for(key, params, self._engine.decoder)
+        for slot, one in old.running.items():
+            content = old.cache.save(slot, one.num_fed)
+            for name, empty in OF_SEQUENCES.items():
+                content[name] = F.pad(content[name], (0, key.size.max_length - content[name].shape[-1]), value=empty)
+            if "room" in content:  # of heads that share their slot's memory: it ended with the old memory
+                content["room"] = content["lengths"] + min(one.room, key.size.max_length - one.num_fed)
+            new.cache.restore(slot, content)
+        new.resume([], old.running)
+        self._scheduler = new
+
+    def _scheduler_for(self, key: EngineKey, params: SamplingParams, decoder: Decoder | None = None) -> Scheduler:
+        engine = _LogitsEngine(self.sampler.model, key, decoder)
+        return self.sampler.scheduler(engine, params, key.size.num_slots)
+
+    def _params(self, length: int, room: int) -> SamplingParams:
+        """Parameters for at most ``room`` tokens after ``length``; at least one fits, or it is an error."""
+        model = self.sampler.model
+        context = context_length(model.config)
+        check_length(model, length + 1)
+        if context is not None and length >= context:
+            raise UserError(f"The model's context of {context} tokens is used up: lower max_new_tokens.")
+        room = room if context is None else min(room, context - length)
+        return SamplingParams(max_completion_length=room, seed=self.seed)
+
+
+class _LogitsEngine(Engine):
+    """Engine that draws nothing: the logits (S + 1, V) of each slot's last token are left to the caller."""
+
+    def __init__(self, model: PreTrainedModel, key: EngineKey, decoder: Decoder | None = None) -> None:
+        super().__init__(model, key, decoder=decoder)
+        shape = (key.size.num_slots + 1, model.config.vocab_size)
+        self.logits = torch.zeros(shape, dtype=torch.float32, device=key.geometry.device)
+
+    def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
+        """Keep the logits (n, V) of these slots; the caller writes their tokens."""
+        self.logits[places] = logits.float()
+
+
+def answer_with_cache(model: PreTrainedModel) -> None:
+    """Wrap the model's ``forward``, once: calls with a :class:`CompressedCache` are answered by the cache."""
+    if not hasattr(model.forward, "passes_to"):
+        # a partial of a bound method is copied along with the model; a closure would keep calling this one
+        wrapper = update_wrapper(partial(_answer, model.forward), model.forward)
+        vars(wrapper)["passes_to"] = model.forward
+        vars(model)["forward"] = wrapper
+
+
+def _answer(own: Any, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    return cache.forward(*args, **kwargs) if isinstance(cache, CompressedCache) else own(*args, **kwargs)
+
+
+def _without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The tokens of each row."""
+    if mask is None:
+        return ids.tolist()
+    keep = mask.bool()
+    if keep.shape != ids.shape or not bool((keep == keep.cummax(dim=1).values).all()):
+        raise UserError(
+            f"A CompressedCache needs prompts padded on the left, as generate does: attention_mask of shape "
+            f"{tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}, zeros first."
+        )
+    return [row[own].tolist() for row, own in zip(ids, keep, strict=True)]
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The model of transformers inside adapters of peft."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise UserError(f"CompressedCache needs a causal language model of transformers, got {type(model).__name__}.")
+    return inner

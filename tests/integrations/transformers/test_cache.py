@@ -1,0 +1,239 @@
+"""CompressedCache: transformers chooses the tokens, the sampler's engine evicts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, pipeline
+
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.transformers import CompressedCache, cache, compressed_generation
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.logprobs import replay_logprobs
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.families import FAMILIES, family
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+LENGTH = 44
+COMPRESSORS = [FullKV(), RKV(**SMALL), SnapKV(**SMALL, protect_prompt=False), H2O(**SMALL), RandomEviction(**SMALL)]
+each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda c: type(c).__name__)
+
+
+@pytest.fixture(autouse=True)
+def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for longer sequences is needed several times in every test."""
+    monkeypatch.setattr(cache, "FIRST_ROOM", 7)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_of_every_family_are_the_samplers(name: str) -> None:
+    model = family(name)
+    assert generated(model, CompressedCache(RKV(**SMALL), model)) == sampled(model, RKV(**SMALL))
+
+
+@each_compressor
+def test_greedy_tokens_under_every_kind_of_state_are_the_samplers(compressor: Compressor) -> None:
+    model = small_model()
+    own = CompressedCache(compressor, model, seed=3)
+    assert generated(model, own) == sampled(model, compressor)
+    want = rollout_of(model, compressor)
+    assert torch.equal(own.evictions.death, want.evictions.death)
+
+
+def test_unequal_heads_move_to_larger_memory() -> None:
+    model, compressor = small_model(), SnapKV(**SMALL, budget_rule=Adaptive())
+    assert generated(model, CompressedCache(compressor, model)) == sampled(model, compressor)
+
+
+def test_without_eviction_the_tokens_are_those_of_transformers() -> None:
+    model = small_model()
+    assert generated(model, CompressedCache(FullKV(), model)) == generated(model, DynamicCache())
+    beams = {"num_beams": 3, "max_new_tokens": 20}
+    assert generated(model, CompressedCache(FullKV(), model), **beams) == generated(model, DynamicCache(), **beams)
+
+
+def test_logits_are_those_of_replay() -> None:
+    model = small_model()
+    own = CompressedCache(SnapKV(**SMALL), model)
+    out = call(model, own, do_sample=True, output_logits=True, return_dict_in_generate=True)
+    rollout = as_rollout(model, out.sequences, SnapKV(**SMALL))
+    drawn = torch.stack(out.logits, dim=1).log_softmax(-1)
+    got = drawn.gather(-1, out.sequences[:, -LENGTH:, None]).squeeze(-1)
+    rollout.evictions = own.evictions
+    replayed = replay_logprobs(model, rollout)
+    assert (got - replayed[rollout.completion_mask].view_as(got)).abs().max() < 2e-5
+    assert bool((rollout.evictions.num_dead > 0).all())
+
+
+def test_a_beam_has_the_evictions_of_its_own_text() -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    out = call(
+        model, CompressedCache(compressor, model), num_beams=4, num_return_sequences=4, length_penalty=0.0,
+        output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    forced = as_rollout(model, out.sequences, compressor)
+    assert torch.allclose(forced.sampler_logprobs.sum(dim=1), out.sequences_scores, atol=2e-4)
+    assert len({tuple(row.tolist()) for row in out.sequences}) == len(out.sequences)
+
+
+def test_memory_stays_within_the_budget() -> None:
+    model = small_model(max_position_embeddings=2048)
+    own = CompressedCache(SnapKV(**SMALL), model)
+    call(model, own, max_new_tokens=20)
+    before = own.nbytes
+    own.reset()
+    call(model, own, max_new_tokens=1000)
+    assert own.nbytes == before
+    assert own.lengths.max() <= SMALL["budget"] + SMALL["buffer"]
+
+
+def test_samples_of_a_prompt_and_a_cache_used_again() -> None:
+    model = small_model()
+    own = CompressedCache(SnapKV(**SMALL), model)
+    torch.manual_seed(0)
+    first = call(model, own, do_sample=True, num_return_sequences=3)
+    assert len(first) == 3 * len(PROMPTS) == len({tuple(row.tolist()) for row in first})
+    own.reset()
+    torch.manual_seed(0)
+    assert torch.equal(call(model, own, do_sample=True, num_return_sequences=3), first)
+
+
+# -------------------------------------------------------------------- the model around it
+
+
+def test_other_calls_reach_the_model_as_before() -> None:
+    model, untouched = small_model(), small_model()
+    ids = torch.tensor([PROMPTS[1]])
+    CompressedCache(RKV(**SMALL), model)
+    CompressedCache(RKV(**SMALL), model)
+    assert torch.equal(model(ids).logits, untouched(ids).logits)
+    assert generated(model, DynamicCache()) == generated(untouched, DynamicCache())
+    assert sampled(model, RKV(**SMALL)) == sampled(untouched, RKV(**SMALL))  # whose engine refuses replaced forwards
+
+
+def test_a_copy_of_the_model_answers_with_its_own_weights() -> None:
+    model = small_model()
+    CompressedCache(RKV(**SMALL), model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    assert generated(other, CompressedCache(RKV(**SMALL), other)) == sampled(other, RKV(**SMALL))
+    assert generated(other, DynamicCache()) != generated(model, DynamicCache())
+
+
+def test_adapters_count() -> None:
+    model = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    compressor = RKV(**SMALL)
+    with_adapters = generated(model, CompressedCache(compressor, model))
+    assert with_adapters == sampled(model.get_base_model(), compressor)
+    assert with_adapters != sampled(small_model(), compressor)
+
+
+def test_a_context_compresses_what_other_tools_generate() -> None:
+    model, tokenizer = small_model(), character_tokenizer("0123456789+= abcdefghij")
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text, options = "12+34=", {"max_new_tokens": 40, "do_sample": False, "return_full_text": False}
+    full = generator(text, **options)[0]["generated_text"]
+    with compressed_generation(model, SnapKV(**SMALL)):
+        some = generator(text, **options)[0]["generated_text"]
+        kept = generated(model, DynamicCache())
+    assert some != full == generator(text, **options)[0]["generated_text"]
+    assert kept == generated(model, DynamicCache())
+    ids = tokenizer(text)["input_ids"]
+    sampler = RolloutSampler(model, SnapKV(**SMALL))
+    rollout = sampler.generate([ids], SamplingParams(max_completion_length=40, temperature=0))
+    own = rollout.sequences[0][rollout.completion_mask[0]]
+    assert some == tokenizer.decode(own, skip_special_tokens=True)
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = small_model()
+    ids = torch.tensor([PROMPTS[1], PROMPTS[1]])
+    own = CompressedCache(RKV(**SMALL), model)
+    with pytest.raises(UserError, match="is empty"):
+        _ = own.nbytes
+    with pytest.raises(UserError, match="padded on the left"):
+        model(ids, attention_mask=(torch.arange(17) < 9).long().expand(2, -1), past_key_values=own)
+    with pytest.raises(UserError, match="output_attentions"):
+        model(ids, past_key_values=own, output_attentions=True)
+    with pytest.raises(UserError, match="needs input_ids"):
+        model(inputs_embeds=torch.zeros(2, 3, 64), past_key_values=own)
+    model(ids, past_key_values=own)
+    for wrong in (ids, ids[:1, :1]):
+        with pytest.raises(UserError, match="one token for each of its 2 rows"):
+            model(wrong, past_key_values=own)
+    with pytest.raises(UserError, match="belongs to the model"):
+        small_model()(ids[:, :1], past_key_values=own)
+    with pytest.raises(UserError, match="take tokens back"):
+        own.crop(-1)
+    with pytest.raises(UserError, match="causal language model of transformers"):
+        CompressedCache(RKV(**SMALL), torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_the_end_of_the_context_is_an_error() -> None:
+    model = small_model(max_position_embeddings=64)
+    with pytest.raises(UserError, match="context of 64 tokens"):
+        call(model, CompressedCache(StreamingLLM(budget=12, buffer=5), model), max_new_tokens=100)
+
+
+# -------------------------------------------------------------------- helpers
+
+
+def small_model(**sizes: Any) -> PreTrainedModel:
+    return tiny_model(initializer_range=0.2, **sizes)
+
+
+def call(model: PreTrainedModel, past: Any, **options: Any) -> Any:
+    """Generate from the prompts, padded on the left."""
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    return model.generate(ids, attention_mask=mask, past_key_values=past, **options)
+
+
+def generated(model: PreTrainedModel, past: Any, **options: Any) -> list[list[int]]:
+    out: Tensor = call(model, past, **options)
+    return out[:, max(map(len, PROMPTS)) :].tolist()
+
+
+def rollout_of(model: PreTrainedModel, compressor: Compressor) -> Rollout:
+    params = SamplingParams(max_completion_length=LENGTH, temperature=0, seed=3)
+    return RolloutSampler(model, compressor, end_token_ids=[]).generate(PROMPTS, params)
+
+
+def sampled(model: PreTrainedModel, compressor: Compressor) -> list[list[int]]:
+    rollout = rollout_of(model, compressor)
+    return [
+        row[length : length + LENGTH].tolist()
+        for row, length in zip(rollout.sequences, rollout.prompt_lengths, strict=True)
+    ]
+
+
+def as_rollout(model: PreTrainedModel, sequences: Tensor, compressor: Compressor) -> Rollout:
+    """Generated rows as a rollout under a compressor, their padding taken off."""
+    rollout = rollout_of(model, compressor)
+    per_prompt, width = len(sequences) // len(PROMPTS), max(map(len, PROMPTS))
+    texts = torch.zeros(len(sequences), rollout.sequences.shape[1], dtype=torch.int64)
+    index = torch.arange(len(sequences)) // per_prompt
+    for row, (own, which) in enumerate(zip(sequences, index.tolist(), strict=True)):
+        tokens = own[width - len(PROMPTS[which]) :]
+        texts[row, : len(tokens)] = tokens
+    whole = copy.copy(rollout)
+    whole.sequences, whole.prompt_lengths = texts, rollout.prompt_lengths[index]
+    whole.completion_mask, whole.finished = rollout.completion_mask[index], rollout.finished[index]
+    return forced_rollout(model, whole, compressor)
