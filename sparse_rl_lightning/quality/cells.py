@@ -5,7 +5,6 @@ Letters: B sequences, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -122,21 +121,26 @@ class Bench:
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
 
     def _beside_full(self, compressor: Compressor, rollout: Rollout) -> dict[str, float | None]:
-        """The rollout's own texts token by token through both caches in turns: favorites and times."""
+        """The rollout's own texts token by token through both caches in turns: favorites and times.
+
+        The sparse favorites are those of the sampler.
+        """
+        assert rollout.topk_ids is not None
         layers = CacheGeometry.of(self.model).num_layers
         clock, agrees, ratios = Clock(num_layers=layers), [], []
         size = max(1, min(MOST_TEXTS, len(rollout) // LEAST_PAIRS))
         for start in range(0, len(rollout), size):
-            part, ids = rollout[start : start + size], range(start, min(start + size, len(rollout)))
-            sparse, seconds = self._forced(TimedCompression(compressor, layers, clock), part, ids)
-            dense, full_seconds = self._forced(TimedCompression(FullKV(), layers), part, ids)
+            part = rollout[start : start + size]
+            _, seconds = self._forced(TimedCompression(compressor, layers, clock), part)
+            dense, full_seconds = self._forced(TimedCompression(FullKV(), layers), part)
             ratios.append(seconds / full_seconds)
+            sparse = rollout.topk_ids[start : start + size, :, 0]
             agrees.append((sparse == dense)[part.completion_mask])
         event = 1e3 / clock.events_per_second(compressor.buffer) if clock.cuts else None
         agreement = float(torch.cat(agrees).double().mean())
         return {"agreement": agreement, "time_ratio": median(ratios), "event_ms": event}
 
-    def _forced(self, compression: Compression, part: Rollout, ids: Sequence[int]) -> tuple[Tensor, float]:
+    def _forced(self, compression: Compression, part: Rollout) -> tuple[Tensor, float]:
         """Favorites (B, T) of a cache at the tokens of given completions, and the seconds that all of them took."""
         counts, favorites = part.completion_lengths, torch.zeros_like(part.sequences)
         last = part.prompt_lengths + counts - 1
@@ -147,5 +151,5 @@ class Bench:
             logs.note_end(slots, at, at == last[slots])
 
         start = now()
-        force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note, ids)
+        force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)
         return favorites, now() - start

@@ -62,11 +62,16 @@ def terminal(cells: Sequence[Cell]) -> str:
     return "\n\n".join(filter(None, [table(rows(cells), "l" + "r" * 8), LEGEND, said]))
 
 
-def markdown(cells: Sequence[Cell]) -> str:
-    """The table and the reasons in Markdown."""
+def markdown_table(cells: Sequence[Cell]) -> str:
+    """The table in Markdown."""
     head, *others = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows(cells)]
-    lines = "\n".join([head, "|---|" + "---:|" * (len(HEAD) - 1), *others])
-    return "\n\n".join([lines, LEGEND.replace("\n", " "), *(f"- {reason}" for reason in reasons(cells))]) + "\n"
+    return "\n".join([head, "|---|" + "---:|" * (len(HEAD) - 1), *others])
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """The table, what its columns mean and the reasons, in Markdown."""
+    said = [f"- {reason}" for reason in reasons(cells)]
+    return "\n\n".join([markdown_table(cells), LEGEND.replace("\n", " "), *said]) + "\n"
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from tiny_run import run_console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -219,16 +220,18 @@ def test_own_classes_from_the_working_directory(
 
 
 def test_methods_with_arguments(policy: str, folder: Path) -> None:
-    """In a YAML file; parts of a wrapper get the sizes, statistics are gathered, the prompt can be protected."""
-    inner = (
-        "[{class_path: SnapKV, init_args: {kernel_size: 5, buffer: 3}}, {class_path: KNorm, init_args: {buffer: 3}}]"
-    )
-    Path("both.yaml").write_text(f"class_path: Combined\ninit_args: {{compressors: {inner}, weights: [2, 1]}}\n")
+    """A YAML file keeps its own but the budget, statistics are gathered, the prompt can be protected."""
+    sizes = {"budget": 99, "buffer": 3, "num_sinks": 1, "window": 3}
+    parts = [{"class_path": name, "init_args": sizes} for name in ("SnapKV", "KNorm")]
+    both = {"class_path": "Combined", "init_args": {"compressors": parts, "weights": [2, 1]}}
+    Path("both.yaml").write_text(yaml.safe_dump(both))
     cells = main(["both.yaml", "QFilters", "SnapKV", "RandomEviction", *options(policy, "--protect_prompt")])
-    floor, _, both, filters, snapkv, random = cells
+    floor, _, union, filters, snapkv, random = cells
     assert [cell.reason for cell in cells] == [""] * len(cells)
-    assert (both.method, filters.method) == ("both", "QFilters")
-    assert len({both.tail, filters.tail, snapkv.tail}) == 3
+    assert (union.method, filters.method) == ("both", "QFilters")
+    assert len({union.tail, filters.tail, snapkv.tail}) == 3
+    assert union.kv_saving is not None
+    assert union.kv_saving > 0, "the budget is not that of the run"
     assert random.tail == floor.tail, "the prompt is not protected"
     assert Path("out/statistics.safetensors").exists()
 

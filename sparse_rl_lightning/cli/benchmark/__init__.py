@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from sparse_rl_lightning.quality.results import Results
 
 PACKAGE = "sparse_rl_lightning"
-FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction", {"protect_prompt": True})
-FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV", {})
+FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction")
+FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV")
 PROBE = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 """Sizes at which a class of the user's is held to the contract."""
-TERMS = {"countdown": 3}
-"""Numbers per question, 4 for other tasks."""
 
 
 def main(args: Sequence[str]) -> list[Cell]:
@@ -99,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     data = made.add_mutually_exclusive_group()
     data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
     data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
+    add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
     add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
         "for rows without a task")  # fmt: skip
     add("--budgets", nargs="+", type=_budget, default=[0.25, 0.5, 0.75], metavar="BUDGET",
@@ -110,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")
     add("--num_sinks", type=int, help="first tokens that stay; default: an eighth of the least budget, at most 4")
     add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
-    add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows")
+    add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows but those of files")
     add("--seed", type=int, default=0, help="seed of the problems and the draws")
     return made
 
@@ -163,15 +162,11 @@ def _rows(given: argparse.Namespace) -> Rows:
 
     if given.data:
         columns = [name for _, row in read_table(given.data)[:1] for name in row]
-        return JsonlPrompts(given.data, answer_column="answer" if "answer" in columns else None).train_rows()[
-            : given.problems
-        ]
-    shares = [len(range(place, given.problems, len(given.tasks))) for place in range(len(given.tasks))]
-    return [
-        row
-        for task, count in zip(given.tasks, shares, strict=True)
-        for row in ArithmeticTasks(task, TERMS.get(task, 4), num_train=1, num_val=count, seed=given.seed).val_rows()
-    ]
+        data = JsonlPrompts(given.data, answer_column="answer" if "answer" in columns else None)
+        return data.train_rows()[: given.problems]
+    return ArithmeticTasks(
+        given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed
+    ).val_rows()
 
 
 def _lengths(bench: Bench, results: Results) -> tuple[int, int]:
@@ -215,7 +210,8 @@ def _cell(bench: Bench, results: Results, method: Method, budget: int | None, si
     from sparse_rl_lightning.quality.cells import Cell
 
     try:
-        compressor = _made(bench, results, method, {**sizes, "budget": budget})
+        always = {"protect_prompt": True} if method is FLOOR else {}
+        compressor = _made(bench, results, method, {**sizes, **always, "budget": budget})
         own = fingerprint(method=compressor, code=_code(compressor))
         known = results.find(method.name, budget, own)
         return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
@@ -229,14 +225,14 @@ def _made(bench: Bench, results: Results, method: Method, sizes: dict[str, Any])
     from sparse_rl_lightning.calibration import gather_statistics
     from sparse_rl_lightning.testing import check_compressor
 
-    if "statistics" in argument_names(method.path) and "statistics" not in method.arguments:
+    if method.arguments is None and "statistics" in argument_names(method.path):
         path = results.path.with_name("statistics.safetensors")
         if not path.exists():
             rollout = bench.draw(FullKV(), seed=1)  # other texts than those that are measured on
             lengths = rollout.prompt_lengths + rollout.completion_lengths
             gather_statistics(bench.model, rollout.sequences, lengths).save(str(path))
         sizes = {**sizes, "statistics": str(path)}
-    elif not method.path.startswith(f"{PACKAGE}.") and not method.arguments:
+    elif method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.made(PROBE))
     return method.made(sizes)
 

@@ -17,11 +17,11 @@ from sparse_rl_lightning.errors import UserError
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table: a class with arguments, as in a configuration."""
+    """A row of the table: a class by its name, or one with its arguments as in a configuration."""
 
     name: str
     path: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None = None  # None for those that all methods share
 
     @classmethod
     def of(cls, given: str) -> Method:
@@ -31,7 +31,7 @@ class Method:
             ValueError: If there is no such class or file, or it is no compressor.
         """
         if not given.endswith((".yaml", ".yml")):
-            return cls(given.rpartition(".")[2], _checked_path(given), {})
+            return cls(given.rpartition(".")[2], _checked_path(given))
         try:
             read = yaml.safe_load(Path(given).read_text("utf-8"))
             path, arguments = read["class_path"], read.get("init_args") or {}
@@ -42,34 +42,20 @@ class Method:
         return cls(Path(given).stem, _checked_path(path), arguments)
 
     def made(self, sizes: dict[str, Any]) -> Compressor:
-        """The compressor; sizes that it takes count where it has no argument of its own, the budget always.
+        """The compressor with these sizes, as far as its class takes them; with arguments of its own, the budget alone.
 
         Raises:
             ValueError: If the arguments do not fit.
         """
-        config = {"class_path": self.path, "init_args": _filled(self.path, self.arguments, sizes)}
+        taken = {name: value for name, value in sizes.items() if name in argument_names(self.path)}
+        config = {"class_path": self.path, "init_args": taken if self.arguments is None else self.arguments}
         parser: Any = ClearParser(exit_on_error=False)
         parser.add_subclass_arguments(Compressor, "method")
         try:
             made: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
         except Exception as error:
             raise own_error(error) or UserError(explain(str(error))) from error
-        return made
-
-
-def _filled(path: str, own: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a class with the sizes that it takes; so are those of classes inside of it."""
-    taken = {name: value for name, value in sizes.items() if name in argument_names(path)}
-    given = {name: _inside(value, sizes) for name, value in own.items()}
-    return {**taken, **given, **{name: value for name, value in taken.items() if name == "budget"}}
-
-
-def _inside(value: Any, sizes: dict[str, Any]) -> Any:
-    if isinstance(value, list):
-        return [_inside(one, sizes) for one in value]
-    if isinstance(value, dict) and "class_path" in value:
-        return {**value, "init_args": _filled(value["class_path"], value.get("init_args") or {}, sizes)}
-    return value
+        return made if self.arguments is None else made.with_budget(sizes["budget"])
 
 
 def _checked_path(given: str) -> str:
