@@ -45,8 +45,8 @@ def index_page(kept: dict[str, Any], cells: list[Cell]) -> str:
         "`sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), over all methods by "
         "`python -m benchmarks.methods --save benchmarks/results`; [compressors](../compressors.md#measured) has other "
         "tasks, with texts of the full cache in place of each method's own.",
-        f"{place} {policy} Buffer 4, one sink, a window of 4; LagKV's chunks are 5 tokens, `Combined` is `SnapKV` and `KeyDiff`, "
-        "`Drawn` is around `SnapKV`. The first row never evicts the prompt, the others may.",
+        f"{place} {policy} Buffer 4, one sink, a window of 4; LagKV's chunks are 5 tokens, `Combined` is `SnapKV` and "
+        "`KeyDiff`, `Drawn` is around `SnapKV`. The first row never evicts the prompt, the others may.",
         markdown_table(cells),
         LEGEND.replace("\n", " "),
         "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",

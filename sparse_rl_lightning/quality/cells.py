@@ -65,6 +65,7 @@ class Bench:
         rows: Problems, with what their judge reads.
         judge: Judge of answers, which pays 1 for a right one; None without answers.
         params: How completions for the acceptance are drawn; the accuracy is of greedy ones.
+        num_slots: Sequences drawn at once, None for all.
     """
 
     model: PreTrainedModel
@@ -72,10 +73,11 @@ class Bench:
     rows: Rows
     judge: Judge | None
     params: SamplingParams
+    num_slots: int | None = None
 
     def sampler(self, compressor: Compressor) -> RolloutSampler:
         """Sampler under a cache, whose completions end with the model's or the tokenizer's end token."""
-        sampler = RolloutOptions().sampler(self.model, self.tokenizer, compressor)
+        sampler = RolloutOptions(num_slots=self.num_slots).sampler(self.model, self.tokenizer, compressor)
         sampler.end_token_ids = sorted({*sampler.end_token_ids, self.tokenizer.eos_token_id} - {None})
         return sampler
 

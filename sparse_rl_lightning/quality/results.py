@@ -26,9 +26,11 @@ class Results:
     def __init__(self, path: Path, settings: dict[str, str]) -> None:
         self.path = path
         self.content: dict[str, Any] = {"settings": settings, "lengths": None, "cells": []}
-        if path.exists():
-            self.content = json.loads(path.read_text("utf-8"))
-        held = self.content["settings"]
+        try:
+            self.content = json.loads(path.read_text("utf-8")) if path.exists() else self.content
+            held = self.content["settings"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
         other = [name for name in settings if held.get(name) != settings[name]]
         if other:
             raise UserError(f"{path} holds a benchmark with another {', '.join(other)}. Choose another --output.")

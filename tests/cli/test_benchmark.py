@@ -190,8 +190,13 @@ def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.Mon
     before = Path("out/table.json").read_bytes()
     main(arguments)
     assert Path("out/table.json").read_bytes() == before
+    main([*arguments, "--num_slots", "3"])
+    assert Path("out/table.json").read_bytes() == before
     with pytest.raises(UserError, match=r"out/table.json holds a benchmark with another sampling. Choose another"):
         main([*arguments, "--samples", "2"])
+    Path("out/table.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
+        main(arguments)
 
 
 def test_own_classes_from_the_working_directory(

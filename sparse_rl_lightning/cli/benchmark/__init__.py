@@ -52,7 +52,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     given = parser().parse_args(list(args))
     methods = _methods(given.methods)
     check_seed(given.seed, "--seed")
-    for name in ("problems", "samples", "max_completion_length", "buffer", "window"):
+    for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
         if getattr(given, name) is not None:
             check_number(f"--{name}", getattr(given, name), least=1)
     bench = _bench(given)
@@ -106,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     add("--problems", type=int, default=128, help="number of problems, default %(default)s")
     add("--samples", type=int, default=1, help="completions per problem that the tail is of, default %(default)s")
     add("--max_completion_length", type=int, help="tokens of a completion, default 64 for tasks and 512 for data")
+    add("--num_slots", type=int, help="sequences drawn at once, default all: lower it where memory is short")
     add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")
     add("--num_sinks", type=int, help="first tokens that stay; default: an eighth of the least budget, at most 4")
     add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
@@ -153,7 +154,7 @@ def _bench(given: argparse.Namespace) -> Bench:
         judge.check(rows)
     length = given.max_completion_length or (512 if given.data else 64)
     params = SamplingParams(num_generations=given.samples, max_completion_length=length, seed=given.seed)
-    return Bench(model.eval(), tokenizer, rows, judge, params)
+    return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots)
 
 
 def _rows(given: argparse.Namespace) -> Rows:
@@ -187,11 +188,8 @@ def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int
     """
     budgets = sorted({round(own * mean) if own < 1 else int(own) for own in given.budgets})
     least = budgets[0]
-    usual = {
-        "buffer": min(128, max(1, least // 3)),
-        "num_sinks": min(4, least // 8),
-        "window": min(8, max(1, least // 3)),
-    }
+    third = max(1, least // 3)
+    usual = {"buffer": min(128, third), "num_sinks": min(4, least // 8), "window": min(8, third)}
     sizes = {name: value if getattr(given, name) is None else getattr(given, name) for name, value in usual.items()}
     for budget in budgets:
         if budget + sizes["buffer"] >= longest:
