@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches gpu gpu-build gpu-test gpu-sanitize gpu-train gpu-bench gpu-wheels docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-checker bench-reliability bench-distill bench-launches gpu gpu-build gpu-test gpu-sanitize gpu-train gpu-bench gpu-wheels docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-trainer: $(INSTALLED) $(WARMUP) ## whole training steps beside TRL's GRPOT
 # STORIES=FOLDER says where stories260K is, if not where the tests look for it
 bench-compressors: $(INSTALLED) $(TRAINED) ## measure what every compressor costs in quality, into docs/compressors.md
 	$(BIN)/python -m benchmarks.compressors --save docs $(if $(STORIES),--stories $(STORIES))
+
+bench-methods: $(INSTALLED) $(WARMUP) ## sparse-rl benchmark over every compressor, for the pages in docs/methods
+	$(BIN)/python -m benchmarks.methods --save benchmarks/results
 
 bench-checker: $(INSTALLED) ## how fast answers are checked; DATA=folder of the published benchmarks
 	$(BIN)/python -m benchmarks.checker $(if $(DATA),--data $(DATA))

@@ -27,6 +27,7 @@ html_css_files = ["site.css"]
 # Pages are Markdown that a code host shows too, so headings get the anchors that it gives them.
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
+myst_fence_as_directive = ["math"]  # a code host draws these blocks too
 
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "signature"

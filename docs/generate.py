@@ -2,8 +2,9 @@
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
 tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
-sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured. The
-files are committed, so that a code host shows them.
+sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured, the
+pages in ``methods`` from docstrings, formulas and a run of ``sparse-rl benchmark``. The files are committed, so that a
+code host shows them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.pages import END, mark, replaced
-from docs import docstrings, listing, logged
+from docs import docstrings, listing, logged, method_pages
 from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
@@ -36,6 +37,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "when.md": written("when.md", {"": crossing_table()}),
         FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
         FOLDER / "from_trl.md": written("from_trl.md", {"": trainer_table()}),
+        **method_pages.pages(FOLDER / "methods"),
     }
 
 
@@ -128,8 +130,9 @@ def main(arguments: list[str]) -> int:
     different = [(path, text) for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
     for path, text in different:
         if "--check" not in arguments:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
-        print(f"{'Differs' if '--check' in arguments else 'Written'}: docs/{path.name}")
+        print(f"{'Differs' if '--check' in arguments else 'Written'}: docs/{path.relative_to(FOLDER)}")
     return int(bool(different) and "--check" in arguments)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
-from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
+from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rewards import arithmetic_reward
+from sparse_rl_lightning.rewards.scoring import Rewards
 
 
 def solved(
@@ -35,11 +34,4 @@ def solved(
         texts: list[str] = tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
         return texts
 
-    return evaluate(draw_from(sampler, decode, params, prompts), rows, _judge).mean or 0.0
-
-
-def _judge(scored: ScoredRollout) -> Tensor:
-    answers, tasks = ([row[name] for row in scored.rows] for name in ("answer", "task"))
-    solved = torch.tensor(arithmetic_reward([], scored.completions, [], answers, tasks), dtype=torch.float32)
-    scored.reward_table = {"solved": solved}
-    return solved
+    return evaluate(draw_from(sampler, decode, params, prompts), rows, Rewards(arithmetic_reward)).mean or 0.0

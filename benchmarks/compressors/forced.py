@@ -5,58 +5,18 @@ The rollout's own cache, decode step and compressions do the work; only the draw
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.compression import Compression
-from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.quality.clock import Clock, TimedCompression
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.teacher_forcing import force
-
-
-@dataclass
-class Clock:
-    """What compressing while decoding takes; medians, so that other work of the machine does not count."""
-
-    events: int = 0  # one slot cut in all its layers and heads
-    cuts: list[float] = field(default_factory=list)  # seconds per slot, of each time slots were cut
-    notes: list[float] = field(default_factory=list)  # seconds per slot, layer and step, where there is running state
-    num_layers: int = 1
-
-    def events_per_second(self, steps: int) -> float:
-        """Events per second, each with the running state of ``steps`` steps."""
-        return 1 / (median(self.cuts) + steps * self.num_layers * median(self.notes or [0.0]))
-
-
-@dataclass
-class TimedCompression(Compression):
-    """A compression that is timed, with what it costs to keep running state up to date."""
-
-    clock: Clock = field(default_factory=Clock)
-
-    def compress(self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int]) -> None:
-        """Compress, and count the seconds."""
-        start = time.perf_counter()
-        super().compress(cache, slots, lengths, room)
-        self.clock.cuts.append((time.perf_counter() - start) / len(slots))
-        self.clock.events += len(slots)
-
-    def note_step(
-        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
-        weights: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Note and count the seconds of a step in one layer."""
-        start = time.perf_counter()
-        super().note_step(cache, layer, slots, positions, probs, hidden, weights)
-        self.clock.notes.append((time.perf_counter() - start) / len(slots))
 
 
 @dataclass(frozen=True)

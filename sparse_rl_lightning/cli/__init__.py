@@ -28,6 +28,7 @@ import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.cli import checks, doctor
+from sparse_rl_lightning.cli.benchmark import main as benchmark
 from sparse_rl_lightning.cli.calibrate import main as calibrate
 from sparse_rl_lightning.cli.calibrate import statistics_main
 from sparse_rl_lightning.cli.export import ExportingTrainer
@@ -47,12 +48,13 @@ from sparse_rl_lightning.text import say
 OTHERS = (
     "Beside these: calibrate (a schedule of budgets for a policy), statistics (what QFilters and TriAttention need to "
     "know of a policy), report (the page of a run, or of several side by side), plan (the memory that a configuration "
-    "takes on a card, or a configuration for a model and a card), record (whether what an engine says it evicted "
-    "explains its log-probabilities) and doctor (what runs natively here, and what is missing)."
+    "takes on a card, or a configuration for a model and a card), benchmark (compressors side by side on a "
+    "policy), record (whether what an engine says it evicted explains its log-probabilities) and doctor (what runs "
+    "natively here, and what is missing)."
 )
 COMMANDS: dict[str, Callable[[list[str]], object]] = {
     "calibrate": calibrate, "statistics": statistics_main, "report": report, "plan": plan,
-    "record": record,
+    "record": record, "benchmark": benchmark,
 }  # fmt: skip
 """Commands with parsers of their own, called with the arguments that follow."""
 

@@ -112,7 +112,7 @@ def calibrate(
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
-    with _bar(1 + len(set(budgets)) + check) as progress:
+    with progress_bar(1 + len(set(budgets)) + check) as progress:
         found = run_calibration(sweep, method, budgets, binning, target, check, monotone, progress)
     found.write(place)
     _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
@@ -204,7 +204,7 @@ def _default_device() -> str:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[OnProgress]:
+def progress_bar(total: int) -> Iterator[OnProgress]:
     """A bar over the methods, with the time left; lines if there is no terminal."""
     style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
     bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())

@@ -20,6 +20,7 @@ from test_readme import DOCS, README, named, read, without_blocks
 from torch.optim import lr_scheduler
 
 import sparse_rl_lightning
+from sparse_rl_lightning.cli.benchmark import parser as benchmark_parser
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
 
 ROOT = README.parent
@@ -32,7 +33,7 @@ NAMED_FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:ipynb|md|png|py|sh|toml|yaml)
 THEIRS = {"GRPOTrainer", "GRPOConfig"}  # classes of other programs
 NO_KEYS = {"model.generate", "trainer.pt"}  # a method, a file
 TORCHRUN = {"node_rank", "nnodes", "nproc_per_node", "master_addr"}
-OWN_OPTIONS = {
+OWN_OPTIONS = {action.dest for action in benchmark_parser()._actions} | {
     "config",
     "ckpt_path",
     "print_config",

@@ -16,6 +16,7 @@ import pytest
 from jsonargparse import capture_parser
 
 from sparse_rl_lightning import cli
+from sparse_rl_lightning.cli.benchmark import parser as benchmark_parser
 from sparse_rl_lightning.cli.calibrate import with_file
 from sparse_rl_lightning.cli.plan import job_of
 from sparse_rl_lightning.cli.plan import parser as plan_parser
@@ -144,7 +145,7 @@ def own_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-PLAIN = {"report": report_parser, "record": record_parser}
+PLAIN = {"benchmark": benchmark_parser, "report": report_parser, "record": record_parser}
 
 
 def parse(arguments: list[str]) -> None:

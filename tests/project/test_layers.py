@@ -17,13 +17,14 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
 # A module imports from its own row or from rows below, never from above. "" is the package's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("testing",),  # for users: no other part imports it
     ("", "__main__", "cli"),
+    ("testing",),  # for users: a command holds their classes to the contract, no other part imports it
     ("integrations",),  # imported by nothing but commands that need it, and lazily
     ("modules",),
     ("callbacks",),
     ("data",),
     ("planning",),
+    ("quality",),  # imported by the command that needs it, and lazily
     ("evaluation",),
     ("learner",),
     ("calibration",),

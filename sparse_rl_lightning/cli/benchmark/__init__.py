@@ -1,0 +1,241 @@
+"""``sparse-rl benchmark``: compressors side by side on a policy and its problems, random eviction in the first row."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparse_rl_lightning import __version__
+from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.calibrate import progress_bar
+from sparse_rl_lightning.cli.classes import argument_names, imported
+from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
+from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.text import say
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.quality.cells import Bench, Cell
+    from sparse_rl_lightning.quality.results import Results
+
+PACKAGE = "sparse_rl_lightning"
+FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction")
+FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV")
+PROBE = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
+"""Sizes at which a class of the user's is held to the contract."""
+
+
+def main(args: Sequence[str]) -> list[Cell]:
+    """Measure compressors on a policy, and write the table.
+
+    Args:
+        args: Arguments after ``sparse-rl benchmark``.
+
+    Returns:
+        The rows of the table.
+
+    Raises:
+        ValueError: If a name, the policy, the data or a number is wrong, or at a budget nothing would be evicted.
+    """
+    from sparse_rl_lightning.quality import page
+    from sparse_rl_lightning.quality.results import Results
+
+    given = parser().parse_args(list(args))
+    methods = _methods(given.methods)
+    check_seed(given.seed, "--seed")
+    for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
+        if getattr(given, name) is not None:
+            check_number(f"--{name}", getattr(given, name), least=1)
+    bench = _bench(given)
+    folder = writable_folder(given.output, "--output")
+    settings = {
+        "policy": weights_digest(bench.model), "data or tasks": fingerprint(rows=bench.rows),
+        "sampling": fingerprint(params=bench.params, reward=given.reward), "version": __version__,
+    }  # fmt: skip
+    results = Results(folder / "table.json", settings)
+    budgets, sizes = _sizes(given, *_lengths(bench, results))
+    cells: list[Cell] = []
+    with progress_bar(1 + len(budgets) * (len(methods) - 1)) as progress:
+        for method in methods:
+            for budget in [None] if method is FULL else budgets:
+                progress(f"{method.name}, budget {budget or 'full'}", len(cells))
+                cells.append(_cell(bench, results, method, budget, sizes))
+    say(page.terminal(cells))
+    write_whole(folder / "table.md", page.markdown(cells))
+    written = ["table.json", "table.md"]
+    try:
+        page.draw(cells, folder / "table.png")
+        written.append("table.png")
+    except ImportError:
+        say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
+    say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
+    return cells
+
+
+def parser() -> argparse.ArgumentParser:
+    """Parser of the command's options."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl benchmark", allow_abbrev=False,
+        description="Compressors side by side on one policy: tail of the acceptance, agreement, accuracy, cost and "
+        "exactness of replay, beside random eviction that keeps the prompt and the full cache. Run it again to go on "
+        "where it was stopped.",
+    )  # fmt: skip
+    add = made.add_argument
+    add(
+        "methods", nargs="+", metavar="METHOD", help="SnapKV, mine.Method, or a file.yaml with class_path and init_args"
+    )
+    add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
+    data = made.add_mutually_exclusive_group()
+    data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
+    data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
+    add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
+    add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
+        "for rows without a task")  # fmt: skip
+    add("--budgets", nargs="+", type=_budget, default=[0.25, 0.5, 0.75], metavar="BUDGET",
+        help="tokens, or shares of the mean length with the full cache, default 0.25 0.5 0.75")  # fmt: skip
+    add("--output", default="runs/benchmark", metavar="FOLDER", help="where the table is written, default %(default)s")
+    add("--problems", type=int, default=128, help="number of problems, default %(default)s")
+    add("--samples", type=int, default=1, help="completions per problem that the tail is of, default %(default)s")
+    add("--max_completion_length", type=int, help="tokens of a completion, default 64 for tasks and 512 for data")
+    add("--num_slots", type=int, help="sequences drawn at once, default all: lower it where memory is short")
+    add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")
+    add("--num_sinks", type=int, help="first tokens that stay; default: an eighth of the least budget, at most 4")
+    add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
+    add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows but those of files")
+    add("--seed", type=int, default=0, help="seed of the problems and the draws")
+    return made
+
+
+def _budget(text: str) -> float:
+    number = float(text)
+    if not (0 < number < 1 or (number >= 1 and number.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of tokens nor a share between 0 and 1")
+    return number
+
+
+# ---------------------------------------------------------------- what is measured, and on what
+
+
+def _methods(given: Sequence[str]) -> list[Method]:
+    """The rows of the table, each under a name of its own."""
+    found = {FLOOR.name: FLOOR, FULL.name: FULL}
+    for text in dict.fromkeys(given):
+        method = Method.of(text)
+        if method.path.endswith(".FullKV"):
+            continue  # has its row
+        found[text if method.name in found else method.name] = method
+    return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in found.items()]
+
+
+def _bench(given: argparse.Namespace) -> Bench:
+    """Policy, problems and judge."""
+    from sparse_rl_lightning.quality.cells import Bench
+    from sparse_rl_lightning.rewards import arithmetic_reward, boxed_math_reward
+    from sparse_rl_lightning.rewards.scoring import Rewards
+
+    rows = _rows(given)
+    model, tokenizer = load_pretrained(given.policy)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # as in calibrate
+    usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
+    try:
+        judge = Rewards(imported(given.reward) if given.reward else usual) if rows[0]["answer"] else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--reward={given.reward!r} cannot be imported: {error}.") from error
+    if judge is not None:
+        judge.check(rows)
+    length = given.max_completion_length or (512 if given.data else 64)
+    params = SamplingParams(num_generations=given.samples, max_completion_length=length, seed=given.seed)
+    return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots)
+
+
+def _rows(given: argparse.Namespace) -> Rows:
+    from sparse_rl_lightning.data import ArithmeticTasks, JsonlPrompts
+    from sparse_rl_lightning.data.files import read_table
+
+    if given.data:
+        columns = [name for _, row in read_table(given.data)[:1] for name in row]
+        data = JsonlPrompts(given.data, answer_column="answer" if "answer" in columns else None)
+        return data.train_rows()[: given.problems]
+    return ArithmeticTasks(
+        given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed
+    ).val_rows()
+
+
+def _lengths(bench: Bench, results: Results) -> tuple[int, int]:
+    """Mean and largest number of tokens of texts drawn with the full cache, noted for a run that goes on."""
+    if results.content["lengths"] is None:
+        rollout = bench.draw(FullKV())
+        lengths = rollout.prompt_lengths + rollout.completion_lengths
+        results.write(lengths=[round(float(lengths.double().mean())), int(lengths.max())])
+    mean, longest = results.content["lengths"]
+    return mean, longest
+
+
+def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int], dict[str, Any]]:
+    """Budgets in tokens, and what all compressors have in common beside them.
+
+    Raises:
+        ValueError: If at some budget nothing would be evicted.
+    """
+    budgets = sorted({round(own * mean) if own < 1 else int(own) for own in given.budgets})
+    least = budgets[0]
+    third = max(1, least // 3)
+    usual = {"buffer": min(128, third), "num_sinks": min(4, least // 8), "window": min(8, third)}
+    sizes = {name: value if getattr(given, name) is None else getattr(given, name) for name, value in usual.items()}
+    for budget in budgets:
+        if budget + sizes["buffer"] >= longest:
+            raise UserError(
+                f"--budgets: with budget={budget} and buffer={sizes['buffer']} nothing is evicted: the longest text "
+                f"drawn with the full cache has {longest} tokens, {mean} on average. Lower the budget or --buffer."
+            )
+    return budgets, {**sizes, "protect_prompt": given.protect_prompt}
+
+
+# ---------------------------------------------------------------- a cell
+
+
+def _cell(bench: Bench, results: Results, method: Method, budget: int | None, sizes: dict[str, Any]) -> Cell:
+    """A cell that was measured before, or now; what a method raises becomes the reason of an empty one."""
+    from sparse_rl_lightning.quality.cells import Cell
+
+    try:
+        always = {"protect_prompt": True} if method is FLOOR else {}
+        compressor = _made(bench, results, method, {**sizes, **always, "budget": budget})
+        own = fingerprint(method=compressor, code=_code(compressor))
+        known = results.find(method.name, budget, own)
+        return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
+    except Exception as error:
+        kind = "" if isinstance(error, (UserError, AssertionError)) else f"{type(error).__name__}: "
+        return results.put(Cell(method.name, budget, reason=kind + " ".join(str(error).split())))
+
+
+def _made(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
+    """The compressor; a class of the user's is held to the contract before, and one that needs statistics gets some."""
+    from sparse_rl_lightning.calibration import gather_statistics
+    from sparse_rl_lightning.testing import check_compressor
+
+    if method.arguments is None and "statistics" in argument_names(method.path):
+        path = results.path.with_name("statistics.safetensors")
+        if not path.exists():
+            rollout = bench.draw(FullKV(), seed=1)  # other texts than those that are measured on
+            lengths = rollout.prompt_lengths + rollout.completion_lengths
+            gather_statistics(bench.model, rollout.sequences, lengths).save(str(path))
+        sizes = {**sizes, "statistics": str(path)}
+    elif method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
+        check_compressor(method.made(PROBE))
+    return method.made(sizes)
+
+
+def _code(compressor: Compressor) -> list[str]:
+    """Sources of a compressor and of those inside, which change without their settings."""
+    parts = [compressor, *getattr(compressor, "_parts", [])]
+    return [Path(inspect.getfile(type(part))).read_text("utf-8") for part in parts]

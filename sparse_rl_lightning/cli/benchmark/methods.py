@@ -1,0 +1,71 @@
+"""Compressors by the names that ``sparse-rl benchmark`` takes: a class of the library or the user's, or a YAML file."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sparse_rl_lightning.cli.classes import argument_names, imported, known_classes
+from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
+from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table: a class by its name, or one with its arguments as in a configuration."""
+
+    name: str
+    path: str
+    arguments: dict[str, Any] | None = None  # None for those that all methods share
+
+    @classmethod
+    def of(cls, given: str) -> Method:
+        """The method that ``SnapKV``, ``mine.Method`` or ``method.yaml`` names.
+
+        Raises:
+            ValueError: If there is no such class or file, or it is no compressor.
+        """
+        if not given.endswith((".yaml", ".yml")):
+            return cls(given.rpartition(".")[2], _checked_path(given))
+        try:
+            read = yaml.safe_load(Path(given).read_text("utf-8"))
+            path, arguments = read["class_path"], read.get("init_args") or {}
+        except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{given!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
+            ) from error
+        return cls(Path(given).stem, _checked_path(path), arguments)
+
+    def made(self, sizes: dict[str, Any]) -> Compressor:
+        """The compressor with these sizes, as far as its class takes them; with arguments of its own, the budget alone.
+
+        Raises:
+            ValueError: If the arguments do not fit.
+        """
+        taken = {name: value for name, value in sizes.items() if name in argument_names(self.path)}
+        config = {"class_path": self.path, "init_args": taken if self.arguments is None else self.arguments}
+        parser: Any = ClearParser(exit_on_error=False)
+        parser.add_subclass_arguments(Compressor, "method")
+        try:
+            made: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
+        except Exception as error:
+            raise own_error(error) or UserError(explain(str(error))) from error
+        return made if self.arguments is None else made.with_budget(sizes["budget"])
+
+
+def _checked_path(given: str) -> str:
+    """The import path of a compressor's class."""
+    try:
+        found = imported(given) if "." in given else known_classes()[given]
+    except KeyError as error:
+        raise UserError(explain(f"Expected a dot import path string: {given}").partition("\n")[2]) from error
+    except Exception as error:  # whatever the user's module raises
+        raise UserError(f"{given!r} cannot be imported: {type(error).__name__}: {error}.") from error
+    if not (inspect.isclass(found) and issubclass(found, Compressor)):
+        raise UserError(f"{given!r} is no compressor: derive it from sparse_rl_lightning.compressors.Compressor.")
+    return f"{found.__module__}.{found.__qualname__}"

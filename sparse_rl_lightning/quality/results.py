@@ -1,0 +1,53 @@
+"""The file of a benchmark's cells: written after every cell, read where an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.quality.cells import Cell
+
+
+class Results:
+    """Cells by method and budget in a JSON file, of one policy, its problems and how it is sampled.
+
+    Args:
+        path: The file, which need not be there yet.
+        settings: What must be the same for cells to stand in one table, by name.
+
+    Raises:
+        ValueError: If the file holds cells of other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, str]) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"settings": settings, "lengths": None, "cells": []}
+        try:
+            self.content = json.loads(path.read_text("utf-8")) if path.exists() else self.content
+            held = self.content["settings"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
+        other = [name for name in settings if held.get(name) != settings[name]]
+        if other:
+            raise UserError(f"{path} holds a benchmark with another {', '.join(other)}. Choose another --output.")
+        self.cells = {(own["method"], own["budget"]): Cell(**own) for own in self.content["cells"]}
+
+    def write(self, **content: Any) -> None:
+        """Write everything that is known, and ``content`` beside it."""
+        self.content |= {**content, "cells": [asdict(cell) for cell in self.cells.values()]}
+        write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
+
+    def find(self, method: str, budget: int | None, fingerprint: str) -> Cell | None:
+        """The cell of a method as it is now, if it was measured; a cell with a reason was not."""
+        cell = self.cells.get((method, budget))
+        return cell if cell and cell.fingerprint == fingerprint and not cell.reason else None
+
+    def put(self, cell: Cell) -> Cell:
+        """Keep and write a cell."""
+        self.cells[cell.method, cell.budget] = cell
+        self.write()
+        return cell

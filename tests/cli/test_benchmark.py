@@ -1,0 +1,295 @@
+"""``sparse-rl benchmark``: numbers against independent ones, users' classes and mistakes, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tiny_run import run_console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.compressors.forced import forced_logits
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.cli import main as lightning_main
+from sparse_rl_lightning.cli.benchmark import main, parser
+from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
+from sparse_rl_lightning.quality import page
+from sparse_rl_lightning.quality.cells import Bench, Cell
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+LENGTH, PROBLEMS, BUDGET, BUFFER = 24, 10, 16, 4
+TIMES = ("event_ms", "time_ratio")
+MINE = '''
+from sparse_rl_lightning.compressors import Compressor
+
+class LargeValues(Compressor):
+    """Keep the entries with the largest values."""
+    def score(self, layer):
+        return layer.values.float().norm(dim=-1)
+
+class Raises(LargeValues):
+    def score(self, layer):
+        raise KeyError("no such number")
+
+class Grows(LargeValues):
+    calls = 0
+    def score(self, layer):
+        type(self).calls += 1
+        return super().score(layer) * (-1) ** type(self).calls
+
+class Other:
+    pass
+
+def pays_even(completions, **_):
+    return [float(sum(c.isdigit() for c in text) % 2 == 0) for text in completions]
+'''
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
+    return tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.3).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def policy(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("policy")
+    for part in tiny:
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def own(folder: Path) -> Iterator[Path]:
+    """A working directory with classes of the user's."""
+    (folder / "mine.py").write_text(MINE)
+    sys.path.append(str(folder))
+    yield folder
+    sys.modules.pop("mine", None)
+
+
+def options(policy: str, *more: str) -> list[str]:
+    given = ["--policy", policy, "--problems", str(PROBLEMS), "--max_completion_length", str(LENGTH), "--output", "out"]
+    usual = [] if "--budgets" in more else ["--budgets", str(BUDGET)]
+    return [*given, "--buffer", str(BUFFER), "--num_sinks", "1", "--window", "3", *usual, *more]
+
+
+def stored(folder: str = "out") -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(Path(folder, "table.json").read_text())["cells"]
+    return cells
+
+
+def timeless(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in cell.items() if name not in TIMES} for cell in cells]
+
+
+def test_a_cell_against_independent_numbers(tiny: Any, policy: str, own: Path) -> None:
+    """Tail and agreement from whole distributions in numpy, accuracy from a loop, its interval from the formula."""
+    *_, cell = main(["SnapKV", *options(policy, "--reward", "mine.pays_even", "--samples", "2", "--seed", "3")])
+    assert (cell.method, cell.budget, cell.reason) == ("SnapKV", BUDGET, "")
+
+    model, tokenizer = tiny
+    rows = ArithmeticTasks("sum", num_train=1, num_val=PROBLEMS, seed=3).val_rows()
+    prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
+    compressor = SnapKV(BUDGET, buffer=BUFFER, num_sinks=1, window=3)
+    sampler = RolloutSampler(model, compressor, end_token_ids=[tokenizer.eos_token_id])
+    rollout = sampler.generate(prompts, SamplingParams(num_generations=2, max_completion_length=LENGTH, seed=3))
+    mask = rollout.completion_mask
+    assert cell.num_tokens == int(mask.sum())
+    sparse = forced_logits(model, compressor, rollout.sequences, rollout.prompt_lengths.tolist(), seed=3).logits
+    with torch.no_grad():
+        dense = model(rollout.sequences).logits.roll(1, dims=1)  # index t speaks of token t
+    p, q = (logits[mask].double().softmax(dim=-1).numpy() for logits in (dense, sparse))
+    overlap = np.minimum(p, q).sum(axis=-1)
+    assert overlap.min() < 0.9, "nothing to measure"
+    assert cell.tail == pytest.approx(np.percentile(overlap, 5), abs=1e-5)
+    assert cell.acceptance == pytest.approx(overlap.mean(), abs=1e-5)
+    agreement = (p.argmax(axis=-1) == q.argmax(axis=-1)).mean()
+    assert agreement < 1
+    assert cell.agreement == pytest.approx(agreement, abs=1e-9)
+
+    greedy = sampler.generate(prompts, SamplingParams(max_completion_length=LENGTH, temperature=0))
+    texts = tokenizer.batch_decode(greedy.completion_ids, skip_special_tokens=True)
+    right = sum(len([c for c in text if c in "0123456789"]) % 2 == 0 for text in texts)
+    assert 0 < right < PROBLEMS
+    share, z = right / PROBLEMS, 1.959964
+    center, spread = (
+        share + z**2 / (2 * PROBLEMS),
+        z * math.sqrt(share * (1 - share) / PROBLEMS + (z / PROBLEMS / 2) ** 2),
+    )
+    bounds = [(center + sign * spread) / (1 + z**2 / PROBLEMS) for sign in (-1, 1)]
+    assert [cell.accuracy, cell.low, cell.high] == pytest.approx([share, *bounds], abs=1e-6)
+
+    assert cell.replay_difference is not None
+    assert 0 < cell.replay_difference < 2e-5
+    assert cell.kv_saving == pytest.approx(1 - float(rollout.kv.stored.sum() / rollout.kv.full.sum()))  # type: ignore[union-attr]
+    assert cell.event_ms is not None
+    assert cell.event_ms > 0
+    assert cell.time_ratio is not None
+    assert cell.time_ratio > 0
+
+
+def test_first_rows_are_random_eviction_and_the_full_cache(
+    policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At three budgets; a share counts tokens of the texts; everything fits 120 columns and is written."""
+    arguments = options(policy, "--budgets", "0.5", "20", "24")
+    assert run_console(monkeypatch, "benchmark", "SnapKV", "FullKV", *arguments) is None
+    cells = stored()
+    mean = json.loads(Path("out/table.json").read_text())["lengths"][0]
+    budgets = sorted({round(0.5 * mean), 20, 24})
+    floor, full = "RandomEviction, prompt kept", "full cache"
+    assert [(c["method"], c["budget"]) for c in cells] == [
+        *((floor, budget) for budget in budgets), (full, None), *(("SnapKV", budget) for budget in budgets)
+    ]  # fmt: skip
+    assert cells[3]["tail"] > 0.9999
+    assert cells[3]["agreement"] == 1
+    assert cells[3]["kv_saving"] == 0
+    assert cells[3]["event_ms"] is None
+    printed = capsys.readouterr().out
+    head = next(line for line in printed.splitlines() if line.startswith("method"))
+    assert head.split() == "method budget tail agreement accuracy [95 %] KV saved ms/event time/token replay".split()
+    assert all(len(line) <= 120 for line in printed.partition("Written")[0].splitlines())
+    assert Path("out/table.md").read_text().startswith("| method | budget |")
+    assert Path("out/table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["KNorm", *options(policy, "--budgets", "16", "20")]
+    main(arguments)
+    whole = stored()
+    Path("out").rename("whole")
+    measure, calls = Bench.measure, []
+
+    def counted(bench: Bench, compressor: Any) -> dict[str, Any]:
+        calls.append(repr(compressor))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(bench, compressor)
+
+    monkeypatch.setattr(Bench, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    (first,) = stored()
+    main(arguments)
+    assert len(calls) == 2 + len(whole) - 1, "the first cell was measured again"
+    assert stored()[0] == first
+    assert timeless(stored()) == timeless(whole)
+    before = Path("out/table.json").read_bytes()
+    main(arguments)
+    assert Path("out/table.json").read_bytes() == before
+    main([*arguments, "--num_slots", "3"])
+    assert Path("out/table.json").read_bytes() == before
+    with pytest.raises(UserError, match=r"out/table.json holds a benchmark with another sampling. Choose another"):
+        main([*arguments, "--samples", "2"])
+    Path("out/table.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
+        main(arguments)
+
+
+def test_own_classes_from_the_working_directory(
+    policy: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that raises and one that breaks the contract keep a row with the reason; the others are measured."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(own)])  # the console script adds it
+    names = [f"mine.{name}" for name in ("Raises", "Grows", "LargeValues")]
+    assert run_console(monkeypatch, "benchmark", *names, "LagKV", *options(policy)) is None
+    raises, grows, large, lag = (page.rows([Cell(**c) for c in stored()])[place] for place in (3, 4, 5, 6))
+    assert raises == ["Raises", "16", *["–"] * 7]
+    assert grows == ["Grows", "16", *["–"] * 7]
+    assert large[0] == "LargeValues"
+    assert "–" not in large[2:]
+    assert lag == ["LagKV", "16", *["–"] * 7]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Raises, budget 16: Raises breaks the rule 'shape'. Found: KeyError: 'no such number'" in said
+    assert "Grows, budget 16: Grows breaks the rule" in said
+    assert "LagKV, budget 16: LagKV: lag_size must be from 2 to 9" in said
+    before = stored()
+    (own / "mine.py").write_text(MINE.replace("return layer.values", "return -layer.values"))
+    sys.modules.pop("mine")
+    assert run_console(monkeypatch, "benchmark", *names, *options(policy)) is None
+    assert stored()[:2] == before[:2], "what has not changed is not measured again"
+    assert stored()[4]["tail"] != before[4]["tail"], "the class has changed"
+
+
+def test_methods_with_arguments(policy: str, folder: Path) -> None:
+    """A YAML file keeps its own but the budget, statistics are gathered, the prompt can be protected."""
+    sizes = {"budget": 99, "buffer": 3, "num_sinks": 1, "window": 3}
+    parts = [{"class_path": name, "init_args": sizes} for name in ("SnapKV", "KNorm")]
+    both = {"class_path": "Combined", "init_args": {"compressors": parts, "weights": [2, 1]}}
+    Path("both.yaml").write_text(yaml.safe_dump(both))
+    cells = main(["both.yaml", "QFilters", "SnapKV", "RandomEviction", *options(policy, "--protect_prompt")])
+    floor, _, union, filters, snapkv, random = cells
+    assert [cell.reason for cell in cells] == [""] * len(cells)
+    assert (union.method, filters.method) == ("both", "QFilters")
+    assert len({union.tail, filters.tail, snapkv.tail}) == 3
+    assert union.kv_saving is not None
+    assert union.kv_saving > 0, "the budget is not that of the run"
+    assert random.tail == floor.tail, "the prompt is not protected"
+    assert Path("out/statistics.safetensors").exists()
+
+
+def test_rows_of_a_file(policy: str, folder: Path) -> None:
+    """Answers are judged as boxed ones; rows without answers are compared all the same, without accuracy."""
+    prompts = [row["prompt"] for row in ArithmeticTasks("sum", num_train=1, num_val=6).val_rows()]
+    boxed = [{"prompt": prompt, "answer": "5"} for prompt in prompts]
+    Path("boxed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in boxed))
+    Path("bare.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    *_, judged = main(["SnapKV", *options(policy, "--data", "boxed.jsonl")])
+    assert (judged.accuracy, judged.low) == (0.0, 0.0)
+    assert judged.high == pytest.approx(1.959964**2 / (6 + 1.959964**2))
+    *_, bare = main(["SnapKV", *options(policy, "--data", "bare.jsonl", "--output", "bare")])
+    assert bare.accuracy is None
+    assert (bare.tail, bare.agreement) == (judged.tail, judged.agreement)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["SnapKv"], "There is no class 'SnapKv'. Did you mean 'SnapKV'?"),
+        (["mine.Missing"], "'mine.Missing' cannot be imported: AttributeError"),
+        (["mine.Other"], "'mine.Other' is no compressor: derive it from"),
+        (["nobody.Method"], "'nobody.Method' cannot be imported: ModuleNotFoundError"),
+        (["none.yaml"], "'none.yaml' does not hold a class_path"),
+        (["SnapKV", "--policy", "nowhere"], "policy: 'nowhere'"),
+        (["SnapKV", "--problems", "0"], "--problems must be at least 1"),
+        (["SnapKV", "--tasks", "poetry"], "tasks must be among sum"),
+        (["SnapKV", "--reward", "mine.nothing"], "--reward='mine.nothing' cannot be imported"),
+        (["SnapKV", "--budgets", "16", "64"], "with budget=64 and buffer=4 nothing is evicted: the longest text"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], said: str, policy: str, own: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One line, and nothing is measured."""
+    assert run_console(monkeypatch, "benchmark", arguments[0], *options(policy, *arguments[1:])) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert not Path("out/table.md").exists()
+
+
+@pytest.mark.parametrize("given", [["SnapKV"], ["--policy", "x"], ["SnapKV", "--policy", "x", "--budgets", "1.5"]])
+def test_what_the_parser_refuses(given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(given)
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    assert lightning_main.__module__ == "sparse_rl_lightning.cli"
+    code = "import sys, sparse_rl_lightning.cli; print([m for m in sys.modules if '_lightning.quality' in m])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
