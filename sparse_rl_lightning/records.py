@@ -161,7 +161,7 @@ class Rollout:
 
     sequences: Tensor  # (B, T) prompt then completion, right-padded
     prompt_lengths: Tensor  # (B,)
-    completion_mask: Tensor  # (B, T) bool, the end token included
+    completion_mask: Tensor  # (B, T) bool, the tokens that were drawn, end tokens included
     finished: Tensor  # (B,) bool: ended by an end token or a stop string, not by length
     sampler_logprobs: Tensor  # (B, T) log-softmax(logits / temperature) of the sparse policy, 0 outside the completion
     behavior_logprobs: Tensor | None = None  # (B, T) under the truncated distribution drawn from, if it differs
@@ -171,6 +171,7 @@ class Rollout:
     routing: Tensor | None = None  # (B, T, L, K) 1 + the experts that read token t, 0 if it was never fed, if recorded
     evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not determine what was seen
     kv: KVUsage | None = None
+    turns: Tensor | None = None  # (B, T) int32 in conversations: odd ones were drawn, even ones given, 0 elsewhere
     keys: Tensor | None = None  # (B, 2) int64 random keys of the prompt and of the sequence
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
@@ -187,12 +188,18 @@ class Rollout:
 
     @property
     def completion_lengths(self) -> Tensor:
-        """The number of tokens (B,) of each completion."""
+        """The number of tokens (B,) that were drawn of each completion."""
         return self.completion_mask.sum(dim=1)
 
     @property
+    def lengths(self) -> Tensor:
+        """The number of tokens (B,) of each sequence: prompt, completion, and what it was given in between."""
+        completion = self.completion_mask if self.turns is None else self.turns > 0
+        return self.prompt_lengths + completion.sum(dim=1)
+
+    @property
     def completion_ids(self) -> list[list[int]]:
-        """Token ids of every completion, without prompt and padding."""
+        """Token ids of every completion, without prompt and padding, and without what was given."""
         pairs = zip(self.sequences, self.completion_mask, strict=True)
         return [sequence[mask].tolist() for sequence, mask in pairs]
 

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.cache.chosen import as_range
@@ -108,6 +109,39 @@ def follow_step(
             cache.by_slot(cache.state_pool, layer)[own] = numbers
 
 
+def follow_chunk(
+    compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, new: Tensor, positions: Tensor, seen: Tensor,
+    weights: Tensor | None,
+) -> None:  # fmt: skip
+    """Update a compressor's running numbers with several tokens that were written behind the entries of a slot.
+
+    Args:
+        compressor: Compressor with running state.
+        cache: Cache that already has the tokens' keys and values of this layer.
+        layer: Layer index.
+        piece: The tokens, with the keys and values of all entries of the slot.
+        new: Rows (H, Q) of the pools where the tokens are.
+        positions: Positions (Q,) of the tokens.
+        seen: Entries (H, Q, T) that each query sees.
+        weights: Output projection (Hq, D, E) of the layer, if needed.
+    """
+    g, pools, own = cache.geometry, cache.layers[layer], slice(piece.slot, piece.slot + 1)
+    if cache.state_pool is not None:
+        cache.state_pool[new] = 0.0  # the places may still have the numbers of evicted entries
+    numbers, rows, valid = entry_numbers(cache, layer, own)
+    keys, values = (to_computed(pool[new], g.query_dtype)[None] for pool in (pools.keys, pools.values))
+    asked = {}
+    if compressor.needs_attention:
+        mass = _paid(piece.query, piece.keys, g.scale, piece.sinks, seen)
+        asked["mass"] = F.pad(mass, (0, numbers.shape[2] - mass.shape[3]))
+    _update(
+        compressor, cache, weights, layer, own, numbers, cache.head_state[layer, own], pools.lengths[own],
+        positions[None], keys, values, piece.hidden[None], asked,
+    )  # fmt: skip
+    if rows is not None and valid is not None and cache.state_pool is not None:
+        cache.state_pool[rows[valid]] = numbers[valid]
+
+
 def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The running numbers (S, H, N, C) of the entries of some slots; a view if they are neighbors with equal heads.
 
@@ -163,14 +197,22 @@ def output_norms(values: Tensor, weights: Tensor) -> Tensor:
     return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
 
 
-def _paid(query: Tensor, keys: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attention (1, H, Q, T), float32, from the last tokens (Q, Hq, D) to keys (T, H, D), summed over each group."""
+def _paid(
+    query: Tensor, keys: Tensor, scale: float, sinks: Tensor | None, seen: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Attention (1, H, Q, T), float32, from the last tokens (Q, Hq, D) to keys (T, H, D), summed over each group.
+
+    ``seen`` (H, Q, T) are the keys that a query sees, default all before its own and that.
+    """
     wide, count = accumulation_dtype(keys.dtype), len(query)
     grouped = query.to(keys.dtype).to(wide).view(count, keys.shape[1], -1, keys.shape[2]).permute(1, 2, 0, 3)
     with torch.autocast(keys.device.type, enabled=False):
         logits: Tensor = grouped @ keys.to(wide).permute(1, 2, 0).unsqueeze(1) * scale  # (H, G, Q, T)
-    later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-    logits[..., -count:].masked_fill_(later, -torch.inf)
+    if seen is None:
+        later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+        logits[..., -count:].masked_fill_(later, -torch.inf)
+    else:
+        logits = logits.masked_fill(~seen.unsqueeze(1), -torch.inf)
     probs = logits.softmax(dim=-1)
     if sinks is not None:
         probs = probs * entries_share(logits.logsumexp(dim=-1), sinks.view(*grouped.shape[:2], 1)).unsqueeze(-1)

@@ -65,7 +65,7 @@ def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def token_counts(rollout: Rollout) -> list[int]:
     """The number of tokens of every sequence, prompt and completion."""
-    counts: list[int] = (rollout.prompt_lengths + rollout.completion_lengths).tolist()
+    counts: list[int] = rollout.lengths.tolist()
     return counts
 
 

@@ -160,5 +160,5 @@ class LearnedEvictionGRPO(ReplayGRPO):
 
 def _credited(part: Rollout, draws: EvictionDraws) -> torch.Tensor:
     """The steps (B, E) of draws that the sequence's own choices and rewards depend on, -1 for the others."""
-    first, last = part.prompt_lengths[:, None], (part.prompt_lengths + part.completion_lengths - 1)[:, None]
+    first, last = part.prompt_lengths[:, None], (part.lengths - 1)[:, None]
     return draws.steps.where((draws.steps > first) & (draws.steps < last), -1)

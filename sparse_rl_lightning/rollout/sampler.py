@@ -225,15 +225,15 @@ class RolloutSampler:
             plan, self.head_in_float32, self.routed is not None,
         )  # fmt: skip
 
-    def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int) -> Scheduler:
-        """Create the scheduler of a rollout on this engine, without prompts yet.
+    def scheduler(self, engine: Engine, params: SamplingParams, num_slots: int, pauses: bool = False) -> Scheduler:
+        """Create the scheduler of a rollout on this engine, without prompts yet; ``pauses`` as in a session's turns.
 
         Raises:
             ValueError: If there are stop strings but no tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        check_every = steps_per_look(engine.key.geometry.device)
-        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every)
+        check_every = 1 if pauses else steps_per_look(engine.key.geometry.device)
+        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every, pauses)
 
     # ---------------------------------------------------------------- private
 

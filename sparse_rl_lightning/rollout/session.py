@@ -7,6 +7,7 @@ continue with the new weights afterwards; the version of the policy that drew ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
@@ -33,9 +34,12 @@ class RolloutSession:
         sampler: Sampler with model, compressor and settings; ``num_slots`` must be set.
         params: Sampling parameters.
         max_prompt_length: Length of the longest prompt in tokens.
+        turns: Whether a sequence that ends by a token or a stop string waits in its slot, named by :attr:`paused`,
+            until it is given tokens by :meth:`append`, after which it goes on, or is ended by :meth:`finish`. The host
+            then looks at every step what has ended.
 
     Raises:
-        ValueError: If the sampler has no ``num_slots``.
+        ValueError: If the sampler has no ``num_slots``, or a retriever and ``turns``.
 
     Example::
 
@@ -45,15 +49,19 @@ class RolloutSession:
         rollout = session.take(session.complete)  # the others continue after the update
     """
 
-    def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
+    def __init__(
+        self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int, turns: bool = False
+    ) -> None:
         if sampler.num_slots is None:
             raise UserError("A RolloutSession needs a fixed number of slots: set num_slots of the RolloutSampler.")
-        self.sampler, self.params, self.max_prompt_length = sampler, params, max_prompt_length
+        if turns and sampler.retriever is not None:
+            raise UserError("turns=True needs a sampler without a retriever: pages are chosen for single tokens.")
+        self.sampler, self.params, self.max_prompt_length, self.turns = sampler, params, max_prompt_length, turns
         self._broken = False
         with drawing(sampler.model):
             key = sampler.engine_key(params, sampler.num_slots, max_prompt_length, logs=VersionedLogs)
             self.engine = Engine(sampler.model, key)
-            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots)
+            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, pauses=turns)
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
         """Queue prompts of token ids behind the waiting ones; from now on the numbers returned identify them.
@@ -77,14 +85,17 @@ class RolloutSession:
         *,
         until: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
+        new_weights: bool = True,
     ) -> None:
-        """Decode with the model's current weights.
+        """Decode with the model's current weights, until nothing is left but paused sequences.
 
         Args:
             max_steps: Number of decode steps after which to stop; None continues until every sequence has finished.
             until: Condition checked after ``max_steps``: decoding continues while it is False and sequences are
                 unfinished.
             progress: Function as in :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
+            new_weights: Whether the weights may have changed since the last call. False continues with the same
+                version, as between the turns of a conversation: tokens of several versions cannot be replayed.
         """
         sampler, scheduler = self.sampler, self.scheduler
         stop = None if max_steps is None else scheduler.num_steps + max_steps
@@ -95,10 +106,11 @@ class RolloutSession:
             )
         self._broken = True
         with drawing(sampler.model):
-            longest = self.max_prompt_length + self.params.max_completion_length
-            self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
-            scheduler.parked.clear()  # prompts that were read with other weights are read again
-            self._logs.version += 1
+            if new_weights or not self.version:
+                longest = self.max_prompt_length + self.params.max_completion_length
+                self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
+                scheduler.parked.clear()  # prompts that were read with other weights are read again
+                self._logs.version += 1
             while scheduler.has_unfinished and (
                 stop is None or scheduler.num_steps < stop or not (until is None or until())
             ):
@@ -112,7 +124,7 @@ class RolloutSession:
 
     @property
     def version(self) -> int:
-        """The version of the policy that draws: the number of calls of :meth:`advance` so far."""
+        """The version of the policy that draws: the number of calls of :meth:`advance` with new weights so far."""
         return int(self._logs.version)
 
     @property
@@ -127,12 +139,67 @@ class RolloutSession:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of sequences that are waiting or running."""
-        return len(self.scheduler.waiting) + len(self.scheduler.running)
+        """Number of sequences that are waiting or in slots, paused ones included."""
+        return len(self.scheduler.waiting) + len(self.scheduler.in_slots)
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """Remove complete prompts and return their rollout; ``policy_versions`` is the version that drew each token."""
         return self.scheduler.take(prompts)
+
+    # ---------------------------------------------------------------- turns
+
+    @property
+    def paused(self) -> dict[int, list[int]]:
+        """The tokens of the turn that has just ended, by sequence: prompt's number x ``num_generations`` + sample."""
+        tokens = self.engine.cache.tokens
+        return {
+            one.sequence: tokens[slot, one.turn_start : one.num_fed + 1].tolist()
+            for slot, one in sorted(self.scheduler.paused.items())
+        }
+
+    def room(self, sequence: int) -> int:
+        """The most tokens that a paused sequence can be given, so that one can still be drawn."""
+        one = self.scheduler.paused[self._paused_slot(sequence)]
+        return one.last - one.num_fed - 1
+
+    def append(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Give a paused sequence tokens that the policy did not write; it reads them in the next :meth:`advance`.
+
+        They count for positions, the length of the completion and the cache, and are compressed like all others, but
+        they are in no ``completion_mask``: ``turns`` of the rollout numbers them.
+
+        Args:
+            sequence: Number of the sequence.
+            token_ids: Tokens, at least one.
+
+        Raises:
+            ValueError: If the sequence is not paused, there is no token, or too many for ``max_completion_length``.
+        """
+        (tokens,) = check_prompts([token_ids], replace(self.params, max_completion_length=1), self.sampler.model)
+        slot, room = self._paused_slot(sequence), self.room(sequence)
+        if len(tokens) > room:
+            raise UserError(
+                f"sequence {sequence} has room for {room} more tokens that are not its own, got {len(tokens)}: shorten "
+                "them, finish() it, or raise max_completion_length."
+            )
+        self.scheduler.give(slot, tokens)
+
+    def finish(self, sequence: int) -> None:
+        """End a paused sequence with the turn that it has just drawn.
+
+        Raises:
+            ValueError: If the sequence is not paused.
+        """
+        self.scheduler.finish(self._paused_slot(sequence))
+
+    def _paused_slot(self, sequence: int) -> int:
+        for slot, one in self.scheduler.paused.items():
+            if one.sequence == sequence:
+                return slot
+        raise UserError(
+            f"sequence {sequence} is not paused. Paused are {sorted(self.paused)}"
+            + ("." if self.turns else ", since the session was made without turns=True.")
+        )
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -145,7 +212,7 @@ class RolloutSession:
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
         if restart:
-            waiting += sorted((one.sequence for one in scheduler.running.values()), reverse=True)
+            waiting += sorted((one.sequence for one in scheduler.in_slots.values()), reverse=True)
         # slot by slot to the CPU: a second pool would not fit next to the first
         slots = {
             slot: {
@@ -153,7 +220,7 @@ class RolloutSession:
                 "cache": tensors_to(self.engine.cache.save(slot, one.num_fed), "cpu"),
                 "logs": self._logs.save(slot),
             }
-            for slot, one in ({} if restart else scheduler.running).items()
+            for slot, one in ({} if restart else scheduler.in_slots).items()
         }
         return {
             "groups": {

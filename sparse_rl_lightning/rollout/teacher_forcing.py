@@ -111,9 +111,10 @@ def forced_rollout(
         seed: Seed that, with the id of a sequence, determines random eviction.
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
     """
-    counts, prompt_lengths = rollout.completion_mask.sum(dim=1), rollout.prompt_lengths
-    params = SamplingParams(max_completion_length=int(counts.max()), temperature=temperature, seed=seed)
-    texts, last = rollout.sequences.to(model.device), (prompt_lengths + counts - 1).to(model.device)
+    lengths, prompt_lengths = rollout.lengths, rollout.prompt_lengths
+    longest_completion = int((lengths - prompt_lengths).max())
+    params = SamplingParams(max_completion_length=longest_completion, temperature=temperature, seed=seed)
+    texts, last = rollout.sequences.to(model.device), (lengths - 1).to(model.device)
 
     def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
@@ -131,11 +132,13 @@ def _as_wide(forced: Rollout, rollout: Rollout) -> Rollout:
     width = rollout.sequences.shape[1]
     more = (0, width - forced.sequences.shape[1])
     assert forced.evictions is not None  # there is no retriever
+    drawn = rollout.completion_mask.to(forced.sequences.device)
     return replace(
         forced,
         sequences=rollout.sequences.to(forced.sequences.device),
-        completion_mask=F.pad(forced.completion_mask, more),
-        sampler_logprobs=F.pad(forced.sampler_logprobs, more),
+        completion_mask=drawn,
+        sampler_logprobs=F.pad(forced.sampler_logprobs, more) * drawn,
+        turns=rollout.turns,
         evictions=replace(forced.evictions, length=width),
         finished=rollout.finished.clone(),
     )

@@ -82,7 +82,7 @@ class SampledRecord:
             raise UserError("All layers of this rollout's model have sliding windows: nothing is there to record.")
         if rollout.evictions is None:
             raise UserError("This rollout has no record of its evictions (rollout.evictions is None).")
-        lengths = rollout.prompt_lengths + rollout.completion_lengths
+        lengths = rollout.lengths
         own = torch.arange(rollout.sequences.shape[1], device=lengths.device) < lengths[:, None]
         parts = [_evictions_of(rollout.evictions[i : i + 1], i) for i in range(len(rollout))]
         evictions, num_runs, runs = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.cache.chunks import Chunk
 from sparse_rl_lightning.cache.linear_states import PARTS
 from sparse_rl_lightning.cache.windows import RINGS
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
+from sparse_rl_lightning.rollout.engine.given import read_chunks
 from sparse_rl_lightning.rollout.engine.looks import Look
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
@@ -82,6 +84,8 @@ class Scheduler:
         max_prefill_tokens: Limit on the prompt tokens in one forward pass.
         check_every: Number of decode steps between two checks for finished sequences. If it is more than one, because
             a check waits for the device, the result of a check is read when the next steps are queued.
+        pauses: Whether a sequence that ends by a token waits in its slot for what :meth:`give` appends to it, until
+            :meth:`finish`; ``check_every`` must be one.
     """
 
     def __init__(
@@ -92,13 +96,18 @@ class Scheduler:
         stop: StopStrings | None = None,
         max_prefill_tokens: int = 16384,
         check_every: int = 1,
+        pauses: bool = False,
     ) -> None:
+        assert check_every == 1 or not pauses, "what a sequence draws past its turn could not be undone"
         self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
         self.num_slots = num_slots
         self.stop, self.max_prefill_tokens, self.check_every = stop, max_prefill_tokens, check_every
         self.groups: dict[int, SequenceGroup] = {}  # by prompt number, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
+        self.pauses = pauses
         self.running: dict[int, RunningSequence] = {}  # by slot
+        self.paused: dict[int, RunningSequence] = {}  # by slot, their turn over
+        self.reading: dict[int, RunningSequence] = {}  # by slot, with tokens that were given
         self.free = list(range(num_slots))[::-1]
         self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
@@ -121,7 +130,10 @@ class Scheduler:
 
     def resume(self, waiting: Iterable[int], running: dict[int, RunningSequence]) -> None:
         """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        self.waiting, self.running, self.parked, self._rows, self._look = list(waiting), running, {}, None, None
+        self.waiting, self.parked, self._rows, self._look = list(waiting), {}, None, None
+        self.paused = {slot: one for slot, one in running.items() if one.paused}
+        self.reading = {slot: one for slot, one in running.items() if one.num_unread and not one.paused}
+        self.running = {slot: one for slot, one in running.items() if not (one.paused or one.num_unread)}
         for group in self.groups.values():
             group.num_waiting = 0
         for sequence in self.waiting:
@@ -130,8 +142,13 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a sequence is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether a step would do anything: not where all slots have sequences that are paused."""
+        return bool(self.running or self.reading or (self.waiting and self.free))
+
+    @property
+    def in_slots(self) -> dict[int, RunningSequence]:
+        """All sequences in slots: running, reading and paused."""
+        return {**self.running, **self.reading, **self.paused}
 
     @property
     def complete(self) -> list[int]:
@@ -169,9 +186,10 @@ class Scheduler:
     def progress(self) -> Progress:
         """The progress of the rollout so far."""
         # the last token drawn is not fed yet: num_fed + 1 tokens so far
-        tokens = self.num_tokens + sum(one.num_fed + 1 - one.prompt_length for one in self.running.values())
-        total = self.num_finished + len(self.running) + len(self.waiting)
-        return Progress(self.num_steps, len(self.running), self.num_finished, total, tokens)
+        own = self.in_slots
+        tokens = self.num_tokens + sum(one.num_fed + 1 - one.prompt_length for one in own.values())
+        total = self.num_finished + len(own) + len(self.waiting)
+        return Progress(self.num_steps, len(own), self.num_finished, total, tokens)
 
     # ---------------------------------------------------------------- steps
 
@@ -185,7 +203,8 @@ class Scheduler:
             ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
         """
         # the first token may be the last one: where checks are not free, the next one finds it
-        closed = self.admit() and self.check_every == 1 and self._close()
+        has_drawn = self.admit() | self._read()
+        closed = has_drawn and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
             if closed or self._is_over:
@@ -308,17 +327,8 @@ class Scheduler:
         # the rows stay the same until a sequence is admitted or closed
         self.engine.decode(self._rows)
         self.num_steps += 1
-        trigger, full = self.engine.compression.trigger, []
         # no read from the device: the host counts along, and knows what the compression that follows will leave
-        for slot, one in self.running.items():
-            one.num_fed += 1
-            one.room -= 1
-            if one.room == 0:
-                full.append(slot)
-                # as it will be after the compression, which runs next
-                one.evicted = trigger.evicted(one.num_fed, one.evicted)
-                one.room = trigger.room(one.num_fed, one.evicted)
-        return sorted(full)
+        return sorted(slot for slot, one in self.running.items() if one.feed(1, self.engine.compression.trigger))
 
     def _compress(self, full: list[int]) -> bool:
         """Compress these slots; returns whether a sequence was closed, which is checked only after an error.
@@ -338,7 +348,8 @@ class Scheduler:
 
     def _cut(self, full: list[int]) -> None:
         if full:
-            sequences = [self.running[slot] for slot in full]
+            own = self.in_slots if self.pauses else self.running
+            sequences = [own[slot] for slot in full]
             lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
             self.engine.compression.compress(self.cache, full, lengths, room)
             for one in sequences:
@@ -369,13 +380,63 @@ class Scheduler:
         for seen in sightings:
             one = self.running.pop(seen.slot)
             assert one is seen.running, "a slot changed hands between a look and its reading"
-            number, sample = divmod(one.sequence, self.params.num_generations)
-            copy = FinishedSequence.copy(self.cache, self.logs, seen.slot, one, seen.end, seen.by_token)
-            self.groups[number].finished[sample] = copy
-            self.num_tokens += seen.end + 1 - one.prompt_length
-        self.num_finished += len(closed)
+            if self.pauses and seen.by_token and seen.end < one.last:
+                assert seen.end == one.num_fed
+                one.paused, self.paused[seen.slot] = True, one
+            else:
+                self._copy_out(seen.slot, one, seen.end, seen.by_token)
         if closed:
             self._rows = None
-            # the lowest slot is used first
-            self.free = sorted([*self.free, *closed], reverse=True)
         return bool(closed)
+
+    def _copy_out(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> None:
+        """Keep what a sequence is whose last token has index ``end``, and free its slot."""
+        number, sample = divmod(one.sequence, self.params.num_generations)
+        self.groups[number].finished[sample] = FinishedSequence.copy(self.cache, self.logs, slot, one, end, by_token)
+        self.num_tokens += end + 1 - one.prompt_length
+        self.num_finished += 1
+        self.free = sorted([*self.free, slot], reverse=True)  # the lowest slot is used first
+
+    # ---------------------------------------------------------------- turns
+
+    def give(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let a paused sequence read tokens and go on; they are read at the next step, those of all slots together."""
+        one = self.paused.pop(slot)
+        first, last = one.num_fed + 1, one.num_fed + 1 + len(tokens)
+        assert tokens
+        assert last <= one.last, "no room to draw a token"
+        (self.cache.tokens[slot, first:last],) = upload([list(tokens)], self.cache.tokens.device)
+        self.logs.note_given(slot, first, last)
+        one.paused, one.given, self.reading[slot] = False, (*one.given, (first, last)), one
+
+    def finish(self, slot: int) -> None:
+        """End a paused sequence after its last turn."""
+        one = self.paused.pop(slot)
+        self._copy_out(slot, one, one.num_fed, by_token=True)
+
+    def _read(self) -> bool:
+        """Read all that was given, and draw the first token of each turn that follows; returns whether any did."""
+        if not self.reading:
+            return False
+        while self.reading:
+            chunks, left = list[Chunk](), self.max_prefill_tokens
+            for slot, one in sorted(self.reading.items()):
+                count = min(one.num_unread, one.room, left)
+                if count:
+                    (row,) = self.cache.tokens[slot : slot + 1, one.num_fed : one.num_fed + count].tolist()
+                    chunks.append(Chunk(slot, row, one.num_fed))
+                left -= count
+            logits = read_chunks(self.engine, chunks)
+            trigger = self.engine.compression.trigger
+            self._cut([c.slot for c in chunks if self.reading[c.slot].feed(len(c.tokens), trigger)])
+            self._go_on([chunk.slot for chunk in chunks], logits)
+        self._rows = None
+        return True
+
+    def _go_on(self, slots: list[int], logits: Tensor) -> None:
+        """Draw the first token of a turn in those slots that have read everything."""
+        done = [row for row, slot in enumerate(slots) if not self.reading[slot].num_unread]
+        if done:
+            places, rows = upload([[slots[row] for row in done], done], logits.device)
+            self.engine.draw(logits[rows], places, self.cache.seen[places])
+            self.running |= {slots[row]: self.reading.pop(slots[row]) for row in done}

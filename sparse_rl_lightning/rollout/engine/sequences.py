@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -54,6 +55,14 @@ class SequenceLogs:
         # indices of the first end token, and of the first token drawn from NaN or infinite logits
         self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
         self.broken = self.end.clone()
+
+    def note_given(self, slot: int, first: int, last: int) -> None:
+        """Log that the tokens from ``first`` to ``last`` - 1 were given, and begin a turn behind them."""
+        self.end[slot] = UNLIMITED
+        for name in self.per_token:
+            log = getattr(self, name)
+            if log is not None and name != "routing":
+                log[slot, first:last] = 0
 
     def begin(self, slots: Tensor) -> None:
         """Start sequences in these slots (B,)."""
@@ -162,6 +171,29 @@ class RunningSequence:
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
     cuts: Cuts = ()  # compressions so far, that of the prompt included
     searched: int = 0  # tokens that were searched for stop strings
+    given: tuple[tuple[int, int], ...] = ()  # first and last + 1 of the tokens between turns, which were not drawn
+    paused: bool = False  # its turn is over, and it waits in its slot
+
+    def feed(self, count: int, trigger: Trigger) -> bool:
+        """Count tokens that were fed; returns whether the slot is full and is compressed next."""
+        self.num_fed += count
+        self.room -= count
+        if self.room:
+            return False
+        # as they will be after the compression
+        self.evicted = trigger.evicted(self.num_fed, self.evicted)
+        self.room = trigger.room(self.num_fed, self.evicted)
+        return True
+
+    @property
+    def turn_start(self) -> int:
+        """The index of the first token of the turn that is being drawn."""
+        return self.given[-1][1] if self.given else self.prompt_length
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that were given, or drawn before that, and are to be fed before the next is drawn."""
+        return max(0, self.turn_start - self.num_fed)
 
     def begin(self, room: int, evicted: tuple[int, ...]) -> None:
         """Start after the prompt, of which ``evicted`` (L) tokens have been lost."""
@@ -181,6 +213,7 @@ class FinishedSequence:
     stored: Tensor  # () entries held at the end, a mean over layers and heads
     stored_integral: Tensor  # () summed over all decode steps
     read_integral: Tensor | None  # () entries read by them, if fewer
+    given: tuple[tuple[int, int], ...] = ()  # tokens between turns, which were not drawn
 
     @classmethod
     def copy(
@@ -206,6 +239,7 @@ class FinishedSequence:
             stored=held[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
             stored_integral=read[prompt_length - 1 : end - 1].sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
+            given=running.given,
         )
 
     def state(self) -> dict[str, Any]:
@@ -240,6 +274,8 @@ def assemble(
     fed, prompt = (lengths - 1).float(), prompt_lengths.float()
     read = [one.read_integral for one in finished if one.read_integral is not None]
     evictions = [one.evictions for one in finished if one.evictions is not None]
+    completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
+    turns = _turns(finished, completion) if any(one.given for one in finished) else None
     logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
     has_top = logs["topk_ids"].numel() > 0
     usage = KVUsage(
@@ -255,7 +291,7 @@ def assemble(
     return Rollout(
         sequences=pad_sequence([one.tokens for one in finished], batch_first=True),
         prompt_lengths=prompt_lengths,
-        completion_mask=(index >= prompt_lengths[:, None]) & (index < lengths[:, None]),
+        completion_mask=completion if turns is None else completion & (turns % 2 == 1),
         finished=torch.tensor([one.by_token for one in finished], device=device),
         sampler_logprobs=logs["logprobs"],
         behavior_logprobs=logs.get("behavior"),
@@ -265,7 +301,18 @@ def assemble(
         routing=logs.get("routing"),
         evictions=EvictionRecord.cat(evictions) if evictions else None,
         kv=usage,
+        turns=turns,
     )
+
+
+def _turns(finished: Sequence[FinishedSequence], completion: Tensor) -> Tensor:
+    """Number the turns (B, T) of conversations: odd ones were drawn, even ones given, 0 is prompt and padding."""
+    turns = completion.to(torch.int32)
+    for row, one in enumerate(finished):
+        for first, last in one.given:
+            turns[row, first:] += 1
+            turns[row, last:] += 1
+    return turns * completion
 
 
 def _held_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:

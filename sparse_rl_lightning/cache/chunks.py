@@ -1,0 +1,97 @@
+"""Chunks: several tokens at once behind what a slot holds, as if they had been fed one by one.
+
+They have room: the caller cuts a text where a slot is full. So nothing is evicted in between, and the query of a token
+sees the live entries before it and the tokens of the chunk up to itself. The memory of one layer and one slot is copied
+for that, never a whole cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.cache.running_state import Piece, follow_chunk
+from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.pools import gather_heads, to_computed, to_stored
+from sparse_rl_lightning.ops.sinks import torch_attention
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that are read into a slot behind the ``start`` tokens that were fed to it."""
+
+    slot: int
+    tokens: list[int]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The number of tokens fed afterwards."""
+        return self.start + len(self.tokens)
+
+
+def append_chunk(
+    cache: SlotCache, compressor: Compressor, layer: int, chunk: Chunk, rows: Piece, weights: Tensor | None
+) -> Tensor:
+    """Write a chunk behind the entries of its slot in one layer, and attend over them all: (Q, Hq, D).
+
+    Args:
+        cache: Cache of the slot.
+        compressor: Compressor, whose running numbers are updated.
+        layer: Place of the layer among those that are compressed.
+        chunk: Chunk; its slot has room for it.
+        rows: Queries, keys and values of the chunk.
+        weights: Output projection (Hq, D, E) of the layer, if the compressor needs it.
+    """
+    g, pools, count, slot = cache.geometry, cache.layers[layer], len(chunk.tokens), chunk.slot
+    index = torch.arange(count, device=rows.query.device)
+    before, positions = pools.lengths[slot].clone(), chunk.start + index  # (H,), (Q,)
+    new = pools.offsets[slot, :, None] + before[:, None] + index  # (H, Q) rows of the pools
+    for pool, own in ((pools.keys, rows.keys), (pools.values, rows.values)):
+        pool[new] = to_stored(own.transpose(0, 1), pool.dtype)
+    pools.positions[new] = positions.to(pools.positions.dtype).expand(new.shape)
+    pools.lengths[slot] = before + count
+    query, ring = rows.query.to(g.query_dtype), cache.size.num_queries
+    if ring:  # of a long chunk only the last queries stay
+        last = slice(max(0, count - ring), count)
+        cache.queries[layer, slot][:, positions[last] % ring] = query[last].transpose(0, 1)
+    # what is stored is what later queries see, so the chunk's own see no other numbers
+    at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], int(pools.lengths[slot].max()))
+    keys, values = (to_computed(pool[at], g.query_dtype) for pool in (pools.keys, pools.values))  # (H, N, D)
+    seen = torch.arange(at.shape[1], device=at.device) <= (before[:, None] + index).unsqueeze(-1)  # (H, Q, N)
+    if cache.size.has_state:
+        piece = Piece(slot, query, keys.transpose(0, 1), values.transpose(0, 1), rows.hidden, rows.sinks)
+        follow_chunk(compressor, cache, layer, piece, new, positions, seen, weights)
+    return _attention(query, keys, values, seen, g.scale, rows.sinks).to(rows.query.dtype)
+
+
+def append_to_window(cache: SlotCache, layer: int, window: int, chunk: Chunk, rows: Piece) -> Tensor:
+    """The same in a layer with a sliding window, whose ring then has the sequence's last tokens."""
+    windows, count, device = cache.windows, len(chunk.tokens), rows.query.device
+    assert windows is not None
+    g, width = cache.geometry, windows.width
+    held = torch.arange(max(0, chunk.start - width), chunk.start, device=device)  # positions in the ring
+
+    def in_order(ring: Tensor, new: Tensor) -> Tensor:
+        parts = ring[layer, chunk.slot][:, held % width], to_stored(new.transpose(0, 1), ring.dtype)
+        return to_computed(torch.cat(parts, dim=1), g.query_dtype)
+
+    keys, values = in_order(windows.keys, rows.keys), in_order(windows.values, rows.values)
+    at = torch.cat([held, chunk.start + torch.arange(count, device=device)])
+    own = at[-count:, None]
+    seen = ((at <= own) & (at > own - window)).expand(g.num_kv_heads, -1, -1)
+    out = _attention(rows.query.to(g.query_dtype), keys, values, seen, g.scale, rows.sinks)
+    left = slice(max(0, count - width), count)  # of a long chunk only the last tokens stay
+    places = at[-count:][left] % width
+    windows.store(layer, torch.full_like(places, chunk.slot), places, rows.keys[left], rows.values[left])
+    return out.to(rows.query.dtype)
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attention (Q, Hq, D) of queries (Q, Hq, D) over keys and values (H, N, D) that they see (H, Q, N)."""
+    group = query.shape[1] // len(keys)
+    keys, values, seen = (t.repeat_interleave(group, dim=0)[None] for t in (keys, values, seen))
+    return torch_attention(query.transpose(0, 1)[None], keys, values, seen, scale, sinks)[0].transpose(0, 1)

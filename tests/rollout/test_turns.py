@@ -1,0 +1,268 @@
+"""Turns: tokens that the policy did not write enter live slots, and everything stays exact."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.compressors import (
+    CUR,
+    H2O,
+    RKV,
+    TOVA,
+    Compressor,
+    ExpectedAttention,
+    FullKV,
+    KeyDiff,
+    KNorm,
+    LagKV,
+    RandomEviction,
+    SnapKV,
+    StreamingLLM,
+)
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.retrievers import Quest
+from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.families import FAMILIES, family
+
+SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
+TEMPERATURE, SEED, LONGEST = 1.5, 5, 56
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+ENDS = list(range(100, 116))  # an eighth of the vocabulary: turns are short and ragged
+EVICTING = [
+    StreamingLLM(**SMALL), RandomEviction(**SMALL), RandomEviction(**SMALL, redraw=True), KNorm(**SMALL),
+    KeyDiff(**SMALL), CUR(**SMALL), LagKV(**SMALL, lag_size=4), TOVA(**SMALL), SnapKV(**SMALL), RKV(**SMALL),
+    ExpectedAttention(**SMALL), H2O(**SMALL),
+]  # fmt: skip
+MORE = [
+    FullKV(), SnapKV(**SMALL, budget_rule=Adaptive()), SnapKV(**SMALL, compress_prompt=False),
+    SnapKV(**{**SMALL, "buffer": 1}), H2O(**SMALL, budget_rule=Adaptive()),
+]  # fmt: skip
+
+
+def converse(
+    model: PreTrainedModel, compressor: Compressor, prompts: Sequence[list[int]] = PROMPTS, num_slots: int = 3,
+    ids: Sequence[int] | None = None, most: int = 3, **options: Any,
+) -> Rollout:  # fmt: skip
+    """Conversations of up to ``most`` + 1 turns; what a sequence is given depends on nothing but its id."""
+    ids = range(2 * len(prompts)) if ids is None else ids
+    session = new_session(model, compressor, num_slots, **options)
+    session.add(prompts, ids)
+    return talk(session, ids, most)
+
+
+def talk(session: RolloutSession, ids: Sequence[int], most: int = 3) -> Rollout:
+    while session.num_unfinished:
+        session.advance(new_weights=False)
+        answer(session, ids, most)
+    return session.take(session.complete)
+
+
+def answer(session: RolloutSession, ids: Sequence[int], most: int) -> None:
+    """Give every paused sequence some tokens, or end it."""
+    for sequence in session.paused:
+        turn = len(next(one for one in session.scheduler.paused.values() if one.sequence == sequence).given)
+        given = [5 + (ids[sequence] * 31 + turn * 17 + i * 7) % 90 for i in range(1 + (ids[sequence] + 5 * turn) % 19)]
+        if turn == most or len(given) > session.room(sequence):
+            session.finish(sequence)
+        else:
+            session.append(sequence, given)
+
+
+def new_session(model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, **options: Any) -> RolloutSession:
+    sampler = RolloutSampler(model, compressor, num_slots, end_token_ids=ENDS, **options)
+    params = SamplingParams(num_generations=2, max_completion_length=LONGEST, seed=SEED, temperature=TEMPERATURE)
+    return RolloutSession(sampler, params, max_prompt_length=40, turns=True)
+
+
+def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout, tolerance: float = 2e-5) -> None:
+    """Replay gives the sampler's log-probs, and token by token the same is evicted as in chunks."""
+    assert rollout.turns is not None
+    assert rollout.turns.max() >= 5
+    drawn = rollout.completion_mask
+    assert torch.equal(drawn, (rollout.turns % 2 == 1))
+    replayed = replay_logprobs(model, rollout, TEMPERATURE)
+    assert ((replayed - rollout.sampler_logprobs)[drawn]).abs().max() < tolerance
+    assert rollout.sampler_logprobs[~drawn].abs().max() == 0
+    forced = forced_rollout(model, rollout, compressor, TEMPERATURE, SEED)
+    assert torch.equal(forced.evictions.death, rollout.evictions.death)
+    torch.testing.assert_close(forced.sampler_logprobs, rollout.sampler_logprobs, atol=tolerance, rtol=0)
+    assert torch.equal(forced.kv.stored, rollout.kv.stored)
+    assert torch.equal(forced.kv.stored_integral, rollout.kv.stored_integral)
+
+
+def small_model(**sizes: Any) -> PreTrainedModel:
+    return tiny_model(initializer_range=0.2, **sizes)
+
+
+# -------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_of_every_family_are_replayed(name: str) -> None:
+    model, compressor = family(name), SnapKV(**SMALL)
+    check_exact(model, compressor, converse(model, compressor))
+
+
+@pytest.mark.parametrize("compressor", [*EVICTING, *MORE], ids=str)
+def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Compressor) -> None:
+    model = small_model().double()  # in which rounding decides between no two entries
+    check_exact(model, compressor, converse(model, compressor), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"max_prefill_tokens": 7}, {"kv_dtype": "bfloat16"}], ids=str)
+def test_long_texts_are_cut_and_stored_as_the_cache_stores(options: dict[str, Any]) -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    rollout = converse(model, compressor, **options)
+    if "kv_dtype" not in options:
+        check_exact(model, compressor, rollout)
+        assert torch.equal(rollout.sequences, converse(model, compressor).sequences)
+    else:  # replay attends in float32: rounding, and nothing else
+        replayed = replay_logprobs(model, rollout, TEMPERATURE)
+        assert (replayed - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 0.05
+
+
+def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    rollout = converse(model, compressor)
+    replayed = replay_logprobs(model, rollout, TEMPERATURE)
+    (replayed * rollout.completion_mask).sum().backward()
+    assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters() if weight.grad is not None)
+    assert replayed[~rollout.completion_mask].abs().max() == 0
+
+
+# -------------------------------------------------------------------- slots
+
+
+def test_a_conversation_does_not_depend_on_its_neighbors() -> None:
+    """Bitwise: with others in slots that are paused, refilled and read at other times."""
+    model, compressor = small_model(), SnapKV(**SMALL)
+    together = converse(model, compressor, num_slots=4)
+    for number in (0, 3):
+        alone = converse(model, compressor, [PROMPTS[number]], 1, ids=[2 * number, 2 * number + 1])
+        for sample in (0, 1):
+            row, length = 2 * number + sample, int(alone.lengths[sample])
+            assert together.lengths[row] == length
+            assert torch.equal(together.sequences[row, :length], alone.sequences[sample, :length])
+            assert torch.equal(together.sampler_logprobs[row, :length], alone.sampler_logprobs[sample, :length])
+
+
+def test_others_go_on_while_one_waits() -> None:
+    model = small_model()
+    session = new_session(model, SnapKV(**SMALL), num_slots=4)
+    session.add(PROMPTS[:2], range(4))
+    waiting: set[int] = set()
+    session.advance(until=lambda: bool(session.paused), max_steps=0, new_weights=True)
+    waiting = set(session.paused)
+    before = {one.sequence: one.num_fed for one in session.scheduler.running.values()}
+    session.advance(new_weights=False)
+    assert waiting <= set(session.paused)
+    assert before
+    for sequence, fed in before.items():
+        own = [one for one in session.scheduler.in_slots.values() if one.sequence == sequence]
+        assert not own or own[0].num_fed > fed
+    assert session.num_unfinished == len(session.paused)
+
+
+def test_memory_does_not_grow_with_turns() -> None:
+    model, compressor = small_model(max_position_embeddings=4096), SnapKV(**SMALL)
+    sampler = RolloutSampler(model, compressor, 2, end_token_ids=ENDS)
+    params = SamplingParams(max_completion_length=3000, seed=SEED, temperature=TEMPERATURE)
+    session = RolloutSession(sampler, params, max_prompt_length=40, turns=True)
+    session.add(PROMPTS[:2], range(2))
+    rollout = talk(session, range(2), most=50)
+    assert rollout.turns.amax(dim=1).tolist() == [101, 101]
+    capacity = SMALL["budget"] + SMALL["buffer"]
+    g = session.engine.key.geometry
+    assert rollout.kv.peak_bytes == 2 * capacity * g.num_layers * g.num_kv_heads * g.bytes_per_entry
+    assert session.engine.cache.pool_bytes == rollout.kv.peak_bytes
+    replayed = replay_logprobs(model, rollout, TEMPERATURE)
+    assert (replayed - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 5e-5
+
+
+# -------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_conversation_is_resumed_in_the_middle(restart: bool) -> None:
+    """With sequences that wait, read, draw and queue; what was given but not read is in the state too."""
+    model, compressor = small_model(), SnapKV(**SMALL)
+    whole = converse(model, compressor)
+    session = new_session(model, compressor)
+    session.add(PROMPTS, range(10))
+    for _ in range(2):
+        session.advance(new_weights=False)
+        answer(session, range(10), 3)
+    while not (session.scheduler.reading and session.scheduler.running):
+        session.advance(max_steps=1, new_weights=False)
+        answer(session, range(10), 3)
+    file = io.BytesIO()
+    torch.save(session.state(restart), file)
+    file.seek(0)
+    again = new_session(model, compressor)
+    again.load_state(torch.load(file, weights_only=True))
+    rest = talk(again, range(10))
+    order = [int(key) for key in rest.keys[:, 1]]
+    rows = [[int(key) for key in whole.keys[:, 1]].index(key) for key in order]
+    assert sorted(rows) == list(range(len(whole)))
+    assert torch.equal(rest.sequences, whole.sequences[rows])
+    assert torch.equal(rest.sampler_logprobs, whole.sampler_logprobs[rows])
+    assert torch.equal(rest.turns, whole.turns[rows])
+    assert torch.equal(rest.evictions.death, whole[torch.tensor(rows)].evictions.death)
+
+
+# -------------------------------------------------------------------- ends of turns
+
+
+def test_stop_strings_end_turns_and_are_not_found_in_what_was_given() -> None:
+    model, tokenizer = small_model(vocab_size=25), character_tokenizer("0123456789+-*/= abcdef")
+    stop = tokenizer.decode([7])
+    sampler = RolloutSampler(model, RandomEviction(**SMALL), 2, end_token_ids=[], tokenizer=tokenizer)
+    params = SamplingParams(max_completion_length=400, seed=3, temperature=3.0, stop_strings=(2 * stop, "5"))
+    session = RolloutSession(sampler, params, max_prompt_length=4, turns=True)
+    session.add([[5, 6], [8, 11]], range(2))
+    turns = 0
+    for _ in range(4):
+        session.advance(new_weights=False)
+        for sequence, tokens in session.paused.items():
+            turns += 1
+            text = tokenizer.decode(tokens)
+            assert text.endswith((2 * stop, "5"))
+            assert 2 * stop not in text[:-1]
+            session.append(sequence, [8, 7, 7, 4, 7])  # both strings, and the beginning of one
+    assert turns > 4
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = small_model()
+    session = new_session(model, SnapKV(**SMALL))
+    session.add(PROMPTS[:1], range(2))
+    with pytest.raises(UserError, match="sequence 0 is not paused"):
+        session.append(0, [5])
+    while 0 not in session.paused:
+        session.advance(new_weights=False)
+    for given, said in (([], "empty"), ([500], "500"), ([5] * 100, "more tokens that are not its own, got 100")):
+        with pytest.raises(UserError, match=said):
+            session.append(0, given)
+    session.append(0, [5] * session.room(0))
+    with pytest.raises(UserError, match="not paused"):
+        session.finish(0)
+    talk(session, range(2))
+    sampler = RolloutSampler(model, SnapKV(**SMALL), 3)
+    params = SamplingParams(max_completion_length=9)
+    plain = RolloutSession(sampler, params, max_prompt_length=9)
+    with pytest.raises(UserError, match="made without turns=True"):
+        plain.finish(0)
+    with pytest.raises(UserError, match="without a retriever"):
+        RolloutSession(
+            RolloutSampler(model, None, 3, retriever=Quest(budget=64, num_dense_layers=1)), params, 9, turns=True
+        )
