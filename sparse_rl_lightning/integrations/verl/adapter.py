@@ -31,13 +31,11 @@ class SparseAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types tha
 
     async def resume(self, tags: list[str]) -> None:
         """Bring back what the server gave up: ``weights`` or ``kv_cache``."""
-        if self.config.free_cache_engine:
-            await self.server.wake_up.remote(tags=tags)
+        await self.server.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
         """Let the server give up its memory."""
-        if self.config.free_cache_engine:
-            await self.server.sleep.remote()
+        await self.server.sleep.remote()
 
     @torch.no_grad()
     async def update_weights(

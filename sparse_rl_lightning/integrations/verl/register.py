@@ -13,7 +13,7 @@ PACKAGE = "sparse_rl_lightning.integrations.verl"
 if missing := [name for name in ("verl", "ray") if find_spec(name) is None]:
     raise UserError(
         f"The rollout for verl needs {' and '.join(missing)}: pip install 'sparse-rl-lightning[verl]', then "
-        "pip install --no-deps verl (docs/verl.md says why)."
+        "pip install --no-deps verl (docs/from_verl.md says why)."
     )
 
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402  # after the check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,24 +76,17 @@ class RequestEngine:
                 self._state.notify_all()
         return request.done
 
-    def abort(self, wanted: Callable[[str], bool]) -> list[str]:
-        """Abort the requests with these names, whose slots go on to their end; returns the names."""
-        with self._state:
-            found = [one for one in (*self._queue, *self._running.values()) if wanted(one.name) and not one.done.done()]
-            self._queue = deque(one for one in self._queue if one not in found)
-        for request in found:
-            request.finish(None)
-        return [one.name for one in found]
-
     def abort_all(self, reject: bool = False) -> list[str]:
         """Abort everything and free the slots; until :meth:`resume` requests wait, or are aborted (``reject``)."""
         with self._state:
             self._is_open, self._rejects, self._aborting = False, reject, True
-        names = self.abort(lambda _: True)
-        with self._state:
+            found = [*self._queue, *self._running.values()]
+            self._queue.clear()
             self._state.wait_for(lambda: not self._drawing)
             self._aborting = False
-        return names
+        for request in found:
+            request.finish(None)
+        return [one.name for one in found]
 
     def resume(self) -> None:
         """Draw again after :meth:`abort_all`."""

@@ -14,8 +14,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.record import SampledRecord, record_bytes
+from sparse_rl_lightning.integrations.verl import options
 from sparse_rl_lightning.integrations.verl.batches import FIELD
-from sparse_rl_lightning.integrations.verl.options import sampler_options, sampling_params
 from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
 from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdate
 from sparse_rl_lightning.policies.modes import freeze
@@ -37,7 +37,7 @@ class SparseServer:
 
     def __init__(self, config: Any, model_config: Any) -> None:
         self.config = omega_conf_to_dataclass(config)
-        options = sampler_options(self.config)
+        arguments = options.sampler_options(self.config)
         model_config = omega_conf_to_dataclass(model_config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -45,7 +45,7 @@ class SparseServer:
         )
         freeze(self.model)
         self._move(self.device)
-        sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **options)
+        sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
         self.engine = RequestEngine(sampler, self.config.prompt_length)
         self.global_steps: int | None = None
         self._update: tuple[WeightUpdate, ExitStack] | None = None  # an update that has begun
@@ -66,27 +66,23 @@ class SparseServer:
         """
         if image_data or video_data or audio_data:
             raise UserError("This rollout is for text: it cannot read images, video or sound.")
-        params = self._params(sampling_params)
+        params = options.sampling_params(self.config, sampling_params)
         digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()  # the same in no two requests
         number = int.from_bytes(digest[:8], "little", signed=True)
         request = Request(request_id, list(prompt_ids), params, number)
-        steps = self.global_steps
         rollout = await asyncio.wrap_future(self.engine.submit(request))
+        fields: dict[str, Any] = {"global_steps": self.global_steps}
         if rollout is None:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
         own = rollout.completion_mask[0]
         return TokenOutput(
             token_ids=rollout.sequences[0, own].tolist(),
             log_probs=rollout.sampler_logprobs[0, own].tolist() if sampling_params.get("logprobs") else None,
             stop_reason="completed",
-            extra_fields={"global_steps": steps, FIELD: _record(rollout, params)},
+            extra_fields={**fields, FIELD: _record(rollout, params)},
         )
 
     # ---------------------------------------------------------------- requests in flight
-
-    async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """Abort one request; its caller gets no tokens, and the reason ``aborted``."""
-        return {"aborted": bool(self.engine.abort(lambda name: name == request_id)), "request_id": request_id}
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests; those that follow wait for :meth:`resume_generation`, or are aborted too."""
@@ -101,9 +97,11 @@ class SparseServer:
 
     async def sleep(self) -> None:
         """Complete the requests in flight, then hold neither cache nor weights in the device's memory."""
-        await asyncio.to_thread(self.engine.drain)
-        await self.release_kv_cache()
-        self._move(torch.device("cpu"))
+        if self.config.free_cache_engine:
+            await asyncio.to_thread(self.engine.drain)
+            await self.release_kv_cache()
+            self._move(torch.device("cpu"))
+            self._free()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring the weights back; the cache comes with the next request."""
@@ -114,6 +112,7 @@ class SparseServer:
         """Free the cache when the requests in flight are complete."""
         with ExitStack() as stack:
             await asyncio.to_thread(stack.enter_context, self.engine.paused())
+            self._free()
 
     async def load_weights(self, bucket: Bucket, is_last: bool) -> None:
         """Load a bucket of an update; from the first to the last nothing is drawn.
@@ -126,11 +125,17 @@ class SparseServer:
             await asyncio.to_thread(stack.enter_context, self.engine.paused())
             self._update = WeightUpdate(self.model), stack
         update, stack = self._update
-        update.load(bucket)
-        if is_last:
-            update.finish()
-            self._update = None
-            stack.close()
+        try:
+            update.load(bucket)
+            if is_last:
+                update.finish()
+        except UserError:
+            is_last = True
+            raise
+        finally:
+            if is_last:
+                self._update = None
+                stack.close()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Note the trainer's step, which every answer carries."""
@@ -144,8 +149,9 @@ class SparseServer:
     def _move(self, device: torch.device) -> None:
         self.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
 
-    def _params(self, given: dict[str, Any]) -> SamplingParams:
-        return sampling_params(self.config, given)
+    def _free(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the actor, which is another process
 
 
 def _record(rollout: Rollout, params: SamplingParams) -> bytes | None:

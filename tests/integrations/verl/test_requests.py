@@ -133,18 +133,6 @@ def test_an_abort_ends_all_and_a_closed_engine_holds_or_rejects(
     same(late.result(WAIT), alone(model, 1))
 
 
-def test_one_is_aborted_and_the_others_go_on(gated: RequestEngine, gate: Gate, model: PreTrainedModel) -> None:
-    drawn = [gated.submit(request(i)) for i in range(5)]
-    assert gate.reached.wait(WAIT)
-    assert sorted(gated.abort(lambda name: name in ("r1", "r4", "x"))) == ["r1", "r4"]
-    gate.go.set()
-    assert drawn[1].result(0) is None
-    assert drawn[4].result(0) is None
-    for index in (0, 2, 3):
-        same(drawn[index].result(WAIT), alone(model, index))
-    assert gated.abort(lambda name: name == "r0") == []
-
-
 def test_a_pause_completes_what_runs_and_holds_back_the_rest(
     gated: RequestEngine, gate: Gate, model: PreTrainedModel
 ) -> None:

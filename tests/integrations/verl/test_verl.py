@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ needs_verl = pytest.mark.skipif(
     reason="needs verl and Ray: pip install 'sparse-rl-lightning[verl]' and pip install --no-deps verl",
 )
 SNAPKV = "{class_path: SnapKV, init_args: {budget: 16, buffer: 8, num_sinks: 2, window: 4}}"
-SPARSE_RL = [  # the correction of the paper, in verl's words (docs/verl.md)
+SPARSE_RL = [  # the correction of the paper, in verl's words (docs/from_verl.md)
     "algorithm.rollout_correction.rollout_is=token",
     "algorithm.rollout_correction.rollout_is_threshold=1e9",
     "algorithm.rollout_correction.rollout_rs=seq_max_k2",
@@ -77,12 +76,15 @@ def configured(folder: Path, *more: str) -> Any:
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    os.environ.update(VERL_USE_EXTERNAL_MODULES=REGISTER, RAY_AUTH_MODE="disabled", PYTHONPATH=str(HERE))
-    import ray
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("VERL_USE_EXTERNAL_MODULES", REGISTER), ("RAY_AUTH_MODE", "disabled")):
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(HERE))
+        import ray
 
-    ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=2 * 10**8, log_to_driver=False)
-    yield
-    ray.shutdown()
+        ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=2 * 10**8, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
