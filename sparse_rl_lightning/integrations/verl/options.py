@@ -19,7 +19,7 @@ OF_VERL = {"model", "num_slots", "end_token_ids", "tokenizer", "keep_pool", "rec
 
 
 def sampler_options(config: Any) -> dict[str, Any]:
-    """The arguments of a :class:`~sparse_rl_lightning.RolloutSampler` without model and tokenizer.
+    """The arguments of a :class:`~sparse_rl_lightning.rollout.RolloutSampler` without model and tokenizer.
 
     Args:
         config: verl's ``RolloutConfig``; ``engine_kwargs.sparse_rl`` holds the compressor, as ``class_path`` and

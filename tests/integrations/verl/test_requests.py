@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparse_rl_lightning.compressors import RKV, Compressor
 from sparse_rl_lightning.errors import UserError
@@ -16,6 +18,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
+STORIES = Path(os.environ.get("SPARSE_RL_STORIES", Path(__file__).parents[4] / "shared/models/stories260K"))
 PARAMS = SamplingParams(max_completion_length=40, seed=3)
 PROMPTS = [list(range(5, 8 + 3 * i)) for i in range(6)]
 WAIT = 60  # seconds
@@ -89,6 +92,19 @@ def test_records_are_exact_and_of_one_policy(engine: RequestEngine, model: PreTr
     assert check_record(record, model).largest < 1e-5
 
 
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the real small Llama")
+def test_a_real_model() -> None:
+    model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    engine = RequestEngine(sampler(model, RKV(budget=24, buffer=8)), max_prompt_length=32)
+    params = SamplingParams(max_completion_length=100)
+    drawn = [
+        engine.submit(Request("", prompt, params, i)) for i, prompt in enumerate([[1, 403, 407, 261, 378], [1]] * 3)
+    ]
+    record = SampledRecord.cat([SampledRecord.of(future.result(WAIT)) for future in drawn])
+    assert check_record(record, model).largest < 1e-4
+    assert record.nbytes > 0
+
+
 def test_one_that_comes_later_joins_those_that_run(gated: RequestEngine, gate: Gate, model: PreTrainedModel) -> None:
     first = gated.submit(request(0))
     assert gate.reached.wait(WAIT)
@@ -101,7 +117,7 @@ def test_one_that_comes_later_joins_those_that_run(gated: RequestEngine, gate: G
     assert gated._session.version == 1  # they were drawn together
 
 
-def test_other_parameters_wait_and_are_not_overtaken(gated: RequestEngine, gate: Gate) -> None:
+def test_other_parameters_wait_and_are_not_overtaken(gated: RequestEngine, gate: Gate, model: PreTrainedModel) -> None:
     order: list[str] = []
     first = gated.submit(request(0))
     assert gate.reached.wait(WAIT)
@@ -112,6 +128,7 @@ def test_other_parameters_wait_and_are_not_overtaken(gated: RequestEngine, gate:
     gate.go.set()
     assert [f.result(WAIT) is not None for f in (first, *(one.done for one in others))] == [True] * 3
     assert order == ["r1", "r2"]
+    same(others[0].done.result(0), sampler(model, ends=()).generate([PROMPTS[1]], greedy))
 
 
 @pytest.mark.parametrize("reject", [False, True])

