@@ -17,6 +17,7 @@ from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngin
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
+from tests.pretend_gpu import PretendGPU
 
 STORIES = Path(os.environ.get("SPARSE_RL_STORIES", Path(__file__).parents[4] / "shared/models/stories260K"))
 PARAMS = SamplingParams(max_completion_length=40, seed=3)
@@ -148,6 +149,22 @@ def test_an_abort_ends_all_and_a_closed_engine_holds_or_rejects(
         assert late.result(0) is None
         late = gated.submit(request(1))
     same(late.result(WAIT), alone(model, 1))
+
+
+def test_requests_join_and_leave_on_a_pretended_gpu(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)  # only this thread knows of the pretended device
+    with PretendGPU() as gpu:
+        engine = RequestEngine(sampler(gpu.copy_of(model)), max_prompt_length=32)
+        drawn, late = [request(i) for i in range(4)], request(5)
+        for one in drawn:
+            engine.submit(one)
+        drawn[1].done.add_done_callback(lambda _: engine._queue.append(late))
+        engine._draw(PARAMS)
+        assert engine._session is not None
+        assert engine._session.version == 1
+    for one in (*drawn, late):
+        same(one.done.result(0), alone(model, one.number, ends=(1,)))
+    assert gpu.captures.refused == []
 
 
 def test_a_pause_completes_what_runs_and_holds_back_the_rest(
