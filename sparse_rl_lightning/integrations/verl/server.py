@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -48,7 +49,7 @@ class SparseServer:
         sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
         self.engine = RequestEngine(sampler, self.config.prompt_length)
         self.global_steps: int | None = None
-        self._update: tuple[WeightUpdate, ExitStack] | None = None  # an update that has begun
+        self._update: tuple[WeightUpdate, AsyncExitStack] | None = None  # an update that has begun
 
     async def generate(
         self,
@@ -99,19 +100,19 @@ class SparseServer:
         """Complete the requests in flight, then hold neither cache nor weights in the device's memory."""
         if self.config.free_cache_engine:
             await asyncio.to_thread(self.engine.drain)
-            await self.release_kv_cache()
-            self._move(torch.device("cpu"))
-            self._free()
+            async with self._paused():
+                self._move(torch.device("cpu"))
+                self._free()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Bring the weights back; the cache comes with the next request."""
         if tags is None or "weights" in tags:
-            self._move(self.device)
+            async with self._paused():
+                self._move(self.device)
 
     async def release_kv_cache(self) -> None:
         """Free the cache when the requests in flight are complete."""
-        with ExitStack() as stack:
-            await asyncio.to_thread(stack.enter_context, self.engine.paused())
+        async with self._paused():
             self._free()
 
     async def load_weights(self, bucket: Bucket, is_last: bool) -> None:
@@ -121,8 +122,8 @@ class SparseServer:
             ValueError: If weights do not fit the model, or are missing at the end.
         """
         if self._update is None:
-            stack = ExitStack()
-            await asyncio.to_thread(stack.enter_context, self.engine.paused())
+            stack = AsyncExitStack()
+            await stack.enter_async_context(self._paused())
             self._update = WeightUpdate(self.model), stack
         update, stack = self._update
         try:
@@ -135,7 +136,7 @@ class SparseServer:
         finally:
             if is_last:
                 self._update = None
-                stack.close()
+                await stack.aclose()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Note the trainer's step, which every answer carries."""
@@ -145,6 +146,13 @@ class SparseServer:
         """What has nothing to do here: prefixes are not kept between requests, and there is no profiler."""
 
     clear_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """As the engine's, which waits in a thread of its own."""
+        with ExitStack() as stack:
+            await asyncio.to_thread(stack.enter_context, self.engine.paused())
+            yield
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
