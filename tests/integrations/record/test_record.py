@@ -317,8 +317,8 @@ def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
 def test_bytes_say_what_the_file_says_and_records_are_joined(recorded: SampledRecord, tmp_path: Path) -> None:
     sent = record_bytes(recorded)
     write_record(recorded, tmp_path / "a.safetensors")
-    assert sent == (tmp_path / "a.safetensors").read_bytes()
-    assert recorded.difference(record_from_bytes(sent)) == ""
+    for content in (sent, (tmp_path / "a.safetensors").read_bytes()):  # its header's texts are in any order
+        assert recorded.difference(record_from_bytes(content)) == ""
     with pytest.raises(ValueError, match="the bytes cannot be read as safetensors"):
         record_from_bytes(sent[:-1])
     rollout = recorded.rollout()
