@@ -22,6 +22,7 @@ from torch.optim import lr_scheduler
 import sparse_rl_lightning
 from sparse_rl_lightning.cli.benchmark import parser as benchmark_parser
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from tests.project.test_layers import OF_VERL
 
 ROOT = README.parent
 CODE = re.compile(r"`([^`\n]+)`")
@@ -52,7 +53,7 @@ def package() -> dict[str, Any]:
     """Every public class and function of the package by its name."""
     found = {}
     for module in pkgutil.walk_packages(sparse_rl_lightning.__path__, "sparse_rl_lightning."):
-        if not module.name.endswith(("__main__", "._C")):
+        if not module.name.endswith(("__main__", "._C")) and module.name not in OF_VERL:
             found |= {k: v for k, v in vars(importlib.import_module(module.name)).items() if not k.startswith("_")}
     return found
 

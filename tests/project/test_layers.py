@@ -64,6 +64,8 @@ KNOW_HOOKS = {  # attention functions; the cache between a linear layer and the 
 }
 LAZY = {"datasets", "deepspeed", "flash_attn", "math_verify", "matplotlib", "pandas", "peft", "pyarrow", "trl", "wandb"}
 OF_TRL = f"{PACKAGE}.integrations.trl"  # a subclass of TRL's trainer: who imports it wants TRL
+OF_VERL = {f"{PACKAGE}.integrations.verl.{name}" for name in ("adapter", "register", "replica", "server")}
+"""Modules that only verl imports, and that need it; no other may know it, or Ray."""
 
 ROWS = {unit: row for row, units in enumerate(LAYERS) for unit in units}
 
@@ -258,6 +260,13 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert eager == []
 
 
+def test_verl_is_known_to_its_modules_alone() -> None:
+    found = {module for module, imports in IMPORTS.items() if any(one.root in ("ray", "verl") for one in imports)}
+    assert found == OF_VERL
+    users = {m for m in SOURCES for one, target in internal(m) if target in OF_VERL and not one.lazy}
+    assert users <= OF_VERL
+
+
 PROBE = """
 import importlib, json, sys, time
 import lightning.pytorch, torch, torchmetrics, transformers
@@ -272,7 +281,8 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 
 def test_importing_everything_loads_nothing_heavy() -> None:
     """Beyond what Lightning, torchmetrics and transformers load themselves; CPU seconds, for busy machines."""
-    modules = [name for name in SOURCES if unit(name) != "__main__" and not name.startswith(OF_TRL)]
+    skipped = {name for name in SOURCES if name.startswith(OF_TRL)} | OF_VERL | {f"{PACKAGE}.__main__"}
+    modules = [name for name in SOURCES if name not in skipped]
     probe = PROBE.format(package=PACKAGE, modules=modules)
     result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=FOLDER.parent)
     assert result.returncode == 0, result.stderr

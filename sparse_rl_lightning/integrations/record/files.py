@@ -1,4 +1,4 @@
-"""Records as files: arrays in safetensors, the numbers in its JSON header. Reading runs nothing and trusts nothing."""
+"""Records as files or bytes: safetensors, numbers in its JSON header. Reading runs nothing and trusts nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
@@ -24,9 +24,14 @@ def write_record(record: SampledRecord, path: str | Path) -> None:
     Raises:
         OSError: If it cannot be written.
     """
+    write_whole(Path(path), record_bytes(record))
+
+
+def record_bytes(record: SampledRecord) -> bytes:
+    """The content of a record's file, to be sent instead of stored."""
     numbers = {name: getattr(record, name) for name in NUMBERS}
     header = {"format": FORMAT, "version": str(VERSION), "numbers": json.dumps(numbers)}
-    write_whole(Path(path), save({name: array.contiguous() for name, array in record.arrays.items()}, header))
+    return save({name: array.contiguous() for name, array in record.arrays.items()}, header)
 
 
 def read_record(path: str | Path) -> SampledRecord:
@@ -36,18 +41,34 @@ def read_record(path: str | Path) -> SampledRecord:
         ValueError: If there is none, it is of another format or version, or anything in it is not as it must be.
     """
     try:
-        with safe_open(path, "pt") as file:
-            header, names = file.metadata() or {}, [name for name in file.keys() if not name.startswith(OWN)]
-            numbers = _numbers(header)
-            if set(names) != set(ARRAYS):
-                raise UserError(
-                    f"it must hold the arrays {', '.join(ARRAYS)}, got {', '.join(sorted(names)) or 'none'}."
-                )
-            return SampledRecord(**numbers, **{name: file.get_tensor(name) for name in ARRAYS})
-    except UserError as error:
-        raise UserError(f"{str(path)!r} is no eviction record that can be read: {error}") from error
-    except (OSError, SafetensorError) as error:
+        data = Path(path).read_bytes()
+    except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read as safetensors ({error}).") from error
+    return record_from_bytes(data, repr(str(path)))
+
+
+def record_from_bytes(data: bytes, name: str = "the bytes") -> SampledRecord:
+    """Read a record from the content of its file.
+
+    Args:
+        data: Content.
+        name: What error messages call it.
+
+    Raises:
+        ValueError: As :func:`read_record`.
+    """
+    try:
+        arrays = {key: array for key, array in load(data).items() if not key.startswith(OWN)}
+        size = int.from_bytes(data[:8], "little")  # of the header, which the line above has read
+        header = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        numbers: dict[str, Any] = _numbers(header)
+        if set(arrays) != set(ARRAYS):
+            raise UserError(f"it must hold the arrays {', '.join(ARRAYS)}, got {', '.join(sorted(arrays)) or 'none'}.")
+        return SampledRecord(**(numbers | arrays))
+    except UserError as error:
+        raise UserError(f"{name} is no eviction record that can be read: {error}") from error
+    except SafetensorError as error:
+        raise UserError(f"{name} cannot be read as safetensors ({error}).") from error
 
 
 def _numbers(header: dict[str, str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ saw them. An eviction that all heads of a layer share, or all layers, is written
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -93,6 +93,23 @@ class SampledRecord:
             lengths=lengths.int().cpu(), finished=rollout.finished.int().cpu(), logprobs=logprobs[own].float().cpu(),
             evictions=evictions, num_runs=num_runs, runs=runs,
         )  # fmt: skip
+
+    @classmethod
+    def cat(cls, records: Sequence[SampledRecord]) -> Self:
+        """Join records of one model, request after request.
+
+        Raises:
+            ValueError: If there is none, or they are not of one model and temperature.
+        """
+        if len({(one.num_layers, one.num_heads, one.temperature) for one in records}) != 1:
+            raise UserError(
+                "Only records with the same num_layers, num_heads and temperature can be joined, at least one."
+            )
+        arrays = {name: torch.cat([one.arrays[name] for one in records]) for name in ARRAYS}
+        requests = torch.tensor([0, *(len(one) for one in records)]).cumsum(0)[:-1]  # before each record
+        own = requests.repeat_interleave(torch.tensor([len(one.evictions) for one in records]))
+        arrays["evictions"][:, 0] += own.int()
+        return cls(records[0].num_layers, records[0].num_heads, records[0].temperature, **arrays)
 
     def rollout(self) -> Rollout:
         """The rollout that was recorded: to replay, to weigh, to train on. Its cache and random keys are not known."""

@@ -23,6 +23,8 @@ from sparse_rl_lightning.integrations.record import (
     SampledRecord,
     check_record,
     read_record,
+    record_bytes,
+    record_from_bytes,
     record_of_kept,
     write_record,
 )
@@ -310,6 +312,22 @@ def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
         read_record(path)
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         read_record(tmp_path / "none.safetensors")
+
+
+def test_bytes_say_what_the_file_says_and_records_are_joined(recorded: SampledRecord, tmp_path: Path) -> None:
+    sent = record_bytes(recorded)
+    write_record(recorded, tmp_path / "a.safetensors")
+    for content in (sent, (tmp_path / "a.safetensors").read_bytes()):  # its header's texts are in any order
+        assert recorded.difference(record_from_bytes(content)) == ""
+    with pytest.raises(ValueError, match="the bytes cannot be read as safetensors"):
+        record_from_bytes(sent[:-1])
+    rollout = recorded.rollout()
+    single = [SampledRecord.of(rollout[i : i + 1]) for i in range(len(rollout))]
+    assert recorded.difference(SampledRecord.cat(single)) == ""
+    assert recorded.difference(SampledRecord.cat(single[::-1])) != ""
+    for wrong in ([], [recorded, SMALL], [recorded, replace(recorded, temperature=0.5)]):
+        with pytest.raises(ValueError, match="can be joined"):
+            SampledRecord.cat(wrong)
 
 
 def test_a_record_of_another_model_is_refused(recorded: SampledRecord) -> None:

@@ -1,0 +1,79 @@
+"""verl's configuration of a rollout as settings of the sampler; what cannot work is refused before a model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
+
+NAME = "sparse_rl"
+"""What ``actor_rollout_ref.rollout.name`` calls this rollout."""
+OF_VERL = {"model", "num_slots", "end_token_ids", "tokenizer", "keep_pool", "record_routing"}
+"""Arguments of the sampler that follow from verl's configuration."""
+
+
+def sampler_options(config: Any) -> dict[str, Any]:
+    """The arguments of a :class:`~sparse_rl_lightning.rollout.RolloutSampler` without model and tokenizer.
+
+    Args:
+        config: verl's ``RolloutConfig``; ``engine_kwargs.sparse_rl`` holds the compressor, as ``class_path`` and
+            ``init_args``, and may hold more arguments of the sampler.
+
+    Raises:
+        ValueError: If there is no compressor, an option is wrong, or verl is told to do what this rollout cannot.
+    """
+    _check(config)
+    given = config.engine_kwargs.get(NAME)
+    if not isinstance(given, Mapping) or not given.get("compressor"):
+        raise UserError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{NAME}.compressor is missing. Give one as class_path and "
+            "init_args, for instance class_path: SnapKV, init_args: {budget: 512, buffer: 128}; FullKV evicts nothing."
+        )
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RolloutSampler, skip=OF_VERL)
+    try:
+        found: dict[str, Any] = parser.instantiate(parser.parse_object(dict(given))).as_dict()
+    except Exception as error:  # jsonargparse wraps what a class raises
+        raise UserError(f"actor_rollout_ref.rollout.engine_kwargs.{NAME}: {error}") from error
+    if found["memory_limit"] is None:
+        found["memory_limit"] = float(config.gpu_memory_utilization)
+    found["end_token_ids"] = [] if config.ignore_eos else None
+    return {**found, "num_slots": config.max_num_seqs}
+
+
+def sampling_params(config: Any, given: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a request.
+
+    Args:
+        config: verl's ``RolloutConfig``.
+        given: Settings of the request under vLLM's names; a limit above ``response_length`` means that.
+
+    Raises:
+        ValueError: If a setting is unknown here, or out of range.
+    """
+    params = SamplingParams(max_completion_length=config.response_length, seed=config.seed)
+    found = with_generation_kwargs(params, {name: value for name, value in given.items() if name != "logprobs"})
+    return replace(found, max_completion_length=min(found.max_completion_length, config.response_length))
+
+
+def _check(config: Any) -> None:
+    where = "actor_rollout_ref.rollout."
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    for name in sizes:
+        if getattr(config, name) != 1:
+            raise UserError(
+                f"{where}{name} must be 1, got {getattr(config, name)}: a server is one process on one GPU."
+            )
+    if not config.calculate_log_probs:
+        raise UserError(
+            f"{where}calculate_log_probs must be true: without the sampler's log-probabilities nothing corrects what a "
+            "compressed cache changes."
+        )
+    if config.enable_rollout_routing_replay:
+        raise UserError(f"{where}enable_rollout_routing_replay is not for this rollout: it does not send the experts.")

@@ -1,0 +1,169 @@
+"""SparseServer: verl's rollout server on our sampler, an actor of Ray that answers one request per call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from hashlib import sha256
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.replica import TokenOutput
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.record import SampledRecord, record_bytes
+from sparse_rl_lightning.integrations.verl import options
+from sparse_rl_lightning.integrations.verl.batches import FIELD
+from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
+from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdate
+from sparse_rl_lightning.policies.modes import freeze
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+
+
+class SparseServer:
+    """A model with its sampler: the methods that verl's replica, client and checkpoint engine call.
+
+    Args:
+        config: verl's ``RolloutConfig``.
+        model_config: verl's ``HFModelConfig``.
+
+    Raises:
+        ValueError: As :func:`~sparse_rl_lightning.integrations.verl.options.sampler_options`, or if the model is not
+            one that the sampler knows.
+    """
+
+    def __init__(self, config: Any, model_config: Any) -> None:
+        self.config = omega_conf_to_dataclass(config)
+        arguments = options.sampler_options(self.config)
+        model_config = omega_conf_to_dataclass(model_config)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_config.local_path, dtype=self.config.dtype, trust_remote_code=model_config.trust_remote_code
+        )
+        freeze(self.model)
+        self._move(self.device)
+        sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
+        self.engine = RequestEngine(sampler, self.config.prompt_length)
+        self.global_steps: int | None = None
+        self._update: tuple[WeightUpdate, AsyncExitStack] | None = None  # an update that has begun
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+    ) -> TokenOutput:
+        """Complete a prompt: its tokens, their log-probabilities under the compressed cache, the record of evictions.
+
+        Raises:
+            ValueError: If the request has images, video or sound, or is not one for the sampler.
+        """
+        if image_data or video_data or audio_data:
+            raise UserError("This rollout is for text: it cannot read images, video or sound.")
+        params = options.sampling_params(self.config, sampling_params)
+        digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()  # the same in no two requests
+        number = int.from_bytes(digest[:8], "little", signed=True)
+        request = Request(request_id, list(prompt_ids), params, number)
+        rollout = await asyncio.wrap_future(self.engine.submit(request))
+        fields: dict[str, Any] = {"global_steps": self.global_steps}
+        if rollout is None:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
+        own = rollout.completion_mask[0]
+        return TokenOutput(
+            token_ids=rollout.sequences[0, own].tolist(),
+            log_probs=rollout.sampler_logprobs[0, own].tolist() if sampling_params.get("logprobs") else None,
+            stop_reason="completed",
+            extra_fields={**fields, FIELD: _record(rollout, params)},
+        )
+
+    # ---------------------------------------------------------------- requests in flight
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Abort all requests; those that follow wait for :meth:`resume_generation`, or are aborted too."""
+        names = await asyncio.to_thread(self.engine.abort_all, reject_request)
+        return {"aborted_count": len(names), "request_ids": names}
+
+    async def resume_generation(self) -> None:
+        """Draw again."""
+        self.engine.resume()
+
+    # ---------------------------------------------------------------- memory and weights
+
+    async def sleep(self) -> None:
+        """Complete the requests in flight, then hold neither cache nor weights in the device's memory."""
+        if self.config.free_cache_engine:
+            await asyncio.to_thread(self.engine.drain)
+            async with self._paused():
+                self._move(torch.device("cpu"))
+                self._free()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring the weights back; the cache comes with the next request."""
+        if tags is None or "weights" in tags:
+            async with self._paused():
+                self._move(self.device)
+
+    async def release_kv_cache(self) -> None:
+        """Free the cache when the requests in flight are complete."""
+        async with self._paused():
+            self._free()
+
+    async def load_weights(self, bucket: Bucket, is_last: bool) -> None:
+        """Load a bucket of an update; from the first to the last nothing is drawn.
+
+        Raises:
+            ValueError: If weights do not fit the model, or are missing at the end.
+        """
+        if self._update is None:
+            stack = AsyncExitStack()
+            await stack.enter_async_context(self._paused())
+            self._update = WeightUpdate(self.model), stack
+        update, stack = self._update
+        try:
+            update.load(bucket)
+            if is_last:
+                update.finish()
+        except UserError:
+            is_last = True
+            raise
+        finally:
+            if is_last:
+                self._update = None
+                await stack.aclose()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Note the trainer's step, which every answer carries."""
+        self.global_steps = global_steps
+
+    async def nothing(self, *_: Any, **__: Any) -> None:
+        """What has nothing to do here: prefixes are not kept between requests, and there is no profiler."""
+
+    clear_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """As the engine's, which waits in a thread of its own."""
+        with ExitStack() as stack:
+            await asyncio.to_thread(stack.enter_context, self.engine.paused())
+            yield
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
+
+    def _free(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the actor, which is another process
+
+
+def _record(rollout: Rollout, params: SamplingParams) -> bytes | None:
+    """The content of the record's file; None if deaths alone do not say what the sampler saw, or nothing can die."""
+    if rollout.evictions is None or not rollout.evictions.num_layers:
+        return None
+    return record_bytes(SampledRecord.of(rollout, params.temperature or 1.0))

@@ -1,0 +1,283 @@
+"""Programs of verl on a CPU: its replica, agent loop, way of weights and rollout correction, with Ray on one machine.
+
+Ray is told of a GPU that is not there, because verl's worker of a replica asks for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparse_rl_lightning.corrections import importance_weights, reject_sequences
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.record import SampledRecord, check_record, record_from_bytes
+from sparse_rl_lightning.integrations.verl.batches import record_of_batch, replayed_logprobs
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+REGISTER = "sparse_rl_lightning.integrations.verl.register"
+HERE = Path(__file__).parents[3]
+needs_verl = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("verl", "ray", "hydra")),
+    reason="needs verl and Ray: pip install 'sparse-rl-lightning[verl]' and pip install --no-deps verl",
+)
+SNAPKV = "{class_path: SnapKV, init_args: {budget: 16, buffer: 8, num_sinks: 2, window: 4}}"
+SPARSE_RL = [  # the correction of the paper, in verl's words (docs/from_verl.md)
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_is_threshold=1e9",
+    "algorithm.rollout_correction.rollout_rs=seq_max_k2",
+    "algorithm.rollout_correction.rollout_rs_threshold=42.41",
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed")
+def test_without_verl_it_says_what_to_install() -> None:
+    found = subprocess.run([sys.executable, "-c", f"import {REGISTER}"], capture_output=True, text=True, cwd=HERE)
+    assert "needs verl" in found.stderr
+    assert "pip install 'sparse-rl-lightning[verl]'" in found.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer, path = character_tokenizer(), tmp_path_factory.mktemp("verl") / "model"
+    tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.06).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return loaded
+
+
+def configured(folder: Path, *more: str) -> Any:
+    """The configuration of verl with the lines that a user writes."""
+    from hydra import compose, initialize_config_module
+
+    rollout = "actor_rollout_ref.rollout."
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[
+            f"actor_rollout_ref.model.path={folder}", f"{rollout}name=sparse_rl", f"{rollout}dtype=float32",
+            f"{rollout}tensor_model_parallel_size=1", f"{rollout}calculate_log_probs=true",
+            f"{rollout}prompt_length=64", f"{rollout}response_length=40", f"{rollout}max_num_seqs=4",
+            f"{rollout}agent.num_workers=1", f"{rollout}nnodes=1", f"{rollout}n_gpus_per_node=1",
+            f"+{rollout}engine_kwargs.sparse_rl.compressor={SNAPKV}", *SPARSE_RL, *more,
+        ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("VERL_USE_EXTERNAL_MODULES", REGISTER), ("RAY_AUTH_MODE", "disabled")):
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(HERE))
+        import ray
+
+        ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=2 * 10**8, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def manager(ray_here: None, folder: Path) -> Any:
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    return LLMServerManager.create(configured(folder))
+
+
+@pytest.fixture(scope="module")
+def batch(manager: Any, folder: Path) -> Any:
+    """What verl's agent loop makes of four prompts, two samples each."""
+    import numpy as np
+    from verl import DataProto
+    from verl.experimental.agent_loop import AgentLoopManager
+
+    prompts = [[{"role": "user", "content": f"{i} + 12 ="}] for i in range(4) for _ in range(2)]
+    loop = AgentLoopManager.create(configured(folder), manager.get_client())
+    return loop.generate_sequences(DataProto.from_single_dict({"raw_prompt": np.array(prompts, dtype=object)}))
+
+
+def ask(manager: Any, index: int, **params: Any) -> Any:
+    given = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, **params}
+    prompt = list(range(5, 9 + 4 * index))
+    handle = manager.get_replicas()[0].server_handle
+    return handle.generate.remote(request_id=f"r{index}", prompt_ids=prompt, sampling_params=given)
+
+
+def dense(model: PreTrainedModel, batch: Any) -> torch.Tensor:
+    """The log-probabilities (B, R) of the actor, from verl's own tensors."""
+    width = batch.batch["responses"].shape[1]
+    with torch.no_grad():
+        logits = model(
+            batch.batch["input_ids"], attention_mask=batch.batch["attention_mask"],
+            position_ids=batch.batch["position_ids"],
+        ).logits[:, -width - 1 : -1]  # fmt: skip
+    found = logits.log_softmax(-1).gather(-1, batch.batch["responses"][..., None])[..., 0]
+    return found * batch.batch["response_mask"]
+
+
+@needs_verl
+@pytest.mark.slow
+class TestServer:
+    def test_answers_have_the_record_of_what_drew_them(self, manager: Any, model: PreTrainedModel) -> None:
+        import ray
+
+        answers = ray.get([ask(manager, index) for index in range(7)])
+        records = [record_from_bytes(one.extra_fields["eviction_record"]) for one in answers]
+        assert check_record(SampledRecord.cat(records), model).largest < 1e-5
+        assert sum(len(record.evictions) for record in records) > 7
+        for one, record in zip(answers, records, strict=True):
+            rollout = record.rollout()
+            assert one.token_ids == rollout.sequences[rollout.completion_mask].tolist()
+            assert one.log_probs == rollout.sampler_logprobs[rollout.completion_mask].tolist()
+            assert one.stop_reason == "completed"
+        assert len(answers[0].token_ids) != len(answers[1].token_ids)  # ends are ragged
+        again = ray.get([ask(manager, index) for index in (3, 1)])
+        assert [one.token_ids for one in again] == [answers[3].token_ids, answers[1].token_ids]
+
+    def test_greedy_and_shorter(self, manager: Any) -> None:
+        import ray
+
+        one, other = ray.get([ask(manager, 2, temperature=0, max_tokens=5), ask(manager, 2, temperature=0)])
+        assert len(one.token_ids) == 5
+        assert one.token_ids == other.token_ids[:5]
+
+    def test_wrong_requests_are_refused(self, manager: Any) -> None:
+        import ray
+
+        with pytest.raises(UserError, match="best_of is not honored"):
+            ray.get(ask(manager, 1, best_of=2))
+        with pytest.raises(UserError, match="made for 64"):
+            ray.get(ask(manager, 20))
+        handle = manager.get_replicas()[0].server_handle
+        with pytest.raises(UserError, match="images"):
+            ray.get(handle.generate.remote([5], {}, "r", image_data=["x"]))
+
+    def test_abort_resume_sleep_and_wake(self, manager: Any) -> None:
+        import ray
+
+        replica = manager.get_replicas()[0]
+        before = ray.get(ask(manager, 5))
+        drawn = [ask(manager, index) for index in range(8)]
+        asyncio.run(replica.abort_all_requests())
+        reasons = {one.stop_reason for one in ray.get(drawn)}
+        assert "aborted" in reasons
+        held = ask(manager, 5)
+        assert ray.wait([held], timeout=1)[0] == []
+        asyncio.run(replica.resume_generation())
+        assert ray.get(held).token_ids == before.token_ids
+        asyncio.run(replica.sleep())
+        asyncio.run(replica.wake_up())
+        for method in ("clear_kv_cache", "release_kv_cache", "resume_kv_cache", "start_profile", "stop_profile"):
+            asyncio.run(getattr(replica, method)())
+        assert ray.get(ask(manager, 5)).token_ids == before.token_ids
+
+    def test_weights_come_by_verls_way_and_change_what_is_drawn(self, manager: Any, model: PreTrainedModel) -> None:
+        import ray
+
+        worker = manager.get_replicas()[0].workers[0]
+        other = tiny_model("llama", vocab_size=model.config.vocab_size, initializer_range=0.06, seed=1)
+
+        def send(source: PreTrainedModel, steps: int) -> None:
+            weights = [(name, p.detach()) for name, p in source.named_parameters()]
+            ray.get(worker.execute_checkpoint_engine.remote("send_weights", weights))
+            ray.get(worker.update_weights.remote(global_steps=steps))
+
+        before = ray.get(ask(manager, 4))
+        send(other, 3)
+        after = ray.get(ask(manager, 4))
+        assert after.extra_fields["global_steps"] == 3
+        assert check_record(record_from_bytes(after.extra_fields["eviction_record"]), other).largest < 1e-5
+        send(model, 4)
+        back = ray.get(ask(manager, 4))
+        assert check_record(record_from_bytes(back.extra_fields["eviction_record"]), model).largest < 1e-5
+        assert before.token_ids != after.token_ids
+        ray.get(worker.execute_checkpoint_engine.remote("send_weights", [("other", torch.zeros(1))]))
+        with pytest.raises(UserError, match="no weight of this name"):
+            ray.get(worker.update_weights.remote(global_steps=5))
+        assert ray.get(ask(manager, 4)).extra_fields["global_steps"] == 4  # it goes on with what it had
+
+    @pytest.mark.parametrize(
+        ("more", "says"),
+        [
+            ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "tensor_model_parallel_size must be 1"),
+            ("actor_rollout_ref.rollout.calculate_log_probs=false", "calculate_log_probs must be true"),
+            ("actor_rollout_ref.rollout.engine_kwargs.sparse_rl.compressor.init_args.budget=-1", "got budget=-1"),
+        ],
+    )
+    def test_wrong_options_are_refused_before_anything_starts(
+        self, ray_here: None, folder: Path, more: str, says: str
+    ) -> None:
+        from verl.workers.rollout.replica import get_rollout_replica_class
+
+        config = configured(folder, more).actor_rollout_ref
+        with pytest.raises(UserError, match=says):
+            get_rollout_replica_class("sparse_rl")(0, config.rollout, config.model)
+
+
+@needs_verl
+@pytest.mark.slow
+class TestBatch:
+    def test_the_agent_loop_brings_the_records(self, batch: Any, model: PreTrainedModel) -> None:
+        record = record_of_batch(batch)
+        assert len(record) == 8
+        assert len(record.evictions) > 8
+        assert check_record(record, model).largest < 1e-5
+        assert batch.batch["responses"][0].tolist() != batch.batch["responses"][1].tolist()
+        drawn, mask = batch.batch["rollout_log_probs"], batch.batch["response_mask"].bool()
+        replayed = replayed_logprobs(model, batch)
+        assert ((replayed - drawn) * mask).abs().max() < 1e-5
+        assert ((dense(model, batch) - drawn) * mask).abs().max() > 0.01  # what there is to correct
+        replayed.sum().backward()
+        assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().max() > 0
+
+    def test_the_records_follow_the_samples(self, batch: Any, model: PreTrainedModel) -> None:
+        chosen = batch.select_idxs([5, 0, 2])
+        replayed, mask = replayed_logprobs(model, chosen).detach(), chosen.batch["response_mask"].bool()
+        assert ((replayed - chosen.batch["rollout_log_probs"]) * mask).abs().max() < 1e-5
+        mixed = batch.select_idxs([1, 2])
+        mixed.non_tensor_batch["eviction_record"] = batch.non_tensor_batch["eviction_record"][[1, 3]]
+        with pytest.raises(UserError, match="not of its responses"):
+            record_of_batch(mixed)
+        mixed.non_tensor_batch["eviction_record"][1] = None
+        with pytest.raises(UserError, match="have no 'eviction_record'"):
+            record_of_batch(mixed)
+
+    @pytest.mark.parametrize("cap", [1.2, 1e9])
+    def test_verls_weights_are_ours(self, batch: Any, model: PreTrainedModel, folder: Path, cap: float) -> None:
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+        chosen = batch.select_idxs(list(range(8)))
+        chosen.batch["old_log_probs"] = dense(model, batch)
+        given = configured(folder, f"algorithm.rollout_correction.rollout_is_threshold={cap}").algorithm
+        corrected, metrics = compute_rollout_correction_and_add_to_batch(chosen, given.rollout_correction)
+        mask = batch.batch["response_mask"].bool()
+        log_ratio = (chosen.batch["old_log_probs"] - batch.batch["rollout_log_probs"]) * mask
+        ours = importance_weights(log_ratio, mask, clip_max=cap)
+        torch.testing.assert_close(corrected.batch["rollout_is_weights"], ours)
+        assert metrics["rollout_corr/rollout_is_max"] > 1.1
+        assert corrected.batch["response_mask"].bool().equal(mask)  # nothing is near the paper's threshold here
+
+    @pytest.mark.parametrize(("threshold", "below"), [(1e-4, 9.5), (1e-4, 9.0), (0.5, 0.7), (0.5, 0.68)])
+    def test_verls_rejection_is_sparse_rls(self, batch: Any, folder: Path, threshold: float, below: float) -> None:
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+        chosen, mask = batch.select_idxs(list(range(8))), batch.batch["response_mask"].bool()
+        log_ratio = torch.zeros(mask.shape)
+        log_ratio[3, 1], log_ratio[5, 0], log_ratio[0, 2] = -below, 0.3, -0.2  # one token nears or passes the border
+        chosen.batch["old_log_probs"] = batch.batch["rollout_log_probs"] + log_ratio
+        bound = 0.5 * torch.tensor(threshold).log().square().item()
+        given = configured(folder, f"algorithm.rollout_correction.rollout_rs_threshold={bound}").algorithm
+        corrected, _ = compute_rollout_correction_and_add_to_batch(chosen, given.rollout_correction)
+        kept = reject_sequences(log_ratio * mask, mask, threshold)
+        assert corrected.batch["response_mask"].bool().equal(mask & kept[:, None])
+        assert kept.tolist() == [True] * 3 + [below < -torch.tensor(threshold).log().item()] + [True] * 4
