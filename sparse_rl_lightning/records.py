@@ -59,7 +59,8 @@ class StateUpdate:
     """The arguments of ``Compressor.update_state``: one layer's running numbers, and Q new tokens per sequence.
 
     While decoding Q is 1. A prompt comes in blocks of Q tokens, from its first to its last, before anything of it is
-    evicted; where it is cut must not make a difference. The new tokens are the last Q live entries of every head.
+    evicted, and what is given between turns in blocks behind what is left; where a text is cut must not make a
+    difference. The new tokens are the last Q live entries of every head.
     """
 
     state: Mapping[str, Tensor]  # each (S, H, N) float32, written in place; 0 for new tokens, undefined after them

@@ -21,16 +21,17 @@ from sparse_rl_lightning.ops.sinks import torch_attention
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens that are read into a slot behind the ``start`` tokens that were fed to it."""
+    """Tokens of a slot, in the cache already, that are read behind the ``start`` tokens that were fed to it."""
 
     slot: int
-    tokens: list[int]
     start: int
+    count: int
+    evicted: tuple[int, ...]  # (L) tokens lost before, a mean over heads
 
     @property
     def stop(self) -> int:
         """The number of tokens fed afterwards."""
-        return self.start + len(self.tokens)
+        return self.start + self.count
 
 
 def append_chunk(
@@ -46,7 +47,7 @@ def append_chunk(
         rows: Queries, keys and values of the chunk.
         weights: Output projection (Hq, D, E) of the layer, if the compressor needs it.
     """
-    g, pools, count, slot = cache.geometry, cache.layers[layer], len(chunk.tokens), chunk.slot
+    g, pools, count, slot = cache.geometry, cache.layers[layer], chunk.count, chunk.slot
     index = torch.arange(count, device=rows.query.device)
     before, positions = pools.lengths[slot].clone(), chunk.start + index  # (H,), (Q,)
     new = pools.offsets[slot, :, None] + before[:, None] + index  # (H, Q) rows of the pools
@@ -59,9 +60,12 @@ def append_chunk(
         last = slice(max(0, count - ring), count)
         cache.queries[layer, slot][:, positions[last] % ring] = query[last].transpose(0, 1)
     # what is stored is what later queries see, so the chunk's own see no other numbers
-    at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], int(pools.lengths[slot].max()))
+    alike = cache.arenas is None  # then the host knows how long all heads are, and does not wait
+    width = chunk.stop - chunk.evicted[layer] if alike else int(pools.lengths[slot].max())
+    at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], width)
     keys, values = (to_computed(pool[at], g.query_dtype) for pool in (pools.keys, pools.values))  # (H, N, D)
-    seen = torch.arange(at.shape[1], device=at.device) <= (before[:, None] + index).unsqueeze(-1)  # (H, Q, N)
+    newest = (before[:1] if alike else before)[:, None] + index  # (H, Q) entry of each token, or (1, Q)
+    seen = torch.arange(width, device=at.device) <= newest.unsqueeze(-1)  # (H, Q, N), or (1, Q, N)
     if cache.size.has_state:
         piece = Piece(slot, query, keys.transpose(0, 1), values.transpose(0, 1), rows.hidden, rows.sinks)
         follow_chunk(compressor, cache, layer, piece, new, positions, seen, weights)
@@ -70,7 +74,7 @@ def append_chunk(
 
 def append_to_window(cache: SlotCache, layer: int, window: int, chunk: Chunk, rows: Piece) -> Tensor:
     """The same in a layer with a sliding window, whose ring then has the sequence's last tokens."""
-    windows, count, device = cache.windows, len(chunk.tokens), rows.query.device
+    windows, count, device = cache.windows, chunk.count, rows.query.device
     assert windows is not None
     g, width = cache.geometry, windows.width
     held = torch.arange(max(0, chunk.start - width), chunk.start, device=device)  # positions in the ring
@@ -82,7 +86,7 @@ def append_to_window(cache: SlotCache, layer: int, window: int, chunk: Chunk, ro
     keys, values = in_order(windows.keys, rows.keys), in_order(windows.values, rows.values)
     at = torch.cat([held, chunk.start + torch.arange(count, device=device)])
     own = at[-count:, None]
-    seen = ((at <= own) & (at > own - window)).expand(g.num_kv_heads, -1, -1)
+    seen = ((at <= own) & (at > own - window))[None]
     out = _attention(rows.query.to(g.query_dtype), keys, values, seen, g.scale, rows.sinks)
     left = slice(max(0, count - width), count)  # of a long chunk only the last tokens stay
     places = at[-count:][left] % width
@@ -91,7 +95,8 @@ def append_to_window(cache: SlotCache, layer: int, window: int, chunk: Chunk, ro
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attention (Q, Hq, D) of queries (Q, Hq, D) over keys and values (H, N, D) that they see (H, Q, N)."""
+    """Attention (Q, Hq, D) over keys and values (H, N, D) that queries see: (H, Q, N), or (1, Q, N) for all heads."""
     group = query.shape[1] // len(keys)
-    keys, values, seen = (t.repeat_interleave(group, dim=0)[None] for t in (keys, values, seen))
+    keys, values = (t.repeat_interleave(group, dim=0)[None] for t in (keys, values))
+    seen = (seen if len(seen) == 1 else seen.repeat_interleave(group, dim=0))[None]
     return torch_attention(query.transpose(0, 1)[None], keys, values, seen, scale, sinks)[0].transpose(0, 1)

@@ -32,7 +32,7 @@ class Piece:
 
     slot: int
     query: Tensor  # (Q, Hq, D) rotated
-    keys: Tensor  # (T, H, D) rotated, of all tokens so far, the piece last
+    keys: Tensor  # (T, H, D) rotated, of all tokens so far, the piece last; or of the piece alone
     values: Tensor  # (T, H, D)
     hidden: Tensor  # (Q, E)
     sinks: Tensor | None = None  # (Hq) learned ones of the layer
@@ -122,7 +122,7 @@ def follow_chunk(
         piece: The tokens, with the keys and values of all entries of the slot.
         new: Rows (H, Q) of the pools where the tokens are.
         positions: Positions (Q,) of the tokens.
-        seen: Entries (H, Q, T) that each query sees.
+        seen: Entries (H, Q, T) that each query sees, or (1, Q, T) for all heads.
         weights: Output projection (Hq, D, E) of the layer, if needed.
     """
     g, pools, own = cache.geometry, cache.layers[layer], slice(piece.slot, piece.slot + 1)

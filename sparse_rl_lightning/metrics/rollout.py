@@ -135,7 +135,7 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
 
     Args:
         sequences: Token ids (B, T).
-        mask: Completion tokens (B, T), bool, without gaps.
+        mask: Completion tokens (B, T), bool; no phrase reaches over a gap.
         n: Number of tokens in a phrase.
 
     Returns:
@@ -149,7 +149,7 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
     if sequences.shape[1] < n or not sequences.numel():
         return torch.zeros(sequences.shape[0], device=sequences.device)
     phrases = _phrase_ids(sequences, n)  # (B, T - n + 1)
-    inside = mask[:, : phrases.shape[1]] & mask[:, n - 1 :]
+    inside = mask.unfold(1, n, 1).all(dim=-1)
     rows = torch.arange(len(sequences), device=sequences.device)[:, None].expand_as(phrases)
     pairs = torch.stack([rows[inside], phrases[inside]])
     distinct = torch.unique(pairs[0] * (phrases.max() + 1) + pairs[1]) // (phrases.max() + 1)

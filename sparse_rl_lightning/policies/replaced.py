@@ -6,6 +6,7 @@ Rollouts and log-probabilities call a model's parts themselves. A part is called
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,17 +14,23 @@ from torch import nn
 from sparse_rl_lightning.errors import UserError
 
 
+class AnswersSome(partial[Any]):
+    """A ``forward`` set on an object that answers calls of its own kind, and leaves all others to its first argument.
+
+    A kind of its own, not an attribute: those are copied to what is wrapped around it.
+    """
+
+
 def is_replaced(module: nn.Module) -> bool:
     """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
 
     Compilation, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
-    and does not count. Nor does a wrapper for calls of its own kind: ``passes_to`` names the forward that it leaves all
-    others to.
+    and does not count; nor does :class:`AnswersSome`.
     """
     module = uncompiled(module)
     own = vars(module).get("forward")
     own = getattr(own, "_torchdynamo_orig_callable", own)
-    own = getattr(own, "passes_to", own)
+    own = own.args[0] if isinstance(own, AnswersSome) else own
     own = getattr(own, "__func__", own)
     return own is not None and own is not type(module).forward
 

@@ -57,7 +57,7 @@ class RolloutSession:
         if turns and sampler.retriever is not None:
             raise UserError("turns=True needs a sampler without a retriever: pages are chosen for single tokens.")
         self.sampler, self.params, self.max_prompt_length, self.turns = sampler, params, max_prompt_length, turns
-        self._broken = False
+        self._broken = self._is_loaded = False
         with drawing(sampler.model):
             key = sampler.engine_key(params, sampler.num_slots, max_prompt_length, logs=VersionedLogs)
             self.engine = Engine(sampler.model, key)
@@ -85,7 +85,7 @@ class RolloutSession:
         *,
         until: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
-        new_weights: bool = True,
+        new_weights: bool | None = None,
     ) -> None:
         """Decode with the model's current weights, until nothing is left but paused sequences.
 
@@ -94,8 +94,8 @@ class RolloutSession:
             until: Condition checked after ``max_steps``: decoding continues while it is False and sequences are
                 unfinished.
             progress: Function as in :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
-            new_weights: Whether the weights may have changed since the last call. False continues with the same
-                version, as between the turns of a conversation: tokens of several versions cannot be replayed.
+            new_weights: Whether the weights may have changed since the last call, default True without ``turns``. False
+                continues with the same version: tokens of several versions cannot be replayed.
         """
         sampler, scheduler = self.sampler, self.scheduler
         stop = None if max_steps is None else scheduler.num_steps + max_steps
@@ -106,11 +106,13 @@ class RolloutSession:
             )
         self._broken = True
         with drawing(sampler.model):
-            if new_weights or not self.version:
+            is_new = not self.version or (not self.turns if new_weights is None else new_weights)
+            if is_new or self._is_loaded:
                 longest = self.max_prompt_length + self.params.max_completion_length
                 self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
                 scheduler.parked.clear()  # prompts that were read with other weights are read again
-                self._logs.version += 1
+                self._logs.version += is_new
+                self._is_loaded = False
             while scheduler.has_unfinished and (
                 stop is None or scheduler.num_steps < stop or not (until is None or until())
             ):
@@ -175,7 +177,8 @@ class RolloutSession:
         Raises:
             ValueError: If the sequence is not paused, there is no token, or too many for ``max_completion_length``.
         """
-        (tokens,) = check_prompts([token_ids], replace(self.params, max_completion_length=1), self.sampler.model)
+        one = replace(self.params, max_completion_length=1, min_completion_length=0)
+        (tokens,) = check_prompts([token_ids], one, self.sampler.model)
         slot, room = self._paused_slot(sequence), self.room(sequence)
         if len(tokens) > room:
             raise UserError(
@@ -264,7 +267,7 @@ class RolloutSession:
         for slot, content in state["slots"].items():
             self.engine.cache.restore(slot, tensors_to(content["cache"], device))
             self._logs.restore(slot, content["logs"])
-        self._broken = False
+        self._broken, self._is_loaded = False, True  # the model's weights may have been loaded too
 
     @property
     def _logs(self) -> VersionedLogs:
@@ -280,6 +283,7 @@ class RolloutSession:
             "top_logprobs": params.top_logprobs,
             "truncated sampling": params.truncates,
             "record_routing": self.engine.key.record_routing,
+            "turns": self.turns,
             "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
             **({"windows": list(g.windows)} if g.windows else {}),
             "kv_dtype": str(g.kv_dtype),
@@ -295,7 +299,7 @@ class RolloutSession:
         slots = state.get("slots", {}).values()
         if "groups" not in state or any(not {"cuts", "last"} <= one["running"].keys() for one in slots):
             raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
-        if changed := changed_settings(state["settings"], self._settings(), state):
+        if changed := changed_settings({"turns": False} | state["settings"], self._settings(), state):
             raise UserError(
                 f"The state was written by a session with other settings: {changed}. Make the session with the same, "
                 "or save unfinished sequences for a restart, state(restart=True), with the same num_generations."

@@ -113,6 +113,7 @@ def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
     assert page.read_text() == f"above\n{begin}\n\nsecond\n\n{END}\nbelow\n"
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["compressors.py", "--quick", "--threads", "1", "--save", str(tmp_path)])
     command.main()

@@ -27,6 +27,7 @@ def test_every_method_is_measured_and_has_a_page(tmp_path: Path) -> None:
         assert (compressor.budget, compressor.buffer, compressor.window) == (27, 4, 4)
 
 
+@pytest.mark.slow
 def test_the_table_is_kept(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
     for part in (tiny_model(vocab_size=len(tokenizer), num_layers=1, initializer_range=0.3), tokenizer):

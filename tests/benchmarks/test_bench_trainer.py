@@ -66,6 +66,7 @@ def test_ratios_are_paired_by_round() -> None:
     assert rows[SPARSE]["tokens/s"] == "32"
 
 
+@pytest.mark.slow
 @needs_proc
 def test_trl_runs_once(tmp_path: Path) -> None:
     """In a process of its own, and not again once it is finished; one optimizer step per rollout rescores nothing."""

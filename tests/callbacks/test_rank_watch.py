@@ -95,6 +95,7 @@ def end(fault: str, folder: Path) -> tuple[list[int], list[str]]:
     return statuses, [(folder / f"rank{rank}.txt").read_text() for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_waiting_for_ever_is_told_and_waiting_long_is_not(tmp_path: Path) -> None:
     """Both rollouts with a slow reward come through, four waits long; then one rank runs a collective of its own."""
     statuses, texts = end("torch.distributed.barrier()", tmp_path)

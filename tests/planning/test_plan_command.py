@@ -175,6 +175,7 @@ def test_what_costs_least_is_given_up_first(tiny: str) -> None:
     assert poorer.job.optimizer.keywords["foreach"] is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_nothing_fits_with_the_nearest_miss_and_the_length_that_would(tiny: str) -> None:
     with pytest.raises(UserError, match=r"does not fit 1.5 GB at --length 65536.*takes [\d.]+ GB.*--length \d+ fits"):
         main(["--model", tiny, "--memory", "1.5GB", "--length", "65536"])

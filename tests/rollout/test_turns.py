@@ -27,6 +27,8 @@ from sparse_rl_lightning.compressors import (
     StreamingLLM,
 )
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.record import SampledRecord
+from sparse_rl_lightning.metrics.rollout import repetition_rates
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
@@ -62,7 +64,7 @@ def converse(
 
 def talk(session: RolloutSession, ids: Sequence[int], most: int = 3) -> Rollout:
     while session.num_unfinished:
-        session.advance(new_weights=False)
+        session.advance()
         answer(session, ids, most)
     return session.take(session.complete)
 
@@ -80,7 +82,9 @@ def answer(session: RolloutSession, ids: Sequence[int], most: int) -> None:
 
 def new_session(model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, **options: Any) -> RolloutSession:
     sampler = RolloutSampler(model, compressor, num_slots, end_token_ids=ENDS, **options)
-    params = SamplingParams(num_generations=2, max_completion_length=LONGEST, seed=SEED, temperature=TEMPERATURE)
+    params = SamplingParams(
+        num_generations=2, max_completion_length=LONGEST, min_completion_length=2, seed=SEED, temperature=TEMPERATURE
+    )
     return RolloutSession(sampler, params, max_prompt_length=40, turns=True)
 
 
@@ -161,10 +165,10 @@ def test_others_go_on_while_one_waits() -> None:
     session = new_session(model, SnapKV(**SMALL), num_slots=4)
     session.add(PROMPTS[:2], range(4))
     waiting: set[int] = set()
-    session.advance(until=lambda: bool(session.paused), max_steps=0, new_weights=True)
+    session.advance(until=lambda: bool(session.paused), max_steps=0)
     waiting = set(session.paused)
     before = {one.sequence: one.num_fed for one in session.scheduler.running.values()}
-    session.advance(new_weights=False)
+    session.advance()
     assert waiting <= set(session.paused)
     assert before
     for sequence, fed in before.items():
@@ -200,10 +204,10 @@ def test_a_conversation_is_resumed_in_the_middle(restart: bool) -> None:
     session = new_session(model, compressor)
     session.add(PROMPTS, range(10))
     for _ in range(2):
-        session.advance(new_weights=False)
+        session.advance()
         answer(session, range(10), 3)
     while not (session.scheduler.reading and session.scheduler.running):
-        session.advance(max_steps=1, new_weights=False)
+        session.advance(max_steps=1)
         answer(session, range(10), 3)
     file = io.BytesIO()
     torch.save(session.state(restart), file)
@@ -220,6 +224,49 @@ def test_a_conversation_is_resumed_in_the_middle(restart: bool) -> None:
     assert torch.equal(rest.evictions.death, whole[torch.tensor(rows)].evictions.death)
 
 
+def test_a_conversation_resumes_with_the_weights_of_its_checkpoint() -> None:
+    """Loaded after the session was made, as a trainer does."""
+    model, other = small_model(), small_model()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    compressor = SnapKV(**SMALL)
+    whole = converse(model, compressor, num_slots=10)
+    session = new_session(model, compressor, 10)
+    session.add(PROMPTS, range(10))
+    session.advance(max_steps=3)
+    again = new_session(other, compressor, 10)
+    other.load_state_dict(model.state_dict())
+    again.load_state(session.state())
+    rest = talk(again, range(10))
+    assert again.version == 1
+    assert torch.equal(rest.sequences, whole.sequences)
+    assert torch.equal(rest.sampler_logprobs, whole.sampler_logprobs)
+
+
+def test_a_conversation_is_not_continued_by_a_session_without_turns() -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    session = new_session(model, compressor)
+    session.add(PROMPTS, range(10))
+    session.advance()
+    params, sampler = session.params, session.sampler
+    plain = RolloutSession(sampler, params, max_prompt_length=40)
+    with pytest.raises(UserError, match="turns was True, is False"):
+        plain.load_state(session.state())
+
+
+def test_a_conversation_is_no_record_of_version_1() -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    with pytest.raises(UserError, match="given between turns"):
+        SampledRecord.of(converse(model, compressor))
+
+
+def test_phrases_do_not_reach_over_what_was_given() -> None:
+    ids, drawn = torch.tensor([[1, 2, 9, 3] * 4]), torch.tensor([[True, True, False, True] * 4])
+    assert repetition_rates(ids, drawn, 4).item() == 0
+    assert repetition_rates(ids, torch.ones_like(drawn), 4).item() > 0.5
+
+
 # -------------------------------------------------------------------- ends of turns
 
 
@@ -232,7 +279,7 @@ def test_stop_strings_end_turns_and_are_not_found_in_what_was_given() -> None:
     session.add([[5, 6], [8, 11]], range(2))
     turns = 0
     for _ in range(4):
-        session.advance(new_weights=False)
+        session.advance()
         for sequence, tokens in session.paused.items():
             turns += 1
             text = tokenizer.decode(tokens)
@@ -249,7 +296,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="sequence 0 is not paused"):
         session.append(0, [5])
     while 0 not in session.paused:
-        session.advance(new_weights=False)
+        session.advance()
     for given, said in (([], "empty"), ([500], "500"), ([5] * 100, "more tokens that are not its own, got 100")):
         with pytest.raises(UserError, match=said):
             session.append(0, given)

@@ -67,7 +67,7 @@ def record_from_bytes(data: bytes, name: str = "the bytes") -> SampledRecord:
         return SampledRecord(**(numbers | arrays))
     except UserError as error:
         raise UserError(f"{name} is no eviction record that can be read: {error}") from error
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: an array of a type that safetensors knows and torch not
         raise UserError(f"{name} cannot be read as safetensors ({error}).") from error
 
 

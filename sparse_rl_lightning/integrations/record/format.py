@@ -76,12 +76,14 @@ class SampledRecord:
         """The record of a rollout of this library.
 
         Raises:
-            ValueError: If the rollout does not know its evictions.
+            ValueError: If the rollout does not know its evictions, or is of conversations.
         """
         if rollout.evictions is not None and not rollout.evictions.num_layers:
             raise UserError("All layers of this rollout's model have sliding windows: nothing is there to record.")
         if rollout.evictions is None:
             raise UserError("This rollout has no record of its evictions (rollout.evictions is None).")
+        if rollout.turns is not None:
+            raise UserError("Version 1 of the record has no place for tokens that were given between turns.")
         lengths = rollout.lengths
         own = torch.arange(rollout.sequences.shape[1], device=lengths.device) < lengths[:, None]
         parts = [_evictions_of(rollout.evictions[i : i + 1], i) for i in range(len(rollout))]

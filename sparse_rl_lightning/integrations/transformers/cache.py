@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from sparse_rl_lightning.cache.compression import ENDLESS
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.replaced import AnswersSome
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -50,7 +52,8 @@ class CompressedCache(Cache):
         model: Model that generates. Its ``forward`` is wrapped: calls with such a cache are answered by the engine,
             all others reach the model as before.
         seed: Seed of random eviction.
-        sampler: More arguments of ``RolloutSampler``, such as ``kv_dtype``, ``decoder`` and ``max_prefill_tokens``.
+        sampler: More arguments of ``RolloutSampler``, such as ``kv_dtype``, ``decoder`` and ``max_prefill_tokens``;
+            CUDA graphs, which each cache would capture anew, are off by default.
 
     Raises:
         ValueError: If the model has layers that cannot be evicted from, or an argument is out of range.
@@ -64,10 +67,10 @@ class CompressedCache(Cache):
         super().__init__(layers=[])
         if not isinstance(model, PreTrainedModel):
             model = _unwrapped(model)
-        self.sampler = RolloutSampler(model, compressor, **sampler)
+        self.sampler = RolloutSampler(model, compressor, **{"cuda_graphs": False} | sampler)
         self.seed = seed
         self._scheduler: Scheduler | None = None
-        self._num_tokens = 0  # of a row, padding included
+        self._longest_prompt = self._num_tokens = 0  # of a row, in _num_tokens with its padding
         answer_with_cache(model)
 
     def forward(
@@ -92,6 +95,7 @@ class CompressedCache(Cache):
             raise UserError(f"A CompressedCache needs input_ids, and does not compute {', '.join(asked) or 'without'}.")
         with drawing(self.sampler.model):
             if self._scheduler is None:
+                _check_positions(others.get("position_ids"), input_ids, attention_mask)
                 self._read(_without_padding(input_ids, attention_mask))
             else:
                 self._feed(input_ids)
@@ -169,10 +173,15 @@ class CompressedCache(Cache):
         params = self._params(longest, max(FIRST_ROOM, window + 1))
         check_prompts(prompts, params, sampler.model)
         key = sampler.engine_key(params, len(prompts), longest)
+        if key.size.num_slots < len(prompts):
+            why = f": {key.memory_plan.why}" if key.memory_plan else f", num_slots={sampler.num_slots}"
+            raise UserError(f"A CompressedCache needs a slot for each of {len(prompts)} rows{why}")
         scheduler = self._scheduler_for(key, params)
         scheduler.add(prompts, sequence_keys(self.seed, range(len(prompts))).tolist())
         scheduler.admit()
-        self._scheduler = scheduler
+        for one in scheduler.running.values():
+            one.last = ENDLESS  # ``generate`` ends rows
+        self._scheduler, self._longest_prompt = scheduler, longest
 
     def _feed(self, ids: Tensor) -> None:
         """Feed each row its next token."""
@@ -188,13 +197,15 @@ class CompressedCache(Cache):
         cache = self._running.cache
         slots = torch.arange(len(ids), device=cache.tokens.device)
         cache.tokens[slots, cache.seen[:-1]] = ids[:, 0].to(cache.tokens.device)
-        self._running.advance()
+        self._running.decode_and_compress()
+        cache.pools.raise_errors()
 
     def _grow(self, longest: int) -> None:
         """Move everything to memory for sequences twice as long; what a compressor bounds stays as it is."""
         old = self._running
-        params = self._params(longest, longest)
-        key = self.sampler.engine_key(params, len(old.running), longest)
+        params = self._params(self._longest_prompt, 2 * longest - self._longest_prompt)
+        self._params(longest, 1)  # is there more room in the model's context?
+        key = self.sampler.engine_key(params, len(old.running), self._longest_prompt)
         new = self._scheduler_for(key, params, self._engine.decoder)
         for slot, one in old.running.items():
             content = old.cache.save(slot, one.num_fed)
@@ -236,16 +247,23 @@ class _LogitsEngine(Engine):
 
 def answer_with_cache(model: PreTrainedModel) -> None:
     """Wrap the model's ``forward``, once: calls with a :class:`CompressedCache` are answered by the cache."""
-    if not hasattr(model.forward, "passes_to"):
+    if not isinstance(model.forward, AnswersSome):
         # a partial of a bound method is copied along with the model; a closure would keep calling this one
-        wrapper = update_wrapper(partial(_answer, model.forward), model.forward)
-        vars(wrapper)["passes_to"] = model.forward
-        vars(model)["forward"] = wrapper
+        vars(model)["forward"] = update_wrapper(AnswersSome(_answer, model.forward), model.forward)
 
 
 def _answer(own: Any, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("past_key_values")
     return cache.forward(*args, **kwargs) if isinstance(cache, CompressedCache) else own(*args, **kwargs)
+
+
+def _check_positions(positions: Tensor | None, ids: Tensor, mask: Tensor | None) -> None:
+    """Refuse positions other than those of tokens without padding, which are the engine's."""
+    if positions is not None:
+        real = torch.ones_like(ids) if mask is None else mask.long()
+        own = real.cumsum(dim=1) - 1
+        if positions.shape[-1] != ids.shape[1] or bool(((positions - own) * real).any()):
+            raise UserError("A CompressedCache counts positions from each row's first token: leave out position_ids.")
 
 
 def _without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Given: tokens that the policy did not write enter live slots, such as a tool's answer or a user's next turn.
+"""Given: tokens that the policy did not write enter live slots, such as a tool's answer or what a user says next.
 
 They are read as chunks under the sequences' own compressed caches. A slot is compressed at the same lengths as if its
 tokens had been drawn: a text is cut where the slot is full. All slots' chunks go through the model together.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.cache.chunks import Chunk, append_chunk, append_to_window
@@ -28,7 +29,7 @@ def read_chunks(engine: Engine, chunks: list[Chunk]) -> Tensor:
     """
     cache, decoder = engine.cache, engine.decoder
     attention = _Chunked(engine, chunks)
-    recur = in_pieces(cache.linear, [(chunk.slot, len(chunk.tokens)) for chunk in chunks])
+    recur = in_pieces(cache.linear, [(chunk.slot, chunk.count) for chunk in chunks])
     with recording(engine.routers) as experts:
         hidden = decoder(attention.ids, attention.positions, attention, recur)
     chosen = experts()
@@ -37,7 +38,7 @@ def read_chunks(engine: Engine, chunks: list[Chunk]) -> Tensor:
     per_token = cache.geometry.num_layers * cache.geometry.num_kv_heads
     for chunk, (first, last) in zip(chunks, attention.rows, strict=True):
         own = slice(chunk.start, chunk.stop)
-        later = torch.arange(chunk.stop - chunk.start - 1, -1, -1, device=slots.device)
+        later = torch.arange(chunk.count - 1, -1, -1, device=slots.device)
         cache.held[chunk.slot, own] = cache.entries_held(slots.new_tensor([chunk.slot])) - per_token * later.int()
         if chosen is not None and engine.logs.routing is not None:
             engine.logs.routing[chunk.slot, own] = chosen[first:last]
@@ -49,12 +50,13 @@ class _Chunked:
 
     def __init__(self, engine: Engine, chunks: list[Chunk]) -> None:
         self.engine, self.chunks = engine, chunks
-        self.rows = list(pairwise([0, *accumulate(len(chunk.tokens) for chunk in chunks)]))
-        ids = [token for chunk in chunks for token in chunk.tokens]
+        self.rows = list(pairwise([0, *accumulate(chunk.count for chunk in chunks)]))
+        slots = [chunk.slot for chunk in chunks for _ in range(chunk.count)]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
-        padding = [0] * (-len(ids) % ROW_MULTIPLE)
-        numbers = [ids + padding, positions + padding, [last - 1 for _, last in self.rows]]
-        self.ids, self.positions, self.last = upload(numbers, engine.cache.tokens.device)
+        padding = -len(slots) % ROW_MULTIPLE
+        numbers = [slots, positions, [*positions, *[0] * padding], [last - 1 for _, last in self.rows]]
+        owners, places, self.positions, self.last = upload(numbers, engine.cache.tokens.device)
+        self.ids = F.pad(engine.cache.tokens[owners, places], (0, padding))
 
     def __call__(
         self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None

@@ -54,7 +54,7 @@ class Progress:
     active: int  # sequences in slots
     finished: int
     total: int
-    tokens: int  # completion tokens so far
+    tokens: int  # of completions so far, given ones included
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ class Scheduler:
             ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
         """
         # the first token may be the last one: where checks are not free, the next one finds it
-        has_drawn = self.admit() | self._read()
+        has_drawn = self.admit() | self._read()  # both
         closed = has_drawn and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
             if closed or self._is_over:
                 break
-            closed = self.advance()
+            closed = self.decode_and_compress()
         if closed:
             return True
         if self.check_every == 1 or self._is_over:
@@ -229,8 +229,8 @@ class Scheduler:
         """Whether all running sequences have ended by their length, if not earlier."""
         return all(one.num_fed >= one.last for one in self.running.values())
 
-    def advance(self) -> bool:
-        """Decode one step and compress the slots that are full then; returns whether a sequence was closed."""
+    def decode_and_compress(self) -> bool:
+        """Decode one step, and compress the slots that are full then; returns whether a sequence was closed."""
         return self._compress(self._decode())
 
     def admit(self) -> bool:
@@ -423,12 +423,11 @@ class Scheduler:
             for slot, one in sorted(self.reading.items()):
                 count = min(one.num_unread, one.room, left)
                 if count:
-                    (row,) = self.cache.tokens[slot : slot + 1, one.num_fed : one.num_fed + count].tolist()
-                    chunks.append(Chunk(slot, row, one.num_fed))
+                    chunks.append(Chunk(slot, one.num_fed, count, one.evicted))
                 left -= count
             logits = read_chunks(self.engine, chunks)
             trigger = self.engine.compression.trigger
-            self._cut([c.slot for c in chunks if self.reading[c.slot].feed(len(c.tokens), trigger)])
+            self._cut([chunk.slot for chunk in chunks if self.reading[chunk.slot].feed(chunk.count, trigger)])
             self._go_on([chunk.slot for chunk in chunks], logits)
         self._rows = None
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_memory_stays_within_the_budget() -> None:
     assert own.lengths.max() <= SMALL["budget"] + SMALL["buffer"]
 
 
+def test_memory_of_prompts_stored_whole_does_not_grow_with_the_text() -> None:
+    model = small_model(max_position_embeddings=2048)
+    own = CompressedCache(SnapKV(**SMALL, compress_prompt=False), model)
+    for length in (20, 500):
+        own.reset()
+        call(model, own, max_new_tokens=length)
+        assert own.lengths.max() <= max(map(len, PROMPTS)) + SMALL["buffer"]
+        entries = max(map(len, PROMPTS)) + SMALL["buffer"]
+        assert own.nbytes == len(PROMPTS) * entries * 2 * 2 * 2 * 16 * 4  # layers, heads, both, float32
+
+
 def test_samples_of_a_prompt_and_a_cache_used_again() -> None:
     model = small_model()
     own = CompressedCache(SnapKV(**SMALL), model)
@@ -130,6 +142,27 @@ def test_a_copy_of_the_model_answers_with_its_own_weights() -> None:
             weight.mul_(1.1)
     assert generated(other, CompressedCache(RKV(**SMALL), other)) == sampled(other, RKV(**SMALL))
     assert generated(other, DynamicCache()) != generated(model, DynamicCache())
+
+
+def test_what_is_wrapped_around_it_later_is_refused_as_ever() -> None:
+    model = small_model()
+    CompressedCache(RKV(**SMALL), model)
+    own = model.forward
+    model.forward = functools.update_wrapper(functools.partial(lambda *given, **named: own(*given, **named)), own)
+    with pytest.raises(UserError, match="has been replaced"):
+        sampled(model, RKV(**SMALL))
+
+
+def test_an_error_of_a_compressor_arrives_after_memory_has_grown() -> None:
+    class Failing(SnapKV):
+        def score(self, layer: Any) -> Tensor:
+            if int(layer.positions[layer.valid].max()) > 60:
+                raise RuntimeError("my own error")
+            return super().score(layer)
+
+    model = small_model()
+    with pytest.raises(RuntimeError, match="my own error"):
+        call(model, CompressedCache(Failing(**SMALL), model))
 
 
 def test_adapters_count() -> None:
@@ -172,6 +205,10 @@ def test_what_cannot_be_is_refused() -> None:
         model(ids, past_key_values=own, output_attentions=True)
     with pytest.raises(UserError, match="needs input_ids"):
         model(inputs_embeds=torch.zeros(2, 3, 64), past_key_values=own)
+    with pytest.raises(UserError, match="leave out position_ids"):
+        model(ids, position_ids=torch.arange(17)[None] * 3, past_key_values=own)
+    with pytest.raises(UserError, match="a slot for each of 2 rows"):
+        model(ids, past_key_values=CompressedCache(RKV(**SMALL), model, num_slots=1))
     model(ids, past_key_values=own)
     for wrong in (ids, ids[:1, :1]):
         with pytest.raises(UserError, match="one token for each of its 2 rows"):
