@@ -202,15 +202,14 @@ def test_it_draws_when_nothing_closes_it_any_more(
 ) -> None:
     does: dict[str, Any] = {"open": engine.open, "close": engine.close}
     does |= {"abort": engine.abort_all, "resume": engine.resume}
-    held: list[Request] = []
-    for step in steps:
-        assert not any(one.done.result(0) for one in held if one.done.done())
+    for index, step in enumerate(steps):
+        assert not engine._drawing
+        assert engine._session is None
         name, *why = step.split()
         does[name](*why)
-        held.append(request(1))
-        engine.submit(held[-1])
+        drawn = engine.submit(request(index))
         threading.Event().wait(0.1)
-    same(held[-1].done.result(WAIT), alone(model, 1, ends=(1,)))
+    same(drawn.result(WAIT), alone(model, index, ends=(1,)))
 
 
 def test_an_error_is_that_of_its_requests_alone(engine: RequestEngine, model: PreTrainedModel) -> None:
