@@ -52,7 +52,7 @@ class SparseAdapter(BaseRollout):  # type: ignore[misc]  # verl has no types tha
                 "checkpoint_engine.backend=delta_sharded."
             )
         num_bytes = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
-        async for bucket, is_last in buckets(ensure_async_iterator(weights), num_bytes):
-            await self.server.load_weights.remote(bucket, is_last)
+        async for bucket, is_first, is_last in buckets(ensure_async_iterator(weights), num_bytes):
+            await self.server.load_weights.remote(bucket, is_first, is_last)
         if global_steps is not None:
             await self.server.set_global_steps.remote(global_steps)

@@ -19,11 +19,11 @@ OF_VERL = {"model", "num_slots", "end_token_ids", "tokenizer", "keep_pool", "rec
 
 
 def sampler_options(config: Any) -> dict[str, Any]:
-    """The arguments of a :class:`~sparse_rl_lightning.rollout.RolloutSampler` without model and tokenizer.
+    """The arguments of a :class:`~sparse_rl_lightning.rollout.RolloutSampler` but model and tokenizer, and ``record``.
 
     Args:
         config: verl's ``RolloutConfig``; ``engine_kwargs.sparse_rl`` holds the compressor, as ``class_path`` and
-            ``init_args``, and may hold more arguments of the sampler.
+            ``init_args``, and may hold more arguments of the sampler, and ``record``, whether answers have one.
 
     Raises:
         ValueError: If there is no compressor, an option is wrong, or verl is told to do what this rollout cannot.
@@ -37,6 +37,7 @@ def sampler_options(config: Any) -> dict[str, Any]:
         )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutSampler, skip=OF_VERL)
+    parser.add_argument("--record", type=bool, default=True)
     try:
         found: dict[str, Any] = parser.instantiate(parser.parse_object(dict(given))).as_dict()
     except Exception as error:  # jsonargparse wraps what a class raises

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sparse_rl_lightning.errors import UserError
@@ -52,7 +50,8 @@ class RequestEngine:
         self._state = threading.Condition()  # guards what follows
         self._queue: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by the session's number of the prompt
-        self._is_open, self._rejects, self._aborting, self._drawing = True, False, False, False
+        self._closed: set[str] = set()  # reasons to draw nothing
+        self._rejects, self._aborting, self._drawing = False, False, False
         self._session: RolloutSession | None = None  # of the thread alone
         threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
 
@@ -79,7 +78,8 @@ class RequestEngine:
     def abort_all(self, reject: bool = False) -> list[str]:
         """Abort everything and free the slots; until :meth:`resume` requests wait, or are aborted (``reject``)."""
         with self._state:
-            self._is_open, self._rejects, self._aborting = False, reject, True
+            self._closed.add("abort")
+            self._rejects, self._aborting = reject, True
             found = [*self._queue, *self._running.values()]
             self._queue.clear()
             self._state.wait_for(lambda: not self._drawing)
@@ -89,29 +89,23 @@ class RequestEngine:
         return [one.name for one in found]
 
     def resume(self) -> None:
-        """Draw again after :meth:`abort_all`."""
+        """Draw again after :meth:`abort_all`, unless closed for other reasons."""
         with self._state:
-            self._is_open, self._rejects = True, False
-            self._state.notify_all()
+            self._rejects = False
+            self.open("abort")
 
-    def drain(self) -> None:
-        """Wait until no request runs, nor waits for anything but :meth:`resume`."""
+    def close(self, why: str) -> None:
+        """Complete the running requests, then draw nothing and hold no memory until :meth:`open` for this reason."""
         with self._state:
-            self._state.wait_for(lambda: not self._drawing and not (self._is_open and self._queue))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which nothing is drawn and no memory is held: running requests are completed first."""
-        with self._state:
-            was, self._is_open = self._is_open, False
+            self._closed.add(why)
             self._state.wait_for(lambda: not self._drawing)
-        self._session = None
-        try:
-            yield
-        finally:
-            with self._state:
-                self._is_open = was
-                self._state.notify_all()
+            self._session = None
+
+    def open(self, why: str) -> None:
+        """Draw again, unless closed for other reasons."""
+        with self._state:
+            self._closed.discard(why)
+            self._state.notify_all()
 
     # ---------------------------------------------------------------- the thread
 
@@ -120,7 +114,7 @@ class RequestEngine:
             with self._state:
                 self._drawing = False
                 self._state.notify_all()
-                self._state.wait_for(lambda: self._is_open and bool(self._queue))
+                self._state.wait_for(lambda: not self._closed and bool(self._queue))
                 self._drawing = True
                 params = self._queue[0].params
             try:
@@ -144,12 +138,12 @@ class RequestEngine:
             self._admit(session)
 
         self._admit(session)
-        session.advance(progress=lambda _: between_steps())
+        session.advance(progress=lambda _: between_steps(), new_weights=False)
         self._deliver(session)
 
     def _admit(self, session: RolloutSession) -> None:
         with self._state:
-            while self._is_open and self._queue and self._queue[0].params == session.params:
+            while not self._closed and self._queue and self._queue[0].params == session.params:
                 one = self._queue.popleft()
                 self._running[session.add([one.prompt], [one.number])[0]] = one
 

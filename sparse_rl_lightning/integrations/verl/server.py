@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -18,7 +16,7 @@ from sparse_rl_lightning.integrations.record import SampledRecord, record_bytes
 from sparse_rl_lightning.integrations.verl import options
 from sparse_rl_lightning.integrations.verl.batches import FIELD
 from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
-from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdate
+from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, check_names
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -33,23 +31,25 @@ class SparseServer:
 
     Raises:
         ValueError: As :func:`~sparse_rl_lightning.integrations.verl.options.sampler_options`, or if the model is not
-            one that the sampler knows.
+            one that the sampler knows, or whose weights verl can send.
     """
 
     def __init__(self, config: Any, model_config: Any) -> None:
         self.config = omega_conf_to_dataclass(config)
         arguments = options.sampler_options(self.config)
+        self.record: bool = arguments.pop("record")
         model_config = omega_conf_to_dataclass(model_config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_config.local_path, dtype=self.config.dtype, trust_remote_code=model_config.trust_remote_code
         )
+        check_names(self.model)
         freeze(self.model)
         self._move(self.device)
         sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
         self.engine = RequestEngine(sampler, self.config.prompt_length)
         self.global_steps: int | None = None
-        self._update: tuple[WeightUpdate, AsyncExitStack] | None = None  # an update that has begun
+        self.updates = WeightUpdates(self.model)
 
     async def generate(
         self,
@@ -68,7 +68,8 @@ class SparseServer:
         if image_data or video_data or audio_data:
             raise UserError("This rollout is for text: it cannot read images, video or sound.")
         params = options.sampling_params(self.config, sampling_params)
-        digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()  # the same in no two requests
+        # verl's client makes up the name, so a seed repeats nothing unless rollout.full_determinism is set
+        digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
         request = Request(request_id, list(prompt_ids), params, number)
         rollout = await asyncio.wrap_future(self.engine.submit(request))
@@ -76,11 +77,13 @@ class SparseServer:
         if rollout is None:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
         own = rollout.completion_mask[0]
+        if self.record:
+            fields[FIELD] = await asyncio.to_thread(_record, rollout, params)
         return TokenOutput(
             token_ids=rollout.sequences[0, own].tolist(),
             log_probs=rollout.sampler_logprobs[0, own].tolist() if sampling_params.get("logprobs") else None,
             stop_reason="completed",
-            extra_fields={**fields, FIELD: _record(rollout, params)},
+            extra_fields=fields,
         )
 
     # ---------------------------------------------------------------- requests in flight
@@ -97,46 +100,40 @@ class SparseServer:
     # ---------------------------------------------------------------- memory and weights
 
     async def sleep(self) -> None:
-        """Complete the requests in flight, then hold neither cache nor weights in the device's memory."""
+        """Complete the running requests, then hold neither cache nor weights in the device's memory until woken up."""
         if self.config.free_cache_engine:
-            await asyncio.to_thread(self.engine.drain)
-            async with self._paused():
-                self._move(torch.device("cpu"))
-                self._free()
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring the weights back; the cache comes with the next request."""
-        if tags is None or "weights" in tags:
-            async with self._paused():
-                self._move(self.device)
-
-    async def release_kv_cache(self) -> None:
-        """Free the cache when the requests in flight are complete."""
-        async with self._paused():
+            await asyncio.to_thread(self.engine.close, "asleep")
+            self._move(torch.device("cpu"))
             self._free()
 
-    async def load_weights(self, bucket: Bucket, is_last: bool) -> None:
-        """Load a bucket of an update; from the first to the last nothing is drawn.
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring the weights back, or draw again, which makes a cache, or both."""
+        if tags is None or "weights" in tags:
+            self._move(self.device)
+        if tags is None or "kv_cache" in tags:
+            self.engine.open("asleep")
+
+    async def release_kv_cache(self) -> None:
+        """Complete the running requests, then hold no cache until :meth:`resume_kv_cache`."""
+        await asyncio.to_thread(self.engine.close, "no cache")
+        self._free()
+
+    async def resume_kv_cache(self) -> None:
+        """Draw again, which makes a cache."""
+        self.engine.open("no cache")
+
+    async def load_weights(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
+        """Load a bucket of an update; from the first to the last nothing is drawn, nor after one that stopped between.
 
         Raises:
             ValueError: If weights do not fit the model, or are missing at the end.
         """
-        if self._update is None:
-            stack = AsyncExitStack()
-            await stack.enter_async_context(self._paused())
-            self._update = WeightUpdate(self.model), stack
-        update, stack = self._update
+        await asyncio.to_thread(self.engine.close, "update")
         try:
-            update.load(bucket)
-            if is_last:
-                update.finish()
-        except UserError:
-            is_last = True
-            raise
+            self.updates.load(bucket, is_first, is_last)
         finally:
-            if is_last:
-                self._update = None
-                await stack.aclose()
+            if self.updates.is_whole:
+                self.engine.open("update")
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Note the trainer's step, which every answer carries."""
@@ -145,14 +142,7 @@ class SparseServer:
     async def nothing(self, *_: Any, **__: Any) -> None:
         """What has nothing to do here: prefixes are not kept between requests, and there is no profiler."""
 
-    clear_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
-
-    @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """As the engine's, which waits in a thread of its own."""
-        with ExitStack() as stack:
-            await asyncio.to_thread(stack.enter_context, self.engine.paused())
-            yield
+    clear_kv_cache = start_profile = stop_profile = nothing
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature

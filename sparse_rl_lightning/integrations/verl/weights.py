@@ -15,18 +15,20 @@ Bucket = dict[str, tuple[str, tuple[int, ...], Any]]
 """Name of a type, shape and bytes (n,) of each tensor, by name: numpy has no bfloat16."""
 
 
-async def buckets(weights: AsyncIterator[tuple[str, Tensor]], num_bytes: int) -> AsyncIterator[tuple[Bucket, bool]]:
-    """Buckets of about this many bytes, one tensor at least, and whether each is the last."""
+async def buckets(
+    weights: AsyncIterator[tuple[str, Tensor]], num_bytes: int
+) -> AsyncIterator[tuple[Bucket, bool, bool]]:
+    """Buckets of about this many bytes, one tensor at least, and whether each is the first and the last."""
     bucket: Bucket = {}
-    size = 0
+    size, is_first = 0, True
     async for name, tensor in weights:
         if bucket and size + tensor.nbytes > num_bytes:
-            yield bucket, False
-            bucket, size = {}, 0
+            yield bucket, is_first, False
+            bucket, size, is_first = {}, 0, False
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         bucket[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
         size += tensor.nbytes
-    yield bucket, True
+    yield bucket, is_first, True
 
 
 def tensors(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -35,42 +37,59 @@ def tensors(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.tensor(data).view(getattr(torch, kind)).view(shape)
 
 
-class WeightUpdate:
-    """One update of a model's weights, which comes in buckets and must be of all of them.
+def check_names(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights verl sends under other names than its own.
+
+    Raises:
+        ValueError: If it has packed experts.
+    """
+    packed = [name for name, p in model.named_parameters() if ".mlp.experts." in name and p.dim() == 3]
+    if packed and model.config.model_type != "gpt_oss":  # as verl's unfuse_moe_params
+        raise UserError(
+            f"The model packs its experts ({packed[0]!r}), and verl's actor sends each alone, which this rollout "
+            "cannot load. Train a mixture of experts with another rollout of verl (vllm, sglang), or with SparseGRPO."
+        )
+
+
+class WeightUpdates:
+    """The updates of a model's weights, each of which comes in buckets and must be of all of them.
 
     Args:
         model: Model to update in place.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.own = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
-        self.written: set[int] = set()
+        self.model = model
+        self.is_whole = True  # all weights are of one update
+        self._own: dict[str, Tensor] = {}
+        self._written: set[int] = set()
 
-    def load(self, bucket: Bucket) -> None:
-        """Write these weights.
+    def load(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
+        """Write these weights; the first of an update forgets one that was not completed.
 
         Raises:
-            ValueError: If the model has no such weight, or one of another shape.
+            ValueError: If the model has no such weight, or one of another shape, or if one is missing after the last.
         """
+        if is_first:
+            self._own, self._written = self.model.state_dict(), set()
         for name, tensor in tensors(bucket):
-            own = self.own.get(name)
+            own = self._own.get(name)
             if own is None or own.shape != tensor.shape:
                 has = "no weight of this name" if own is None else f"{tuple(own.shape)}"
                 raise UserError(
                     f"The actor sent the weight {name!r} of shape {tuple(tensor.shape)}, and the server's model has "
                     f"{has}: both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)."
                 )
+            self.is_whole = False
             own.copy_(tensor)
-            self.written.add(own.data_ptr())
+            self._written.add(own.data_ptr())
+        if is_last:
+            self._finish()
 
-    def finish(self) -> None:
-        """Check that no weight is missing.
-
-        Raises:
-            ValueError: If one is.
-        """
-        if missing := [name for name, own in self.own.items() if own.data_ptr() not in self.written]:
+    def _finish(self) -> None:
+        if missing := [name for name, own in self._own.items() if own.data_ptr() not in self._written]:
             raise UserError(
                 f"The actor's update left out {len(missing)} weights of the server's model, the first is "
                 f"{missing[0]!r}: it would draw with old and new ones."
             )
+        self.is_whole, self._own = True, {}

@@ -36,6 +36,8 @@ def test_options_arrive() -> None:
     assert (found["compressor"].budget, found["compressor"].buffer) == (16, 8)
     assert (found["kv_dtype"], found["head_in_float32"], found["num_slots"]) == ("bfloat16", True, 3)
     assert (found["memory_limit"], found["end_token_ids"]) == (0.5, None)  # as verl's share, and the model's own
+    assert found["record"]
+    assert not sampler_options(of(compressor=SNAPKV, record=False))["record"]
     assert sampler_options(of(compressor=SNAPKV, memory_limit=0.25))["memory_limit"] == 0.25
     without_end = sampler_options(config(ignore_eos=True))
     assert without_end["end_token_ids"] == []
@@ -64,6 +66,7 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], says: str) -> None
         ({"compressor": {"class_path": "SnapKV", "init_args": {"budget": -3}}}, "got budget=-3"),
         ({"compressor": SNAPKV, "num_slots": 4}, "num_slots"),
         ({"compressor": SNAPKV, "decoder": "fast"}, "decoder"),
+        ({"compressor": SNAPKV, "record": "some"}, "record"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:

@@ -90,6 +90,7 @@ def test_records_are_exact_and_of_one_policy(engine: RequestEngine, model: PreTr
     record = SampledRecord.cat([SampledRecord.of(rollout) for rollout in drawn if rollout is not None])
     assert len(record) == 9
     assert len(record.evictions) > 9
+    assert all((rollout.policy_versions == 1)[rollout.completion_mask].all() for rollout in drawn)
     assert check_record(record, model).largest < 1e-5
 
 
@@ -106,16 +107,17 @@ def test_a_real_model() -> None:
     assert record.nbytes > 0
 
 
-def test_one_that_comes_later_joins_those_that_run(gated: RequestEngine, gate: Gate, model: PreTrainedModel) -> None:
+def test_one_that_comes_later_joins_those_that_run(
+    gated: RequestEngine, gate: Gate, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = gated.submit(request(0))
     assert gate.reached.wait(WAIT)
     late = gated.submit(request(1))
+    monkeypatch.setattr(gated, "_draw", None)  # a second session would fail
     assert not first.done()
     gate.go.set()
     for index, future in enumerate((first, late)):
         same(future.result(WAIT), alone(model, index))
-    assert gated._session is not None
-    assert gated._session.version == 1  # they were drawn together
 
 
 def test_other_parameters_wait_and_are_not_overtaken(gated: RequestEngine, gate: Gate, model: PreTrainedModel) -> None:
@@ -160,33 +162,54 @@ def test_requests_join_and_leave_on_a_pretended_gpu(model: PreTrainedModel, monk
             engine.submit(one)
         drawn[1].done.add_done_callback(lambda _: engine._queue.append(late))
         engine._draw(PARAMS)
-        assert engine._session is not None
-        assert engine._session.version == 1
     for one in (*drawn, late):
         same(one.done.result(0), alone(model, one.number, ends=(1,)))
     assert gpu.captures.refused == []
 
 
-def test_a_pause_completes_what_runs_and_holds_back_the_rest(
+def test_a_closed_engine_completes_what_runs_and_holds_back_the_rest(
     gated: RequestEngine, gate: Gate, model: PreTrainedModel
 ) -> None:
     running = gated.submit(request(0))
     assert gate.reached.wait(WAIT)
     threading.Timer(0.2, gate.go.set).start()
-    with gated.paused():
-        assert running.done()
-        assert gated._session is None
-        held = gated.submit(request(1))
-        changed = model.lm_head.weight.detach().clone()
-        model.lm_head.weight.data.mul_(1.5)
-        assert not held.done()
+    gated.close("update")
+    assert running.done()
+    assert gated._session is None
+    held = gated.submit(request(1))
+    changed = model.lm_head.weight.detach().clone()
+    model.lm_head.weight.data.mul_(1.5)
+    assert not held.done()
+    gated.open("update")
     after = held.result(WAIT)
     same(after, alone(model, 1))
     model.lm_head.weight.data.copy_(changed)
     before = alone(model, 1)
     assert after is not None
     assert before.sequences.tolist() != after.sequences.tolist()
-    gated.drain()
+
+
+@pytest.mark.parametrize("steps", [
+    ("close a", "close b", "open a", "open b"),
+    ("close a", "close b", "open b", "open a"),
+    ("close a", "abort", "open a", "resume"),
+    ("close a", "abort", "resume", "open a"),
+    ("abort", "close a", "resume", "open a"),
+    ("close a", "resume", "close a", "open a"),
+])  # fmt: skip
+def test_it_draws_when_nothing_closes_it_any_more(
+    engine: RequestEngine, model: PreTrainedModel, steps: tuple[str, ...]
+) -> None:
+    does: dict[str, Any] = {"open": engine.open, "close": engine.close}
+    does |= {"abort": engine.abort_all, "resume": engine.resume}
+    for index, step in enumerate(steps):
+        assert not engine._drawing
+        assert engine._session is None
+        name, *why = step.split()
+        does[name](*why)
+        drawn = engine.submit(request(index))
+        threading.Event().wait(0.1)
+    same(drawn.result(WAIT), alone(model, index, ends=(1,)))
 
 
 def test_an_error_is_that_of_its_requests_alone(engine: RequestEngine, model: PreTrainedModel) -> None:
@@ -197,7 +220,6 @@ def test_an_error_is_that_of_its_requests_alone(engine: RequestEngine, model: Pr
         for future in drawn:
             with pytest.raises(UserError, match="NaN"):
                 future.result(WAIT)
-        engine.drain()
     finally:
         model.lm_head.weight.data.copy_(broken)
     same(engine.submit(request(2)).result(WAIT), alone(model, 2, ends=(1,)))
