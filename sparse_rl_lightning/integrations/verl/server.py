@@ -41,7 +41,7 @@ class SparseServer:
         model_config = omega_conf_to_dataclass(model_config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_config.local_path, dtype=self.config.dtype, trust_remote_code=model_config.trust_remote_code
+            model_config.local_path, dtype=self.config.dtype, trust_remote_code=False
         )
         check_names(self.model)
         freeze(self.model)
