@@ -6,6 +6,7 @@ from functools import cache
 
 from benchmarks.common.tables import Table
 from sparse_rl_lightning.calibration import CostModel, ModelShape, Work
+from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.planning import card_of
 
@@ -57,7 +58,8 @@ def speed(model: str, card: str, budget: int, length: int) -> float:
 def room(model: str, card: str) -> float:
     """Bytes for the cache: what the weights in 16 bits leave of a card that does nothing else."""
     shape = ModelShape.of(model)
-    return USABLE * card_of(card).memory - 2 * (shape.weights_read + shape.vocab_size * shape.hidden_size)
+    embeddings = 0 if model in TIED else shape.vocab_size * shape.hidden_size  # beside the head
+    return USABLE * card_of(card).memory - 2 * (shape.weights_read + embeddings)
 
 
 def sparse_batch(model: str, card: str, budget: int, length: int) -> int:

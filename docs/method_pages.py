@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from docs import docstrings, listing
+from sparse_rl_lightning.cli.benchmark import FULL
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.quality.page import LEGEND, markdown_table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "methods.json"
-FLOOR, FULL = "RandomEviction, prompt kept", "full cache"
 LETTERS = (
     "*s* is the score of entry *j*, higher is kept; *k* and *v* are its key (rotated) and value, *p* its position, *n* "
     "the newest; *D* channels, *q* recent queries, *g* query heads of a KV head, *z* a standardized score. "
@@ -30,7 +30,7 @@ def pages(folder: Path) -> dict[Path, str]:
     """The page of every method and their index, by path."""
     kept = json.loads(RESULTS.read_text("utf-8"))
     cells = [Cell(**own) for own in kept["cells"]]
-    found = {folder / f"{name}.md": method_page(name, cells) for name in KIND}
+    found = {folder / f"{name}.md": method_page(name, cells, kept["remark"]) for name in KIND}
     return {folder / "index.md": index_page(kept, cells), **found}
 
 
@@ -49,25 +49,22 @@ def index_page(kept: dict[str, Any], cells: list[Cell]) -> str:
         "`KeyDiff`, `Drawn` is around `SnapKV`. The first row never evicts the prompt, the others may.",
         markdown_table(cells),
         LEGEND.replace("\n", " "),
+        f"## Letters\n\n{LETTERS}",
         "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def method_page(name: str, cells: list[Cell]) -> str:
+def method_page(name: str, cells: list[Cell], remark: str) -> str:
     """The page of one method."""
     kind = KIND[name]
-    own = [cell for cell in cells if cell.method == (FULL if name == "FullKV" else name)]
-    others = [cell for cell in cells if cell.method in (FLOOR, FULL) and cell not in own]
-    row = (
-        markdown_table([*others, *own])
-        + "\n\n"
-        + " ".join(filter(None, [verdict(own, others), "[All methods](index.md)."]))
-    )
+    own = [cell for cell in cells if cell.method == (FULL.name if name == "FullKV" else name)]
+    row = f"{markdown_table(own)}\n\n{remark}" if own else "None: it has to be learned first."
+    others = "[Beside random eviction, the full cache and all other methods, with what the columns are](index.md)."
     parts = [
         NOTE, f"# {name}", docstrings.summary(kind), "## Formula", f"```math\n{SAID[name]['formula'].strip()}\n```",
-        LETTERS, docstrings.body(kind),
-        "## Source", sources(kind), "## Its row", row, "## When to use it", SAID[name]["when"].strip(),
+        "[What the letters are](index.md#letters).", docstrings.body(kind),
+        "## Source", sources(kind), "## Its row", f"{row} {others}", "## When to use it", SAID[name]["when"].strip(),
     ]  # fmt: skip
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -78,17 +75,3 @@ def sources(kind: type) -> str:
     papers = [f"[arXiv {n}](https://arxiv.org/abs/{n})" for n in dict.fromkeys(re.findall(r"\b\d{4}\.\d{5}\b", said))]
     anchor = f"[settings](../settings.md#{kind.__name__.lower()})"
     return ", ".join([*papers, f"`{kind.__module__}.{kind.__name__}`", anchor]) + "."
-
-
-def verdict(own: list[Cell], others: list[Cell]) -> str:
-    """What the row says beside random eviction: by intervals for the accuracy, by size for the tail."""
-    floor = {cell.budget: cell for cell in others if cell.method == FLOOR}
-    said = []
-    for cell in own:
-        beside = floor.get(cell.budget)
-        if not beside or cell.low is None or cell.high is None or beside.low is None or beside.high is None:
-            continue
-        word = "above" if cell.low > beside.high else "below" if cell.high < beside.low else "not told apart from"
-        tail = "higher" if (cell.tail or 0) > (beside.tail or 0) else "not higher"
-        said.append(f"at {cell.budget} accuracy {word} it, tail {tail}")
-    return f"Beside random eviction that keeps the prompt, by 95 % intervals: {'; '.join(said)}." if said else ""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks import ROOT
 from benchmarks.compressors.methods import SlotSizes
 from benchmarks.compressors.quality import Problems, Task
-from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, testing
+from sparse_rl_lightning import RolloutSampler, SamplingParams, testing
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -79,9 +79,9 @@ def arithmetic(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     sampler = RolloutSampler(model, FullKV(), end_token_ids=end)
     rollout, calibration = sampler.generate(own, params), sampler.generate(other, params)
     return Task(
-        name, model, rollout.sequences, _lengths(rollout), list(map(len, own)),
+        name, model, rollout.sequences, rollout.lengths, list(map(len, own)),
         SlotSizes(buffer=4, num_sinks=1, window=4),
-        gather_statistics(model, calibration.sequences, _lengths(calibration)),
+        gather_statistics(model, calibration.sequences, calibration.lengths),
         Problems(data.val_rows(), tokenizer, params.max_completion_length),
     )  # fmt: skip
 
@@ -103,11 +103,7 @@ def _told(model: PreTrainedModel, openings: Sequence[list[int]], sizes: Sizes, s
     params = SamplingParams(num_generations=rounds, max_completion_length=sizes.story_length, seed=seed)
     rollout = RolloutSampler(model, FullKV()).generate(openings, params)
     order = torch.arange(len(rollout)).view(len(openings), rounds).T.flatten()
-    long = order[(_lengths(rollout) >= sizes.story_length)[order]][: sizes.num_stories]
+    long = order[(rollout.lengths >= sizes.story_length)[order]][: sizes.num_stories]
     if not len(long):
         raise ValueError(f"no story of the model has {sizes.story_length} tokens: use a model trained on longer texts.")
     return rollout.sequences[long, : sizes.story_length]
-
-
-def _lengths(rollout: Rollout) -> torch.Tensor:
-    return rollout.prompt_lengths + rollout.completion_lengths

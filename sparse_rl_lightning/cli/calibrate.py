@@ -99,7 +99,7 @@ def calibrate(
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).load()
-    model.to(device or _default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    model.to(device or default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     shape = None if hardware is None else ModelShape.of(model, *[model.dtype.itemsize] * 2)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
@@ -144,7 +144,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
         num_layers: Layers of the model that rollouts will be of.
         device: Device to use, null for a GPU where there is one.
     """
-    place = torch.device(device or _default_device())
+    place = torch.device(device or default_device())
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
     found = measure_hardware(place, kind, num_layers)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -173,7 +173,7 @@ def statistics(
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(_default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+        model.to(default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(statistics)
     except OSError as error:
         raise UserError(str(error)) from error
@@ -199,7 +199,8 @@ def with_file(args: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------- inside
 
 
-def _default_device() -> str:
+def default_device() -> str:
+    """The GPU where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -33,8 +33,10 @@ def known_classes() -> dict[str, type]:
     while waiting:
         kind = waiting.pop()
         waiting.extend(kind.__subclasses__())
-        if not kind.__name__.startswith("_") and not (kind in BASES and inspect.isabstract(kind)):
-            found.setdefault(kind.__name__, kind)
+        if kind.__name__.startswith("_") or (kind in BASES and inspect.isabstract(kind)):
+            continue
+        if kind.__name__ not in found or kind.__module__.startswith("sparse_rl_lightning."):  # not a namesake of it
+            found[kind.__name__] = kind
     return found
 
 

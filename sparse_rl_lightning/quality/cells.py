@@ -42,7 +42,6 @@ class Cell:
     budget: int | None  # None for the full cache
     fingerprint: str = ""  # of what was measured
     tail: float | None = None  # 5th percentile of the acceptance, over the sampled tokens
-    acceptance: float | None = None  # its mean
     agreement: float | None = None  # share of these tokens for which both caches have the same favorite
     accuracy: float | None = None  # of greedy answers, with 95 % confidence from low to high; None without answers
     low: float | None = None
@@ -51,7 +50,6 @@ class Cell:
     event_ms: float | None = None  # of cutting one slot in all layers; None if none was cut while decoding
     time_ratio: float | None = None  # time per token over that of the full cache, the same texts in turns
     replay_difference: float | None = None  # largest, between log-probabilities of sampler and replay
-    num_tokens: int = 0
     reason: str = ""
 
 
@@ -94,14 +92,12 @@ class Bench:
     def measure(self, compressor: Compressor) -> dict[str, Any]:
         """Everything that a cell says of a compressor."""
         rollout = self.draw(compressor)
-        mask = rollout.completion_mask
         parts = rollout.parts(-(-len(rollout) // MICRO_BATCH))
         lower = torch.cat([rollout_acceptance(self.model, part, self.params.temperature)[0] for part in parts])
-        tail = AcceptanceTail.of(lower, mask)
         assert rollout.kv is not None
         return {
-            "tail": tail.overall, "acceptance": tail.mean, "kv_saving": rollout.kv.saving_final,
-            "num_tokens": int(mask.sum()), "replay_difference": max(map(self._replay_difference, parts)),
+            "tail": AcceptanceTail.of(lower, rollout.completion_mask).overall, "kv_saving": rollout.kv.saving_final,
+            "replay_difference": max(map(self._replay_difference, parts)),
             **self._beside_full(compressor, rollout), **self._accuracy(compressor),
         }  # fmt: skip
 
@@ -133,8 +129,10 @@ class Bench:
         size = max(1, min(MOST_TEXTS, len(rollout) // LEAST_PAIRS))
         for start in range(0, len(rollout), size):
             part = rollout[start : start + size]
-            _, seconds = self._forced(TimedCompression(compressor, layers, clock), part)
-            dense, full_seconds = self._forced(TimedCompression(FullKV(), layers), part)
+            if not clock.cuts:  # alone, since reading the clock holds up a GPU
+                self._forced(TimedCompression(compressor, layers, clock), part)
+            _, seconds = self._forced(Compression(compressor, layers), part)
+            dense, full_seconds = self._forced(Compression(FullKV(), layers), part)
             ratios.append(seconds / full_seconds)
             sparse = rollout.topk_ids[start : start + size, :, 0]
             agrees.append((sparse == dense)[part.completion_mask])
@@ -145,7 +143,7 @@ class Bench:
     def _forced(self, compression: Compression, part: Rollout) -> tuple[Tensor, float]:
         """Favorites (B, T) of a cache at the tokens of given completions, and the seconds that all of them took."""
         counts, favorites = part.completion_lengths, torch.zeros_like(part.sequences)
-        last = part.prompt_lengths + counts - 1
+        last = part.lengths - 1
         params = replace(self.params, max_completion_length=int(counts.max()), num_generations=1)
 
         def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:

@@ -28,13 +28,12 @@ class Results:
         self.content: dict[str, Any] = {"settings": settings, "lengths": None, "cells": []}
         try:
             self.content = json.loads(path.read_text("utf-8")) if path.exists() else self.content
-            held = self.content["settings"]
-        except (ValueError, TypeError, KeyError) as error:
+            other = [name for name in settings if self.content["settings"].get(name) != settings[name]]
+            self.cells = {(own["method"], own["budget"]): Cell(**own) for own in self.content["cells"]}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
-        other = [name for name in settings if held.get(name) != settings[name]]
         if other:
             raise UserError(f"{path} holds a benchmark with another {', '.join(other)}. Choose another --output.")
-        self.cells = {(own["method"], own["budget"]): Cell(**own) for own in self.content["cells"]}
 
     def write(self, **content: Any) -> None:
         """Write everything that is known, and ``content`` beside it."""

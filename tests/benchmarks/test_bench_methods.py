@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import methods
 from docs import listing, method_pages
+from sparse_rl_lightning.cli.benchmark import FLOOR, FULL
 from sparse_rl_lightning.cli.benchmark.methods import Method
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.quality.cells import Cell
@@ -18,11 +17,11 @@ WITHOUT_ROW = {"LearnedScore"}
 
 
 def test_every_method_is_measured_and_has_a_page(tmp_path: Path) -> None:
-    made = {method.name: method for method in map(Method.of, methods.names(tmp_path))}
-    assert made.keys() | {"FullKV"} | WITHOUT_ROW == method_pages.KIND.keys() == method_pages.SAID.keys()
+    named = {method.name: method for method in map(Method.of, methods.names(tmp_path))}
+    assert named.keys() | {"FullKV"} | WITHOUT_ROW == method_pages.KIND.keys() == method_pages.SAID.keys()
     calibrated = {"QFilters", "TriAttention"}
-    for name in made.keys() - calibrated:
-        compressor = made[name].made({**methods.SIZES, "budget": 27})
+    for name in named.keys() - calibrated:
+        compressor = named[name].compressor({**methods.SIZES, "budget": 27})
         assert type(compressor).__name__ == name
         assert (compressor.budget, compressor.buffer, compressor.window) == (27, 4, 4)
 
@@ -37,7 +36,7 @@ def test_the_table_is_kept(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "methods.json").read_text())
     cells = {cell["method"]: cell for cell in kept["cells"]}
     names = set(method_pages.KIND) - {"FullKV", *WITHOUT_ROW}
-    assert set(cells) == names | {method_pages.FLOOR, method_pages.FULL}
+    assert set(cells) == names | {FLOOR.name, FULL.name}
     assert {name: cell["reason"] for name, cell in cells.items() if cell["reason"]} == {}
     assert kept["policy"].endswith("/policy")
 
@@ -50,23 +49,9 @@ def test_pages_hold_formula_source_row_and_use() -> None:
         page = pages[name]
         headings = ["# ", "## Formula", "## Source", "## Its row", "## When to use it"]
         assert all(f"\n{heading}" in page for heading in headings), name
-        own = [cell for cell in kept if cell.method == ("full cache" if name == "FullKV" else name)]
+        own = [cell for cell in kept if cell.method == (FULL.name if name == "FullKV" else name)]
         assert len(own) == (0 if name in WITHOUT_ROW else 1 if name == "FullKV" else len(methods.BUDGETS))
         for cell in own:
             assert f"{cell.tail:.3f} | {cell.agreement:.3f} |" in page
     assert "https://arxiv.org/abs/2404.14469" in pages["SnapKV"]
     assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined", "Drawn"]
-
-
-@pytest.mark.parametrize(
-    ("bounds", "tail", "said"),
-    [
-        ((0.5, 0.6), 0.9, "at 8 accuracy above it, tail higher"),
-        ((0.3, 0.6), 0.4, "at 8 accuracy not told apart from it, tail not higher"),
-        ((0.0, 0.1), 0.5, "at 8 accuracy below it, tail not higher"),
-    ],
-)
-def test_what_a_row_says_beside_random_eviction(bounds: tuple[float, float], tail: float, said: str) -> None:
-    floor = Cell(method_pages.FLOOR, 8, tail=0.5, accuracy=0.3, low=0.2, high=0.4)
-    own = Cell("Mine", 8, tail=tail, accuracy=sum(bounds) / 2, low=bounds[0], high=bounds[1])
-    assert said in method_pages.verdict([own], [floor])

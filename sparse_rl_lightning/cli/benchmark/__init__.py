@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli.benchmark.methods import Method
-from sparse_rl_lightning.cli.calibrate import progress_bar
+from sparse_rl_lightning.cli.calibrate import default_device, progress_bar
 from sparse_rl_lightning.cli.classes import argument_names, imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
@@ -24,6 +22,7 @@ from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
 if TYPE_CHECKING:
+    from sparse_rl_lightning.evaluation.evaluate import Judge
     from sparse_rl_lightning.quality.cells import Bench, Cell
     from sparse_rl_lightning.quality.results import Results
 
@@ -44,7 +43,8 @@ def main(args: Sequence[str]) -> list[Cell]:
         The rows of the table.
 
     Raises:
-        ValueError: If a name, the policy, the data or a number is wrong, or at a budget nothing would be evicted.
+        ValueError: If a name, the policy, the data or a number is wrong, at a budget nothing would be evicted, or
+            nothing can be measured.
     """
     from sparse_rl_lightning.quality import page
     from sparse_rl_lightning.quality.results import Results
@@ -68,8 +68,10 @@ def main(args: Sequence[str]) -> list[Cell]:
         for method in methods:
             for budget in [None] if method is FULL else budgets:
                 progress(f"{method.name}, budget {budget or 'full'}", len(cells))
-                cells.append(_cell(bench, results, method, budget, sizes))
+                cells.append(_measured(bench, results, method, budget, sizes))
     say(page.terminal(cells))
+    if all(cell.reason for cell in cells):
+        raise UserError(f"Nothing could be measured, not even the full cache: {cells[0].reason}")
     write_whole(folder / "table.md", page.markdown(cells))
     written = ["table.json", "table.md"]
     try:
@@ -83,18 +85,18 @@ def main(args: Sequence[str]) -> list[Cell]:
 
 def parser() -> argparse.ArgumentParser:
     """Parser of the command's options."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="sparse-rl benchmark", allow_abbrev=False,
         description="Compressors side by side on one policy: tail of the acceptance, agreement, accuracy, cost and "
         "exactness of replay, beside random eviction that keeps the prompt and the full cache. Run it again to go on "
         "where it was stopped.",
     )  # fmt: skip
-    add = made.add_argument
+    add = command.add_argument
     add(
         "methods", nargs="+", metavar="METHOD", help="SnapKV, mine.Method, or a file.yaml with class_path and init_args"
     )
     add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
-    data = made.add_mutually_exclusive_group()
+    data = command.add_mutually_exclusive_group()
     data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
     data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
     add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
@@ -112,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
     add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows but those of files")
     add("--seed", type=int, default=0, help="seed of the problems and the draws")
-    return made
+    return command
 
 
 def _budget(text: str) -> float:
@@ -130,7 +132,7 @@ def _methods(given: Sequence[str]) -> list[Method]:
     found = {FLOOR.name: FLOOR, FULL.name: FULL}
     for text in dict.fromkeys(given):
         method = Method.of(text)
-        if method.path.endswith(".FullKV"):
+        if imported(method.path) is FullKV:
             continue  # has its row
         found[text if method.name in found else method.name] = method
     return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in found.items()]
@@ -144,7 +146,7 @@ def _bench(given: argparse.Namespace) -> Bench:
 
     rows = _rows(given)
     model, tokenizer = load_pretrained(given.policy)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # as in calibrate
+    model.to(default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
     try:
         judge = Rewards(imported(given.reward) if given.reward else usual) if rows[0]["answer"] else None
@@ -165,17 +167,15 @@ def _rows(given: argparse.Namespace) -> Rows:
         columns = [name for _, row in read_table(given.data)[:1] for name in row]
         data = JsonlPrompts(given.data, answer_column="answer" if "answer" in columns else None)
         return data.train_rows()[: given.problems]
-    return ArithmeticTasks(
-        given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed
-    ).val_rows()
+    tasks = ArithmeticTasks(given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed)
+    return tasks.val_rows()
 
 
 def _lengths(bench: Bench, results: Results) -> tuple[int, int]:
     """Mean and largest number of tokens of texts drawn with the full cache, noted for a run that goes on."""
     if results.content["lengths"] is None:
         rollout = bench.draw(FullKV())
-        lengths = rollout.prompt_lengths + rollout.completion_lengths
-        results.write(lengths=[round(float(lengths.double().mean())), int(lengths.max())])
+        results.write(lengths=[round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())])
     mean, longest = results.content["lengths"]
     return mean, longest
 
@@ -203,14 +203,14 @@ def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int
 # ---------------------------------------------------------------- a cell
 
 
-def _cell(bench: Bench, results: Results, method: Method, budget: int | None, sizes: dict[str, Any]) -> Cell:
+def _measured(bench: Bench, results: Results, method: Method, budget: int | None, sizes: dict[str, Any]) -> Cell:
     """A cell that was measured before, or now; what a method raises becomes the reason of an empty one."""
     from sparse_rl_lightning.quality.cells import Cell
 
     try:
         always = {"protect_prompt": True} if method is FLOOR else {}
-        compressor = _made(bench, results, method, {**sizes, **always, "budget": budget})
-        own = fingerprint(method=compressor, code=_code(compressor))
+        compressor = _compressor(bench, results, method, {**sizes, **always, "budget": budget})
+        own = fingerprint(method=compressor, code=_code(compressor, bench.judge))
         known = results.find(method.name, budget, own)
         return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
     except Exception as error:
@@ -218,24 +218,23 @@ def _cell(bench: Bench, results: Results, method: Method, budget: int | None, si
         return results.put(Cell(method.name, budget, reason=kind + " ".join(str(error).split())))
 
 
-def _made(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
+def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
     """The compressor; a class of the user's is held to the contract before, and one that needs statistics gets some."""
     from sparse_rl_lightning.calibration import gather_statistics
     from sparse_rl_lightning.testing import check_compressor
 
     if method.arguments is None and "statistics" in argument_names(method.path):
-        path = results.path.with_name("statistics.safetensors")
+        path = results.path.with_name(f"statistics-{results.content['settings']['policy'][:16]}.safetensors")
         if not path.exists():
             rollout = bench.draw(FullKV(), seed=1)  # other texts than those that are measured on
-            lengths = rollout.prompt_lengths + rollout.completion_lengths
-            gather_statistics(bench.model, rollout.sequences, lengths).save(str(path))
+            gather_statistics(bench.model, rollout.sequences, rollout.lengths).save(str(path))
         sizes = {**sizes, "statistics": str(path)}
     elif method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
-        check_compressor(method.made(PROBE))
-    return method.made(sizes)
+        check_compressor(method.compressor(PROBE))
+    return method.compressor(sizes)
 
 
-def _code(compressor: Compressor) -> list[str]:
-    """Sources of a compressor and of those inside, which change without their settings."""
-    parts = [compressor, *getattr(compressor, "_parts", [])]
-    return [Path(inspect.getfile(type(part))).read_text("utf-8") for part in parts]
+def _code(compressor: Compressor, judge: Judge | None) -> list[str]:
+    """Sources of a compressor, of those inside and of the reward, which change without their settings."""
+    parts = [compressor, *getattr(compressor, "_parts", []), *map(inspect.unwrap, getattr(judge, "functions", []))]
+    return [Path(inspect.getfile(p if inspect.isroutine(p) else type(p))).read_text("utf-8") for p in parts]

@@ -41,7 +41,7 @@ class Method:
             ) from error
         return cls(Path(given).stem, _checked_path(path), arguments)
 
-    def made(self, sizes: dict[str, Any]) -> Compressor:
+    def compressor(self, sizes: dict[str, Any]) -> Compressor:
         """The compressor with these sizes, as far as its class takes them; with arguments of its own, the budget alone.
 
         Raises:
@@ -52,10 +52,10 @@ class Method:
         parser: Any = ClearParser(exit_on_error=False)
         parser.add_subclass_arguments(Compressor, "method")
         try:
-            made: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
+            found: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
         except Exception as error:
             raise own_error(error) or UserError(explain(str(error))) from error
-        return made if self.arguments is None else made.with_budget(sizes["budget"])
+        return found if self.arguments is None else found.with_budget(sizes["budget"])
 
 
 def _checked_path(given: str) -> str:
