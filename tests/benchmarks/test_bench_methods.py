@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import methods
 from docs import listing, method_pages
 from sparse_rl_lightning.cli.benchmark import FLOOR, FULL
