@@ -42,7 +42,10 @@ napoleon_use_rtype = False
 # Other packages' pages are not fetched, so names of theirs in signatures lead nowhere; nor do private base classes
 # and annotations that Sphinx cuts at a comma.
 nitpicky = True
-OTHERS = "torch|torchdata|torchmetrics|lightning|transformers|trl|jsonargparse|collections|concurrent|contextlib|functools|pathlib|abc"
+OTHERS = (
+    "torch|torchdata|torchmetrics|lightning|transformers|trl|jsonargparse|"
+    "collections|concurrent|contextlib|functools|pathlib|abc"
+)
 nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*"),
     ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
