@@ -197,9 +197,7 @@ def output_norms(values: Tensor, weights: Tensor) -> Tensor:
     return (by_head @ weights).abs().sum(dim=-1).to(torch.float32)
 
 
-def _paid(
-    query: Tensor, keys: Tensor, scale: float, sinks: Tensor | None, seen: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def _paid(query: Tensor, keys: Tensor, scale: float, sinks: Tensor | None, seen: Tensor | None = None) -> Tensor:
     """Attention (1, H, Q, T), float32, from the last tokens (Q, Hq, D) to keys (T, H, D), summed over each group.
 
     ``seen`` (H, Q, T) are the keys that a query sees, default all before its own and that.

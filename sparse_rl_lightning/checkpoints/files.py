@@ -77,14 +77,12 @@ def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:
 
 def swap_folder(path: Path) -> None:
     """Rename the folder at :func:`incomplete` to its final name; :func:`recover` completes an interrupted swap."""
-    new, old = incomplete(path), replaced(path)
+    new = incomplete(path)
     if path.exists():
-        remove(old)
-        own_folder(old.parent)
-        path.rename(old)
+        _set_aside(path)
     new.rename(path)
     sync(path.parent)
-    remove(old)
+    remove(replaced(path))
 
 
 @contextmanager
@@ -96,15 +94,20 @@ def instead_of_folder(path: Path) -> Iterator[None]:
     if not path.is_dir() or path.is_symlink():
         yield
         return
-    old = replaced(path)
-    remove(old)
-    own_folder(old.parent)
-    path.rename(old)
+    _set_aside(path)
     try:
         yield
     finally:
         recover(path)
+    remove(replaced(path))
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what is there, so that something else can take its name."""
+    old = replaced(path)
     remove(old)
+    own_folder(old.parent)
+    path.rename(old)
 
 
 def recover(path: Path) -> None:

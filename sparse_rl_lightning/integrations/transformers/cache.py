@@ -170,7 +170,8 @@ class CompressedCache(Cache):
         """Read the prompts, row i into slot i."""
         sampler, longest = self.sampler, max(map(len, prompts))
         window = max(layer_windows(sampler.model.config), default=0)  # a longer sequence has other layers to compress
-        params = self._params(longest, max(FIRST_ROOM, window + 1))
+        self._longest_prompt = longest
+        params = self._params(longest, longest + max(FIRST_ROOM, window + 1))
         check_prompts(prompts, params, sampler.model)
         key = sampler.engine_key(params, len(prompts), longest)
         if key.size.num_slots < len(prompts):
@@ -181,7 +182,7 @@ class CompressedCache(Cache):
         scheduler.admit()
         for one in scheduler.running.values():
             one.last = ENDLESS  # ``generate`` ends rows
-        self._scheduler, self._longest_prompt = scheduler, longest
+        self._scheduler = scheduler
 
     def _feed(self, ids: Tensor) -> None:
         """Feed each row its next token."""
@@ -203,8 +204,7 @@ class CompressedCache(Cache):
     def _grow(self, longest: int) -> None:
         """Move everything to memory for sequences twice as long; what a compressor bounds stays as it is."""
         old = self._running
-        params = self._params(self._longest_prompt, 2 * longest - self._longest_prompt)
-        self._params(longest, 1)  # is there more room in the model's context?
+        params = self._params(longest, 2 * longest)
         key = self.sampler.engine_key(params, len(old.running), self._longest_prompt)
         new = self._scheduler_for(key, params, self._engine.decoder)
         for slot, one in old.running.items():
@@ -221,15 +221,18 @@ class CompressedCache(Cache):
         engine = _LogitsEngine(self.sampler.model, key, decoder)
         return self.sampler.scheduler(engine, params, key.size.num_slots)
 
-    def _params(self, length: int, room: int) -> SamplingParams:
-        """Parameters for at most ``room`` tokens after ``length``; at least one fits, or it is an error."""
+    def _params(self, longest: int, wanted: int) -> SamplingParams:
+        """Parameters for sequences of up to ``wanted`` tokens, of which the longest has ``longest`` now.
+
+        The model's context may allow fewer; if it allows no further token, it is an error.
+        """
         model = self.sampler.model
         context = context_length(model.config)
-        check_length(model, length + 1)
-        if context is not None and length >= context:
+        check_length(model, longest + 1)
+        if context is not None and longest >= context:
             raise UserError(f"The model's context of {context} tokens is used up: lower max_new_tokens.")
-        room = room if context is None else min(room, context - length)
-        return SamplingParams(max_completion_length=room, seed=self.seed)
+        most = wanted if context is None else min(wanted, context)
+        return SamplingParams(max_completion_length=most - self._longest_prompt, seed=self.seed)
 
 
 class _LogitsEngine(Engine):

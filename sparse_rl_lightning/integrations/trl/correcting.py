@@ -28,9 +28,7 @@ class Corrections:
     def __init__(self, callbacks: Sequence[CorrectionCallback], accelerator: Any) -> None:
         self.callbacks = list(callbacks)
         strategy = SimpleNamespace(reduce=lambda total, reduce_op: accelerator.reduce(total, reduction=reduce_op))
-        world = SimpleNamespace(
-            callbacks=self.callbacks, world_size=accelerator.num_processes, strategy=strategy
-        )  # fmt: skip
+        world = SimpleNamespace(callbacks=self.callbacks, world_size=accelerator.num_processes, strategy=strategy)
         self._asked = (cast(Any, world), cast(Any, None))  # all that a correction asks of a trainer, and of a module
         for callback in self.callbacks:
             callback.setup(*self._asked, "fit")

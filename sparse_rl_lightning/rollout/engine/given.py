@@ -36,10 +36,10 @@ def read_chunks(engine: Engine, chunks: list[Chunk]) -> Tensor:
     slots, stops = upload([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]], cache.tokens.device)
     cache.seen[slots] = stops
     per_token = cache.geometry.num_layers * cache.geometry.num_kv_heads
-    for chunk, (first, last) in zip(chunks, attention.rows, strict=True):
+    for chunk, (first, last), held in zip(chunks, attention.rows, cache.entries_held(slots), strict=True):
         own = slice(chunk.start, chunk.stop)
         later = torch.arange(chunk.count - 1, -1, -1, device=slots.device)
-        cache.held[chunk.slot, own] = cache.entries_held(slots.new_tensor([chunk.slot])) - per_token * later.int()
+        cache.held[chunk.slot, own] = held - per_token * later.int()
         if chosen is not None and engine.logs.routing is not None:
             engine.logs.routing[chunk.slot, own] = chosen[first:last]
     return decoder.logits(hidden[attention.last])

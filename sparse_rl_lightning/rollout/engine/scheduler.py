@@ -337,18 +337,18 @@ class Scheduler:
         finished sequences are closed first, and the others are compressed again.
         """
         try:
-            self._cut(full)
+            self._cut(full, self.running)
         except Exception:
             # nothing has finished, so the error is about a sequence that is still running
             if not self._close():
                 raise
-            self._cut([slot for slot in full if slot in self.running])
+            self._cut([slot for slot in full if slot in self.running], self.running)
             return True
         return False
 
-    def _cut(self, full: list[int]) -> None:
+    def _cut(self, full: list[int], own: dict[int, RunningSequence]) -> None:
+        """Compress these slots, whose sequences are in ``own``."""
         if full:
-            own = self.in_slots if self.pauses else self.running
             sequences = [own[slot] for slot in full]
             lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
             self.engine.compression.compress(self.cache, full, lengths, room)
@@ -427,7 +427,8 @@ class Scheduler:
                 left -= count
             logits = read_chunks(self.engine, chunks)
             trigger = self.engine.compression.trigger
-            self._cut([chunk.slot for chunk in chunks if self.reading[chunk.slot].feed(chunk.count, trigger)])
+            full = [chunk.slot for chunk in chunks if self.reading[chunk.slot].feed(chunk.count, trigger)]
+            self._cut(full, self.reading)
             self._go_on([chunk.slot for chunk in chunks], logits)
         self._rows = None
         return True
