@@ -65,7 +65,7 @@ class Ending(RolloutCallback):
 
     def _evaluate(self, trainer: Trainer, module: Any) -> dict[str, dict[str, float]]:
         own = trainer.datamodule  # type: ignore[attr-defined]
-        data = ArithmeticTasks("calculator", own.num_terms, own.digits, 1, self.num_problems, seed=self.problems_seed)
+        data = ArithmeticTasks(own.tasks, own.num_terms, own.digits, 1, self.num_problems, seed=self.problems_seed)
         found = {}
         for name, cache in self.caches.items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)

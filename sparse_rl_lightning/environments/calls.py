@@ -17,6 +17,8 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from typing import Any
 
+from sparse_rl_lightning.text import shown
+
 PATIENCE = 1.0
 """Seconds within which a loop must react after one of its coroutines has timed out, or it is left behind too."""
 MAX_THREADS = 64
@@ -26,13 +28,9 @@ MAX_THREADS = 64
 class CallFailure(Exception):
     """A call raised an error, which is the cause, or took too long."""
 
-    timed_out = False
-
 
 class CallTimeout(CallFailure):
     """A call took too long."""
-
-    timed_out = True
 
 
 class Call:
@@ -136,15 +134,6 @@ def wait_for_any(calls: Iterable[Call]) -> None:
         deadlines = [call.deadline for call in calls if call.deadline is not None]
         left = min(deadlines) - time.monotonic() if deadlines else PATIENCE  # some may not have begun
         wait_for([call.future for call in calls], max(0.0, min(left, PATIENCE)), FIRST_COMPLETED)
-
-
-def shown(value: Any) -> str:
-    """A value for messages: short, and unable to steer a terminal."""
-    try:
-        text = ascii(value)
-    except Exception:  # its own __repr__ raises
-        return type(value).__name__
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class _Workers:

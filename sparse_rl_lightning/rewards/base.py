@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.text import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -131,7 +132,7 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
         warnings.warn(f"KeyboardInterrupt in the reward function {name}.", stacklevel=2)
         raise
     except BaseException as error:
-        raise RewardFailure(f"raised {_shown(error)}") from error
+        raise RewardFailure(f"raised {shown(error)}") from error
 
 
 def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
@@ -293,13 +294,6 @@ def _finite(name: str, sample: int, completion: str, reward: Any) -> float | Non
     return value
 
 
-def _brief(value: Any, most: int = 80) -> str:
+def _brief(value: Any) -> str:
     text = ascii(value)
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _shown(error: BaseException) -> str:
-    try:
-        return _brief(error, 200)
-    except Exception:  # its own __repr__ raises
-        return type(error).__name__
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -103,17 +103,14 @@ class Rewards:
         batch = reward_batch(
             [row["prompt"] for row in repeated], scored.completions, scored.rollout.completion_ids, columns
         )
-        judged = {guard.__name__: guard.judge(batch) for guard in self.guards}
+        judged, weights = {guard.__name__: guard.judge(batch) for guard in self.guards}, self.weights
         if talks is not None:
             judged["environment"] = [None if one.has_failed else one.reward for one in talks]
+            weights = [*weights, 1.0]
         table = reward_table(list(judged.values()))
         scored.reward_table = {name: table[:, i] for i, name in enumerate(judged)}
         scored.reward_counters = reward_counters(self.guards)
         scored.reward_failures = {guard.__name__: guard.failed for guard in self.guards}
-        if talks is not None:
-            scored.reward_failures["environment"] = sum(one.has_failed for one in talks)
-            ends = [one.end for one in talks]
-            scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
         for guard in self.guards:
             if guard.first:
                 self._warn_once(
@@ -121,9 +118,9 @@ class Rewards:
                     f"The reward function {guard.__name__} failed on {guard.failed} sample(s), first: {guard.first}. "
                     f"They get no reward from it; rewards/{guard.__name__}/failed counts such samples from now on.",
                 )
-        rewards = weighted_rewards(table, self.weights if talks is None else [*self.weights, 1.0])
+        rewards = weighted_rewards(table, weights)
         if talks is not None:
-            rewards = self._of_whole_conversations(rewards, talks)
+            rewards = self._of_whole_conversations(scored, talks, rewards)
         return rewards.to(scored.rollout.sequences.device)
 
     def warn_of_none(self, scored: ScoredRollout) -> None:
@@ -142,17 +139,18 @@ class Rewards:
         for guard in self.guards:
             guard.close()
 
-    def _of_whole_conversations(self, rewards: Tensor, talks: Sequence[Conversation]) -> Tensor:
-        """The rewards (B,), NaN for conversations that the environment has broken off."""
-        failed = [one.has_failed for one in talks]
-        if any(failed):
-            first = next(one for one in talks if one.has_failed)
+    def _of_whole_conversations(self, scored: ScoredRollout, talks: Sequence[Conversation], rewards: Tensor) -> Tensor:
+        """The rewards (B,), NaN for conversations that the environment has broken off, which are counted."""
+        failed, ends = [one for one in talks if one.has_failed], [one.end for one in talks]
+        scored.reward_failures["environment"] = len(failed)
+        scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
+        if failed:
             self._warn_once(
                 ("failed", "environment"),
-                f"The environment failed in {sum(failed)} conversation(s), first: {first.error}. They end there and "
-                "get no reward; turns/failed and turns/timeouts count such conversations from now on.",
+                f"The environment failed in {len(failed)} conversation(s), first: {failed[0].error}. They end there "
+                "and get no reward; turns/failed and turns/timeouts count such conversations from now on.",
             )
-        return rewards.masked_fill(torch.tensor(failed), math.nan)
+        return rewards.masked_fill(torch.tensor([one.has_failed for one in talks]), math.nan)
 
     def _warn_once(self, key: tuple[str, str], text: str) -> None:
         if key not in self._warned:

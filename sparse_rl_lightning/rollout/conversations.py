@@ -16,16 +16,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.environments.base import Environment, EnvironmentFactory, Observation, TurnOptions
-from sparse_rl_lightning.environments.calls import Call, CallFailure, shown, start, wait_for_any
+from sparse_rl_lightning.environments.calls import Call, CallFailure, CallTimeout, start, wait_for_any
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Conversation, Rollout, Rows
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation
-from sparse_rl_lightning.rollout.prompts import Prompt, encode_prompt
+from sparse_rl_lightning.rollout.prompts import Prompt, encode_prompt, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession
 from sparse_rl_lightning.rollout.storable import foreign_type
+from sparse_rl_lightning.text import shown
 
 
 @dataclass
@@ -95,13 +96,19 @@ class Conversations:
             prompts.append(_common_prompt(given[own], row, [one.conversation for one in episodes[own]]))
             for one in episodes[own]:
                 one.is_chat = not isinstance(prompts[-1], str)
-        described = [self._described(one.environment) for one in episodes[::num_generations]]
+        described = [with_tools(self.template, one.environment.tools) for one in episodes[::num_generations]]
         encoded = [encode_prompt(self.tokenizer, prompt, own) for prompt, own in zip(prompts, described, strict=True)]
         return Opening([row | {"prompt": own} for row, own in zip(rows, prompts, strict=True)], encoded, episodes)
 
-    def open(self, session: RolloutSession) -> None:
-        """Talk through this session from now on."""
-        self._session = session
+    def open(
+        self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int, num_sequences: int | None = None
+    ) -> RolloutSession:
+        """Make the session through which to talk from now on; arguments are its own."""
+        self._session = RolloutSession(
+            sampler, params, max_prompt_length, turns=True, max_turn_length=self.options.max_turn_length,
+            num_sequences=num_sequences,
+        )  # fmt: skip
+        return self._session
 
     def add(self, opening: Opening, sequence_ids: Sequence[int]) -> range:
         """Queue the prompts of an opening in the session; returns the prompts' numbers."""
@@ -158,13 +165,13 @@ class Conversations:
 
     def _ask(self) -> None:
         """Hand the turns that have just ended to their environments."""
-        for sequence, tokens in self.session.paused.items():
+        paused = sorted(self.session.scheduler.paused.items())
+        for sequence in [one.sequence for _, one in paused if one.sequence not in self.calls]:
             episode = self.episodes[sequence]
-            if sequence in self.calls:
-                continue
             if episode.conversation.has_failed:  # at its beginning
                 self._end(sequence, episode.conversation.end)
                 continue
+            tokens = self.session.turn(sequence)
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             episode.conversation.messages.append({"role": "assistant", "content": text})
             episode.conversation.num_turns += 1
@@ -265,17 +272,14 @@ class Conversations:
 
     def load_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Load what :meth:`state` returned; conversations whose environment has no state start anew."""
-        calls = dict[int, Call]()
         for sequence, saved in state.items():
             conversation, environment = Conversation(**saved["conversation"]), self.factory()
             if saved["environment"] is not None:
                 environment.load_state(saved["environment"])
             elif not conversation.end:
                 conversation = Conversation(conversation.row)
-            own = Episode(environment, conversation, saved["is_chat"], saved["end_token"])
-            self.episodes[sequence] = own
-        for sequence in self.starts_anew(state):
-            calls[sequence] = self._reset(self.episodes[sequence])
+            self.episodes[sequence] = Episode(environment, conversation, saved["is_chat"], saved["end_token"])
+        calls = {sequence: self._reset(self.episodes[sequence]) for sequence in self.starts_anew(state)}
         for sequence, call in calls.items():
             _prompt_of(self.episodes[sequence], call)
 
@@ -289,10 +293,6 @@ class Conversations:
     def _reset(self, episode: Episode) -> Call:
         row = copy.deepcopy(episode.conversation.row)  # samples and epochs share it
         return start(episode.environment.reset, row, timeout=self.options.timeout)
-
-    def _described(self, environment: Environment) -> dict[str, Any]:
-        """Arguments of the chat template, with the environment's tools."""
-        return self.template | ({"tools": list(environment.tools)} if environment.tools else {})
 
 
 def converse(
@@ -308,11 +308,7 @@ def converse(
     Arguments are as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`.
     """
     opening = conversations.begin(rows, params.num_generations)
-    session = RolloutSession(
-        sampler, params, max(map(len, opening.prompts)), turns=True, num_sequences=len(opening.episodes),
-        max_turn_length=conversations.options.max_turn_length,
-    )  # fmt: skip
-    conversations.open(session)
+    conversations.open(sampler, params, max(map(len, opening.prompts)), num_sequences=len(opening.episodes))
     numbers = conversations.add(opening, sequence_ids)
     try:
         conversations.advance(progress=progress, new_weights=True)
@@ -399,7 +395,7 @@ def _sum(before: float, reward: float, name: str) -> float:
 
 def _note_failure(episode: Episode, failure: CallFailure) -> None:
     conversation = episode.conversation
-    conversation.end, conversation.reward = "timeout" if failure.timed_out else "failed", math.nan
+    conversation.end, conversation.reward = "timeout" if isinstance(failure, CallTimeout) else "failed", math.nan
     conversation.error = f"{type(episode.environment).__name__} {failure}"
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.rollout.partial import PartialRollouts, state_bytes
-from sparse_rl_lightning.rollout.prompts import check_prompts, encode_prompts
+from sparse_rl_lightning.rollout.prompts import check_prompts, encode_prompts, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.storable import check_storable
 
@@ -66,7 +67,6 @@ class Generator:
         if environment is not None:
             _check_conversations(compressor, retriever, options.turns)
         self.environment = None if environment is None else as_factory(environment)
-        self._tools = [] if self.environment is None else list(self.environment().tools)
         self.compressor = compressor
         self.retriever = retriever
         self.sampling = sampling
@@ -225,10 +225,8 @@ class Generator:
 
     def encode(self, rows: Rows) -> list[list[int]]:
         """The token ids of the rows' prompts, with an environment's tools."""
-        template, tools = self.options.chat_template_kwargs, self._tools
-        return encode_prompts(
-            self.tokenizer, [row["prompt"] for row in rows], {**(template or {}), "tools": tools} if tools else template
-        )
+        described = with_tools(self.options.chat_template_kwargs, self._tools)
+        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], described)
 
     def decode(
         self, rollout: Rollout, rows: Rows, index: int, start: float, talks: list[Conversation] | None = None
@@ -241,6 +239,10 @@ class Generator:
     def texts(self, rollout: Rollout) -> list[str]:
         """The completions of a rollout as text."""
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+
+    @cached_property
+    def _tools(self) -> list[Callable[..., Any]]:
+        return [] if self.environment is None else list(self.environment().tools)
 
     def _sequence_ids(self, index: int, prompts: int, generations: int, places: Sequence[int] | None) -> list[int]:
         """Ids of this rank's sequences in rollout ``index``, different in every rollout and rank."""

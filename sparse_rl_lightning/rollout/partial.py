@@ -124,17 +124,13 @@ class PartialRollouts:
 
     def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
         if self.session is None:
-            self.session = RolloutSession(
-                sampler, params, self.max_prompt_length, turns=self.talk is not None,
-                max_turn_length=None if self.talk is None else self.talk.options.max_turn_length,
-            )  # fmt: skip
-            if self.talk is not None:
-                self.talk.open(self.session)
+            create = RolloutSession if self.talk is None else self.talk.open
+            self.session = create(sampler, params, self.max_prompt_length)
             if self._saved is not None:
                 self._check(self._saved)
                 self.session.load_state(self._saved["session"])
                 if self.talk is not None:
-                    self.talk.load_state(self._saved.get("conversations", {}))
+                    self.talk.load_state(self._saved["conversations"])
                 self.rows, self._saved = dict(self._saved["rows"]), None
         return self.session
 

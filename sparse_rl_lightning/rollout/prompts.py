@@ -86,6 +86,11 @@ def encode_prompts(
     return encoded
 
 
+def with_tools(arguments: Mapping[str, Any] | None, tools: Sequence[Any]) -> dict[str, Any]:
+    """The chat template's arguments, and the tools that it is to describe to the policy."""
+    return dict(arguments or {}) | ({"tools": list(tools)} if tools else {})
+
+
 def valid_unicode(text: str) -> str:
     """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD; tokenizers refuse them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

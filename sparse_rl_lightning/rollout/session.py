@@ -169,11 +169,14 @@ class RolloutSession:
     @property
     def paused(self) -> dict[int, list[int]]:
         """The tokens of the turn that has just ended, by sequence: prompt's number x ``num_generations`` + sample."""
-        tokens = self.engine.cache.tokens
-        return {
-            one.sequence: tokens[slot, one.turn_start : one.num_fed + 1].tolist()
-            for slot, one in sorted(self.scheduler.paused.items())
-        }
+        return {one.sequence: self.turn(one.sequence) for _, one in sorted(self.scheduler.paused.items())}
+
+    def turn(self, sequence: int) -> list[int]:
+        """The tokens of the turn that a paused sequence has just drawn."""
+        slot = self._paused_slot(sequence)
+        one = self.scheduler.paused[slot]
+        tokens: list[int] = self.engine.cache.tokens[slot, one.turn_start : one.num_fed + 1].tolist()
+        return tokens
 
     def room(self, sequence: int) -> int:
         """The most tokens that a paused sequence can be given, so that one can still be drawn.
