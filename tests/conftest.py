@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported, so before any test module
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -39,6 +41,16 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    """No test is taken for a rank: strategies leave variables of launchers, which transformers would follow."""
+    own = [name for name in LAUNCHERS if name not in os.environ]
+    yield
+    for name in own:
+        os.environ.pop(name, None)
+    assert not torch.distributed.is_initialized(), "a process group is left"
 
 
 @pytest.fixture(scope="session", autouse=True)

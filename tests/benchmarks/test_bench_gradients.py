@@ -75,6 +75,7 @@ def likes_digits(prompts: Any, completions: list[str], **_: Any) -> list[float |
     return [sum(letter.isdigit() for letter in text) / 48 for text in completions]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_losses(tmp_path: Path) -> None:
     """With nothing evicted all variants but the official one's denominators are the full cache's gradient."""
     module = SupervisedWarmup(TinyPolicy())

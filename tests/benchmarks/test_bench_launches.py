@@ -46,6 +46,7 @@ def test_launches_and_waits_do_not_grow(name: str) -> None:
         assert found.num_own == 1
 
 
+@pytest.mark.slow
 def test_whole_rollouts_wait_at_most_16_times_in_128_steps() -> None:
     """Compressions, refills and stop strings included."""
     found = launches.whole(24, 4, stop_strings=("a", "Z"))
