@@ -114,7 +114,7 @@ bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all co
 bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/results.md; some hours
 	$(BIN)/python -m benchmarks.stability --save docs $(RUNS)
 
-bench-turns: $(INSTALLED) ## training on conversations, arm by arm, into docs/turns.md; some hours
+bench-turns: $(INSTALLED) ## training on conversations, arm by arm, into docs/turns.md; about an hour
 	$(BIN)/python -m benchmarks.turns --save docs $(RUNS)
 
 bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md

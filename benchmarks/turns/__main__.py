@@ -1,6 +1,6 @@
 """Training on conversations with a calculator under a cache that forgets: which arm learns, and what it forgets.
 
-    python -m benchmarks.turns [--seeds 0 1 2] [--steps 120] [--arms dense naive] [--save docs]
+    python -m benchmarks.turns [--seeds 0 1 2] [--steps 180] [--arms dense naive] [--budget 34] [--save docs]
 
 Every run is `sparse-rl fit` of `configs/tools.yaml` with one thing changed, in a process and a folder of its own below
 --runs, from one warm-up. An interrupted run goes on from its last checkpoint. A finished one is a line in --kept and is
@@ -25,8 +25,7 @@ from benchmarks.arms.runs import CONFIGS, run_in
 from benchmarks.common import kept
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.common.tables import Table
-from benchmarks.turns.arms import ARMS, Arm, Run
-from sparse_rl_lightning.cli.yaml_files import read_file
+from benchmarks.turns.arms import ARMS, Run
 
 PAGE = "turns.md"
 Line = dict[str, Any]
@@ -71,6 +70,11 @@ def line_of(run: Run, path: Path) -> Line | None:
     return next((one for one in kept.read(path) if (one["key"], one["settings"]) == (run.key, run.settings)), None)
 
 
+def finished(runs: Sequence[Run], path: Path) -> list[tuple[Run, Line]]:
+    """The runs that have a line, and it."""
+    return [(run, line) for run in runs if (line := line_of(run, path)) is not None]
+
+
 def rounded(value: Any) -> Any:
     """The same with four digits."""
     if isinstance(value, dict):
@@ -89,68 +93,83 @@ def _logged(name: str, form: str) -> Callable[[Line], str]:
     return lambda line: "–" if line["logged"][name] is None else f"{line['logged'][name]:{form}}"
 
 
-COLUMNS: dict[str, Callable[[Line], str]] = {
+SOLVED: dict[str, Callable[[Line], str]] = {
     "right, full cache": _end("full", "right", ".2f"),
     "right, compressed": _end("compressed", "right", ".2f"),
     "reward": _end("compressed", "reward", ".2f"),
     "calls": _end("compressed", "calls", ".1f"),
     "turns": _end("compressed", "turns", ".1f"),
+}
+FORGOTTEN: dict[str, Callable[[Line], str]] = {
     "prompt evicted": _logged("kv/evicted/prompt", ".0%"),
     "drawn": _logged("kv/evicted/drawn", ".0%"),
     "given": _logged("kv/evicted/given", ".0%"),
-    "k3, first turn": _logged("mismatch/kl_k3/first_turn", ".1g"),
-    "k3, later turns": _logged("mismatch/kl_k3/later_turns", ".1g"),
+    "k3, first turn": _logged("mismatch/kl_k3/first_turn", ".2g"),
+    "k3, later turns": _logged("mismatch/kl_k3/later_turns", ".2g"),
     "rejected": _logged("rejection_rate", ".0%"),
 }
 
 
-def table(arms: Sequence[Arm], runs: Sequence[Run], path: Path) -> Table:
-    """A row per arm, its seeds behind each other; the policy before training first."""
-    lines = [(run, line) for run in runs if (line := line_of(run, path)) is not None]
-    config = read_file(CONFIGS / "tools.yaml")["model"]["init_args"]
-    sizes = config["compressor"]["init_args"]
-    minutes = statistics.median(line["minutes"] for _, line in lines)
+def solved(runs: Sequence[Run], path: Path) -> Table:
+    """What every arm solves in the end, its seeds behind each other; the policy before training first."""
+    lines = finished(runs, path)
+    compressor = runs[0].compressor
+    sizes, minutes = compressor["init_args"], statistics.median(line["minutes"] for _, line in lines)
     note = (
         f"{len(lines)} of {len(runs)} runs, {runs[0].steps} optimizer steps each, {minutes:.0f} minutes (median). "
-        f"{config['compressor']['class_path']} with budget {sizes['budget']} and buffer {sizes['buffer']}. Held-out "
-        "problems solved greedily, with the full cache and with the one that the run drew under (dense: as naive), "
-        "whose reward, calls and turns are given. What was evicted, k3 (nats/token from what the learner computes to "
-        "what was drawn from) and rejected: the last quarter of training. Seeds behind each other. Machines: "
+        f"{compressor['class_path']} with budget {sizes['budget']} and buffer {sizes['buffer']}. "
+        f"{runs[0].num_problems} held-out problems solved greedily, with the full cache and with the one that the run "
+        "drew under (dense: as naive), whose reward, calls and turns are given. Seeds behind each other. Machines: "
         f"{'; '.join(sorted({line['machine'] for _, line in lines}))}."
     )
-    result = Table("Conversations", ("", *COLUMNS), note)
+    result = Table("Solved", ("", *SOLVED), note)
     for run, line in lines[:1]:
-        before = {**line, "after": line["before"], "logged": dict.fromkeys(line["logged"])}
-        if run.arm.name in ("dense", "naive", "Sparse-RL", "replay"):  # under the unprotected cache
-            result.add("before training", *(value(before) for value in COLUMNS.values()))
-    for arm in arms:
-        own = [line for run, line in lines if run.arm == arm]
-        if own:
-            result.add(arm.name, *(" / ".join(map(value, own)) for value in COLUMNS.values()))
-    return result
+        if run.arm.is_plain:  # under the cache of most arms
+            before = {**line, "after": line["before"]}
+            result.add("before training", *(value(before) for value in SOLVED.values()))
+    return _by_arm(result, lines, SOLVED)
+
+
+def forgotten(runs: Sequence[Run], path: Path) -> Table:
+    """What every arm's cache forgot in the last quarter of training, and what that changed."""
+    lines = finished(runs, path)
+    note = (
+        "The last quarter of training: tokens evicted when their conversation was over, k3 (nats/token from what the "
+        "learner computes to what was drawn from) and conversations rejected."
+    )
+    return _by_arm(Table("Forgotten", ("", *FORGOTTEN), note), lines, FORGOTTEN)
+
+
+def _by_arm(table: Table, lines: list[tuple[Run, Line]], columns: dict[str, Callable[[Line], str]]) -> Table:
+    for name in dict.fromkeys(run.arm.name for run, _ in lines):
+        own = [line for run, line in lines if run.arm.name == name]
+        table.add(name, *(" / ".join(map(value, own)) for value in columns.values()))
+    return table
 
 
 def main() -> None:
     """Run the study and print or save its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps, two per rollout")
+    parser.add_argument("--steps", type=int, default=180, help="optimizer steps, two per rollout")
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], help="default all")
+    parser.add_argument("--budget", type=int, help="of the cache, default that of the configuration")
     kept.add_options(parser, "turns", PAGE)
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = args.runs.absolute()
     arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
     policy = folder if args.finished else warm_up(folder)
-    runs = [Run(arm, seed, args.steps, policy, folder) for seed in args.seeds for arm in arms]
+    runs = [Run(arm, seed, args.steps, policy, folder, args.budget) for seed in args.seeds for arm in arms]
     if not args.finished:
         execute(runs, args.kept, args.jobs)
-    if not any(line_of(run, args.kept) for run in runs):
+    if not finished(runs, args.kept):
         sys.exit(f"error: no run of {len(runs)} is finished: run without --finished")
-    text = table(arms, runs, args.kept).untitled
+    text = "\n\n".join(table(runs, args.kept).untitled for table in (solved, forgotten))
     print(text)
     if args.save:
-        insert(args.save / PAGE, text, mark("benchmarks.turns"))
+        block = "" if args.budget is None else f"budget {args.budget}"
+        insert(args.save / PAGE, text, mark("benchmarks.turns", block))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,14 @@ class Arm:
     corrects: bool = False
     module: str = "SparseGRPO"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its compressor, or the one that it is compared under, is that of the configuration."""
+        return self.arguments.get("compressor", FULL) == FULL
 
-LONGEST = 14  # tokens of an answer of Calculator: 12 digits, the sign and the end
+
+FULL = {"class_path": "FullKV"}
+LONGEST = 17  # tokens of an answer of Calculator: a value and what is left to do, "1798-58-88-42*01;"
 
 
 def _protecting(name: str, **arguments: Any) -> Arm:
@@ -41,13 +47,12 @@ def _protecting(name: str, **arguments: Any) -> Arm:
 
 
 ARMS = (
-    Arm("dense", {"compressor": {"class_path": "FullKV"}}),
+    Arm("dense", {"compressor": FULL}),
     Arm("naive"),
     Arm("Sparse-RL", corrects=True),
     Arm("replay", {"replay_objective": "sparse"}, module="ReplayGRPO"),
     _protecting("prompt", protect_prompt=True),
     _protecting("newest observation", protect_observations=1),
-    _protecting("prompt and newest observation", protect_prompt=True, protect_observations=1),
 )
 
 
@@ -60,18 +65,26 @@ class Run:
     steps: int
     policy: Path
     folder: Path
+    budget: int | None = None  # that of the configuration
     num_problems: int = 256
 
     @property
     def key(self) -> str:
         """Name of its line and of its folder."""
-        return f"{self.arm.name.lower().replace(',', '').replace(' ', '-')}-seed-{self.seed}"
+        budget = "" if self.budget is None else f"-budget-{self.budget}"
+        return f"{self.arm.name.lower().replace(',', '').replace(' ', '-')}{budget}-seed-{self.seed}"
+
+    @property
+    def compressor(self) -> dict[str, Any]:
+        """The compressor of the arms that protect nothing."""
+        plain: dict[str, Any] = read_file(CONFIGS / "tools.yaml")["model"]["init_args"]["compressor"]
+        return plain if self.budget is None else merged(plain, {"init_args": {"budget": self.budget}})
 
     def config(self) -> dict[str, Any]:
         """The whole configuration."""
         config: dict[str, Any] = read_file(CONFIGS / "tools.yaml")
         model, trainer = config["model"], config["trainer"]
-        plain = model["init_args"]["compressor"]
+        plain = model["init_args"]["compressor"] = self.compressor
         own = merged(model, {"class_path": self.arm.module, "init_args": self.arm.arguments})
         own["init_args"] |= {"policy": str(self.policy)}
         own["init_args"]["sampling"]["seed"] = self.seed
