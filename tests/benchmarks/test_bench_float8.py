@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import float8
 from benchmarks.common.tables import Table
 
 
+@pytest.mark.slow
 def test_eight_bits_cost_more_than_sixteen_and_less_than_the_compression(tmp_path: Path) -> None:
     table = Table("", ["model", "completion tokens", "keys and values", "k1", "k3", "P5"])
     (case,) = float8.cases(tmp_path, length=24)  # no stories here

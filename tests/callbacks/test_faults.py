@@ -345,7 +345,8 @@ fit(module(), 1, data=SlowRows(prompts_per_rollout=2), devices=2, strategy="ddp"
 """
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_may_take_long_over_its_data(late: int, tmp_path: Path) -> None:
     """Six times the patience that ranks have with each other's connections."""
     (tmp_path / "slow.py").write_text(SLOW.format(late=late))
