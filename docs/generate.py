@@ -1,5 +1,7 @@
 """Write what the documentation takes from the code: ``python -m docs.generate``, with ``--check`` only compare.
 
+Names of pages behind it, as in ``python -m docs.generate settings.md methods``, write or compare only those.
+
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
 tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
 sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured, the
@@ -10,6 +12,7 @@ code host shows them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common.pages import END, mark, replaced
@@ -23,32 +26,21 @@ from docs.quoted import budgets_table, compressors_table, learner_table, trainer
 FOLDER = Path(__file__).parent
 
 
-def pages() -> dict[Path, str]:
-    """Every generated page by its path."""
-    return {
-        FOLDER / "settings.md": settings_page(),
-        FOLDER / "callbacks.md": callbacks_page(),
-        FOLDER / "metrics.md": written("metrics.md", {"": metric_tables()}),
-        FOLDER / "models.md": written("models.md", {"families": models_table(), "decoders": decoders_table()}),
-        FOLDER / "recipes.md": written("recipes.md", {"": recipe_tables(), "cards": cards_table()}),
-        FOLDER / "choosing.md": written(
-            "choosing.md", {"budgets": budgets_table(), "compressors": compressors_table()}
-        ),
-        FOLDER / "when.md": written("when.md", {"": crossing_table()}),
-        FOLDER / "learner.md": written("learner.md", {"": learner_table()}),
-        FOLDER / "from_trl.md": written("from_trl.md", {"": trainer_table()}),
-        **method_pages.pages(FOLDER / "methods"),
-    }
+def pages(name: str) -> dict[Path, str]:
+    """The page of a name, or those of its folder, by path."""
+    if name == METHODS:
+        return method_pages.pages(FOLDER / name)
+    return {FOLDER / name: WHOLE[name]() if name in WHOLE else written(name, PARTS[name])}
 
 
-def written(page: str, parts: dict[str, str]) -> str:
+def written(page: str, parts: dict[str, Callable[[], str]]) -> str:
     """A page with what stands between its marks replaced, by what the mark adds to its name."""
     text = (FOLDER / page).read_text("utf-8")
     for name, part in parts.items():
         begin = mark("docs.generate", name)
         if END not in text.partition(begin)[2]:
             raise ValueError(f"there is no {begin} ... {END} in docs/{page} to write between.")
-        text = replaced(text, begin, part)
+        text = replaced(text, begin, part())
     return text
 
 
@@ -125,9 +117,27 @@ def metric_tables() -> str:
     return "\n\n".join(parts)
 
 
+WHOLE: dict[str, Callable[[], str]] = {"settings.md": settings_page, "callbacks.md": callbacks_page}
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "metrics.md": {"": metric_tables},
+    "models.md": {"families": models_table, "decoders": decoders_table},
+    "recipes.md": {"": recipe_tables, "cards": cards_table},
+    "choosing.md": {"budgets": budgets_table, "compressors": compressors_table},
+    "when.md": {"": crossing_table},
+    "learner.md": {"": learner_table},
+    "from_trl.md": {"": trainer_table},
+}
+METHODS = "methods"
+PAGES = (*WHOLE, *PARTS, METHODS)
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages, or with ``--check`` name those that differ from what would be written."""
-    different = [(path, text) for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text]
+    named = [argument for argument in arguments if argument != "--check"]
+    if unknown := sorted({*named} - {*PAGES}):
+        raise SystemExit(f"{', '.join(unknown)} is not generated. Generated are {', '.join(PAGES)}.")
+    found = {path: text for name in named or PAGES for path, text in pages(name).items()}
+    different = [(path, text) for path, text in found.items() if not path.exists() or path.read_text("utf-8") != text]
     for path, text in different:
         if "--check" not in arguments:
             path.parent.mkdir(exist_ok=True)

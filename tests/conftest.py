@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first importe
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forks of a used tokenizer would warn
 torch.set_num_threads(1)
+gc.disable()  # until everything is collected
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )  # the machine may be busy
@@ -33,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end, so no garbage collection needs to look at it, then or later."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -285,7 +285,9 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
         connection.close()
 
 
-@pytest.mark.parametrize(("dead", "moment"), [(0, "training"), (1, "training"), (1, "loading")])
+@pytest.mark.parametrize(
+    ("dead", "moment"), [pytest.param(0, "training", marks=pytest.mark.slow), (1, "training"), (1, "loading")]
+)
 def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str, tmp_path: Path) -> None:
     (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead, moment=moment))
     processes = start([sys.executable, str(tmp_path / "victim.py")], tmp_path, 2)

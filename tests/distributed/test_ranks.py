@@ -14,6 +14,10 @@ from tiny_grpo import module
 
 pytestmark = pytest.mark.timeout(900)  # what the processes that all tests share may take on a busy machine
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+SLOW = ["zero1", "zero2"]  # each strategy takes half a dozen runs of two processes
+each_strategy = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STRATEGIES]
+)
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -28,11 +32,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def strategies(request: pytest.FixtureRequest) -> list[str]:
+    """All, or without the slow ones if none of their tests was chosen."""
+    chosen = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    return [name for name in STRATEGIES if chosen or name not in SLOW]
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Any], strategies: list[str], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Two processes, one strategy after the other: on the record, and sampling themselves for one step."""
-    jobs = [{"name": name, "strategy": name, "record": alone["record"]} for name in STRATEGIES]
+    jobs = [{"name": name, "strategy": name, "record": alone["record"]} for name in strategies]
     folder = tmp_path_factory.mktemp("together")
-    for name in STRATEGIES:
+    for name in strategies:
         whole, parts = str(folder / f"{name}-whole"), str(folder / f"{name}-parts")
         last = {"strategy": name, "checkpoints": parts, "ckpt_path": f"{parts}/last.ckpt"}
         jobs += [
@@ -41,7 +52,7 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
             {"name": f"rest-{name}", **last},
             {"name": f"poison-{name}", "strategy": name, "poison": True, "trainer": {"max_steps": 3}},
         ]
-    jobs += [uneven(name, "ReplayGRPO", replay_objective="mixed") for name in STRATEGIES]
+    jobs += [uneven(name, "ReplayGRPO", replay_objective="mixed") for name in strategies]
     kept = {"checkpoints": str(folder / "ddp-kept"), "trainer": {"max_steps": 3}}
     jobs += [
         {"name": "kept", "strategy": "ddp", **kept},
@@ -84,7 +95,7 @@ def test_the_comparison_means_something(alone: dict[str, Any]) -> None:
     assert alone["metrics"]["rejection_rate"] > 0
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_strategy
 def test_gradients_and_weights_of_one_rank(name: str, alone: dict[str, Any], together: Outcomes) -> None:
     outcome = together[name]
     assert len(outcome["gradients"]) == STEPS
@@ -98,7 +109,7 @@ def test_gradients_and_weights_of_one_rank(name: str, alone: dict[str, Any], tog
     assert outcome["metrics"]["grad_norm"] == pytest.approx(length, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_strategy
 def test_live_sampling_agrees_on_the_first_step(name: str, alone: dict[str, Any], together: Outcomes) -> None:
     first, own = alone["sampled"][0], together[f"live-{name}"]["sampled"][0]
     for position, prompt in enumerate(own["prompts"]):
@@ -112,7 +123,7 @@ def test_live_sampling_agrees_on_the_first_step(name: str, alone: dict[str, Any]
         torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_strategy
 def test_resume_is_bitwise_on_two_ranks(name: str, together: Outcomes) -> None:
     """Stopped in the middle of the second rollout, whose rest every rank takes from the checkpoint."""
     whole, rest = together[f"live-{name}"], together[f"rest-{name}"]
@@ -144,8 +155,8 @@ def test_resume_with_another_stage(together: Outcomes) -> None:
     assert "the optimizer starts anew" in text(together)
 
 
-def test_only_sharded_weights_are_gathered(together: Outcomes) -> None:
-    for name in STRATEGIES:
+def test_only_sharded_weights_are_gathered(strategies: list[str], together: Outcomes) -> None:
+    for name in strategies:
         metrics, weights = together[name]["metrics"], together[name]["weights"]
         whole = sum(value.nbytes for value in weights.values())
         sharded = name in ("zero3", "fsdp2")
@@ -176,7 +187,7 @@ def test_checkpoint_folder(together: Outcomes) -> None:
     assert all(torch.equal(weights[key], value) for key, value in want.items())
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_strategy
 def test_ranks_need_not_have_as_many_tokens(name: str, together: Outcomes) -> None:
     """Chunks of the output head differ in number, in learning, rescoring, replay and acceptance; no rank waits."""
     outcome, ddp = together[f"uneven-ReplayGRPO-{name}"], together["uneven-ReplayGRPO-ddp"]
@@ -209,7 +220,7 @@ def text(together: Outcomes) -> str:
     return (Path(together["folder"]["path"]) / "rank0.txt").read_text()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@each_strategy
 def test_a_bad_gradient_on_one_rank_is_skipped_on_all(name: str, together: Outcomes) -> None:
     """Both steps of the first rollout are skipped, so the third is the first that counts, from the initial weights."""
     outcome = together[f"poison-{name}"]

@@ -37,7 +37,8 @@ from tests.tiny_grpo import ALPHABET, fit, module, weights
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 8, 9, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 GREEDY = SamplingParams(max_completion_length=24, temperature=0)
-PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
+ONCE = SamplingParams(max_completion_length=30, seed=5)
+PARAMS = dataclasses.replace(ONCE, num_generations=2)
 KINDS = {
     "alternating": {},
     "full": {"layer_types": ["full_attention"] * 4},
@@ -93,10 +94,10 @@ COMPRESSORS = {
 @pytest.mark.parametrize("kind", ["alternating", "full"])
 def test_replay_is_exact_and_batches_do_not_matter(kind: str, compressor: Compressor) -> None:
     model = model_with_sinks(**KINDS[kind])
-    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+    rollout = RolloutSampler(model, compressor).generate(PROMPTS, ONCE)
     assert bool((rollout.kv.stored < rollout.kv.full).any())
     parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
+    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, ONCE)
     assert torch.equal(refilled.sequences, rollout.sequences)
     assert torch.equal(refilled.evictions.death, rollout.evictions.death)
     forced = forced_rollout(model, rollout, compressor, seed=5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -56,10 +54,10 @@ def test_replay_is_exact(compressor: Compressor) -> None:
 def test_sequence_is_the_same_in_any_slot_order_and_chunk(compressor: Compressor) -> None:
     policy = model()
     whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
-    for num_slots, max_prefill_tokens in itertools.product((1, 3), (7, 1000)):
-        sampler = RolloutSampler(policy, compressor, num_slots, max_prefill_tokens=max_prefill_tokens)
-        for _ in range(2):  # the second time in slots that others have laid out
-            assert_same(whole, sampler.generate(PROMPTS, PARAMS))
+    assert_same(whole, RolloutSampler(policy, compressor, 1, max_prefill_tokens=1000).generate(PROMPTS, PARAMS))
+    sampler = RolloutSampler(policy, compressor, 3, max_prefill_tokens=7)
+    for _ in range(2):  # the second time in slots that others have laid out
+        assert_same(whole, sampler.generate(PROMPTS, PARAMS))
 
 
 @each_case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,7 +53,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, W - 1, W, W + 1, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 GREEDY = SamplingParams(max_completion_length=3 * W, temperature=0)
-PARAMS = SamplingParams(num_generations=3, max_completion_length=30, seed=5)
+ONCE = SamplingParams(max_completion_length=30, seed=5)
+PARAMS = replace(ONCE, num_generations=3)
 
 
 def mixed(layers: int = 4, **changed: Any) -> PreTrainedModel:
@@ -121,12 +123,12 @@ def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compre
     if isinstance(compressor, LearnedScore):  # of all layers, by the model's numbers
         compressor = LearnedScore(**SMALL)
         compressor.build(model_sizes(model, CacheGeometry.of(model)), anew=True)
-    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+    rollout = RolloutSampler(model, compressor).generate(PROMPTS, ONCE)
     record = rollout.evictions
     assert record.num_layers == 2, "windows are not recorded"
     assert bool((rollout.kv.stored < rollout.kv.full).any())
     parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
+    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, ONCE)
     assert torch.equal(refilled.sequences, rollout.sequences)
     assert torch.equal(refilled.evictions.death, record.death)
     forced = forced_rollout(model, rollout, compressor, seed=5)

@@ -67,7 +67,7 @@ def listening(trainer: Any) -> list[list[list[int]]]:
     ],
     ids=lambda changes: "-".join(changes) or "defaults",
 )
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("corrected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_full_cache_is_plain_trl(tmp_path: Path, changes: dict[str, Any], corrected: bool) -> None:
     corrections = [SparsityAwareRejection(), ImportanceReweighting()] if corrected else []
     ours = build(tmp_path, more={"corrections": corrections}, **changes)
@@ -131,7 +131,7 @@ def lora() -> Any:
     return peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)  # so that the adapter counts
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "lora"])
 @pytest.mark.parametrize("changes", REPLAYS.values(), ids=REPLAYS)
 def test_replay_sees_what_the_sampler_saw(tmp_path: Path, changes: dict[str, Any], adapter: bool) -> None:
     """A record of another sample would be as far off as the dense pass."""
