@@ -11,6 +11,7 @@ code host shows them.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,17 +134,20 @@ PAGES = (*WHOLE, *PARTS, METHODS)
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or with ``--check`` name those that differ from what would be written."""
-    named = [argument for argument in arguments if argument != "--check"]
-    if unknown := sorted({*named} - {*PAGES}):
-        raise SystemExit(f"{', '.join(unknown)} is not generated. Generated are {', '.join(PAGES)}.")
-    found = {path: text for name in named or PAGES for path, text in pages(name).items()}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", help=f"default all: {', '.join(PAGES)}")
+    parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page differs")
+    args = parser.parse_args(arguments)
+    if unknown := sorted({*args.pages} - {*PAGES}):
+        parser.error(f"{', '.join(unknown)} is not generated; generated are {', '.join(PAGES)}")
+    found = {path: text for name in args.pages or PAGES for path, text in pages(name).items()}
     different = [(path, text) for path, text in found.items() if not path.exists() or path.read_text("utf-8") != text]
     for path, text in different:
-        if "--check" not in arguments:
+        if not args.check:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
-        print(f"{'Differs' if '--check' in arguments else 'Written'}: docs/{path.relative_to(FOLDER)}")
-    return int(bool(different) and "--check" in arguments)
+        print(f"{'Differs' if args.check else 'Written'}: docs/{path.relative_to(FOLDER)}")
+    return int(bool(different) and args.check)
 
 
 if __name__ == "__main__":

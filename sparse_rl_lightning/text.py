@@ -44,13 +44,13 @@ def shortened(text: str, width: int) -> str:
     return f"{text[:head]} … [{len(text) - width:,} characters left out] … {text[-tail:]}"
 
 
-def shown(value: Any) -> str:
-    """What users' code returned or raised, for messages: short, and unable to steer a terminal."""
+def shown(value: Any, width: int = 200) -> str:
+    """What users' code returned or raised, for messages: its first ``width`` characters, unable to steer a terminal."""
     try:
         text = ascii(value)
     except Exception:  # its own __repr__ raises
         return type(value).__name__
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= width else f"{text[:width]}..."
 
 
 def prompt_text(prompt: Any) -> str:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+ABSENT = [name for name in LAUNCHERS if name not in os.environ]
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported, so before any test module
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -54,11 +55,13 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def ranks() -> Iterator[None]:
     """No test is taken for a rank: strategies leave variables of launchers, which transformers would follow."""
-    own = [name for name in LAUNCHERS if name not in os.environ]
     yield
-    for name in own:
+    for name in ABSENT:
         os.environ.pop(name, None)
-    assert not torch.distributed.is_initialized(), "a process group is left"
+    left = torch.distributed.is_initialized()
+    if left:  # the tests after this one are not to blame
+        torch.distributed.destroy_process_group()
+    assert not left, "a process group is left"
 
 
 @pytest.fixture(scope="session", autouse=True)

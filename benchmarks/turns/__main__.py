@@ -4,7 +4,8 @@
 
 Every run is `sparse-rl fit` of `configs/tools.yaml` with one thing changed, in a process and a folder of its own below
 --runs, from one warm-up. An interrupted run goes on from its last checkpoint. A finished one is a line in --kept and is
-not run again. Seeds come one after the other, so that an early end leaves whole ones.
+not run again. Seeds come one after the other, so that an early end leaves whole ones. The tables have all arms and
+seeds that are finished, whichever were asked for.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from benchmarks.arms.runs import CONFIGS, run_in
 from benchmarks.common import kept
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.common.tables import Table
-from benchmarks.turns.arms import ARMS, Run
+from benchmarks.turns.arms import ARMS, Run, configured
+from sparse_rl_lightning.text import DASH
 
 PAGE = "turns.md"
+SEEDS = [0, 1, 2]
 Line = dict[str, Any]
 
 
@@ -90,7 +93,7 @@ def _end(cache: str, name: str, form: str) -> Callable[[Line], str]:
 
 
 def _logged(name: str, form: str) -> Callable[[Line], str]:
-    return lambda line: "–" if line["logged"][name] is None else f"{line['logged'][name]:{form}}"
+    return lambda line: DASH if line["logged"][name] is None else f"{line['logged'][name]:{form}}"
 
 
 SOLVED: dict[str, Callable[[Line], str]] = {
@@ -111,7 +114,7 @@ FORGOTTEN: dict[str, Callable[[Line], str]] = {
 
 
 def solved(runs: Sequence[Run], path: Path) -> Table:
-    """What every arm solves in the end, its seeds behind each other; the policy before training first."""
+    """What every arm solves in the end, its seeds behind each other; first what the policy solved before training."""
     lines = finished(runs, path)
     compressor = runs[0].compressor
     sizes, minutes = compressor["init_args"], statistics.median(line["minutes"] for _, line in lines)
@@ -123,34 +126,39 @@ def solved(runs: Sequence[Run], path: Path) -> Table:
         f"{'; '.join(sorted({line['machine'] for _, line in lines}))}."
     )
     result = Table("Solved", ("", *SOLVED), note)
-    for run, line in lines[:1]:
-        if run.arm.is_plain:  # under the cache of most arms
-            before = {**line, "after": line["before"]}
-            result.add("before training", *(value(before) for value in SOLVED.values()))
-    return _by_arm(result, lines, SOLVED)
+    first = {run.arm.protects: line for run, line in reversed(lines)}
+    for protects in dict.fromkeys(run.arm.protects for run, _ in lines):
+        before = {**first[protects], "after": first[protects]["before"]}
+        name = f"before training{protects and f', {protects} protected'}"
+        result.add(name, *(value(before) for value in SOLVED.values()))
+    return _by_arm(result, runs, lines, SOLVED)
 
 
 def forgotten(runs: Sequence[Run], path: Path) -> Table:
     """What every arm's cache forgot in the last quarter of training, and what that changed."""
     lines = finished(runs, path)
     note = (
-        "The last quarter of training: tokens evicted when their conversation was over, k3 (nats/token from what the "
-        "learner computes to what was drawn from) and conversations rejected."
+        "The last quarter of training: tokens evicted when their conversation was over, k3 (nats/token, KL from the "
+        "policy that drew to the one that learns) and conversations rejected."
     )
-    return _by_arm(Table("Forgotten", ("", *FORGOTTEN), note), lines, FORGOTTEN)
+    return _by_arm(Table("Forgotten", ("", *FORGOTTEN), note), runs, lines, FORGOTTEN)
 
 
-def _by_arm(table: Table, lines: list[tuple[Run, Line]], columns: dict[str, Callable[[Line], str]]) -> Table:
+def _by_arm(
+    table: Table, runs: Sequence[Run], lines: list[tuple[Run, Line]], columns: dict[str, Callable[[Line], str]]
+) -> Table:
+    """A row per arm; a seed that is not finished leaves a dash, so that the others keep their places."""
+    found = {run.key: line for run, line in lines}
     for name in dict.fromkeys(run.arm.name for run, _ in lines):
-        own = [line for run, line in lines if run.arm.name == name]
-        table.add(name, *(" / ".join(map(value, own)) for value in columns.values()))
+        own = [found.get(run.key) for run in runs if run.arm.name == name]
+        table.add(name, *(" / ".join(value(one) if one else DASH for one in own) for value in columns.values()))
     return table
 
 
 def main() -> None:
     """Run the study and print or save its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--steps", type=int, default=180, help="optimizer steps, two per rollout")
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], help="default all")
     parser.add_argument("--budget", type=int, help="of the cache, default that of the configuration")
@@ -158,17 +166,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = args.runs.absolute()
-    arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
     policy = folder if args.finished else warm_up(folder)
-    runs = [Run(arm, seed, args.steps, policy, folder, args.budget) for seed in args.seeds for arm in arms]
+    seeds = sorted({*SEEDS, *args.seeds})
+    budget = None if args.budget == configured()["init_args"]["budget"] else args.budget
+    runs = [Run(arm, seed, args.steps, policy, folder, budget) for seed in seeds for arm in ARMS]
     if not args.finished:
-        execute(runs, args.kept, args.jobs)
+        chosen = [run for run in runs if run.seed in args.seeds and run.arm.name in (args.arms or [run.arm.name])]
+        execute(chosen, args.kept, args.jobs)
     if not finished(runs, args.kept):
         sys.exit(f"error: no run of {len(runs)} is finished: run without --finished")
     text = "\n\n".join(table(runs, args.kept).untitled for table in (solved, forgotten))
     print(text)
     if args.save:
-        block = "" if args.budget is None else f"budget {args.budget}"
+        block = "" if budget is None else f"budget {budget}"
         insert(args.save / PAGE, text, mark("benchmarks.turns", block))
 
 

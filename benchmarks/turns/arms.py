@@ -30,30 +30,32 @@ class Arm:
     arguments: dict[str, Any] = field(default_factory=dict)
     corrects: bool = False
     module: str = "SparseGRPO"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its compressor, or the one that it is compared under, is that of the configuration."""
-        return self.arguments.get("compressor", FULL) == FULL
+    protects: str = ""
 
 
-FULL = {"class_path": "FullKV"}
 LONGEST = 17  # tokens of an answer of Calculator: a value and what is left to do, "1798-58-88-42*01;"
 
 
 def _protecting(name: str, **arguments: Any) -> Arm:
     limit = {"rollout": {"turns": {"max_observation_length": LONGEST}}} if "protect_observations" in arguments else {}
-    return Arm(f"Sparse-RL, {name} protected", {"compressor": {"init_args": arguments}, **limit}, corrects=True)
+    changed = {"compressor": {"init_args": arguments}, **limit}
+    return Arm(f"Sparse-RL, {name} protected", changed, corrects=True, protects=name)
 
 
 ARMS = (
-    Arm("dense", {"compressor": FULL}),
+    Arm("dense", {"compressor": {"class_path": "FullKV"}}),
     Arm("naive"),
     Arm("Sparse-RL", corrects=True),
     Arm("replay", {"replay_objective": "sparse"}, module="ReplayGRPO"),
     _protecting("prompt", protect_prompt=True),
     _protecting("newest observation", protect_observations=1),
 )
+
+
+def configured() -> dict[str, Any]:
+    """The compressor of ``tools.yaml``."""
+    found: dict[str, Any] = read_file(CONFIGS / "tools.yaml")["model"]["init_args"]["compressor"]
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Run:
     steps: int
     policy: Path
     folder: Path
-    budget: int | None = None  # that of the configuration
+    budget: int | None = None  # another than that of the configuration
     num_problems: int = 256
 
     @property
@@ -77,20 +79,20 @@ class Run:
     @property
     def compressor(self) -> dict[str, Any]:
         """The compressor of the arms that protect nothing."""
-        plain: dict[str, Any] = read_file(CONFIGS / "tools.yaml")["model"]["init_args"]["compressor"]
-        return plain if self.budget is None else merged(plain, {"init_args": {"budget": self.budget}})
+        return configured() if self.budget is None else merged(configured(), {"init_args": {"budget": self.budget}})
 
     def config(self) -> dict[str, Any]:
-        """The whole configuration."""
+        """The whole configuration: that of ``tools.yaml``, with the module, the callbacks and what the arm changes."""
         config: dict[str, Any] = read_file(CONFIGS / "tools.yaml")
-        model, trainer = config["model"], config["trainer"]
+        model, trainer = merged(config["model"], {"class_path": "SparseGRPO"}), config["trainer"]
+        callbacks = read_file(CONFIGS / "quickstart.yaml")["trainer"]["callbacks"]
         plain = model["init_args"]["compressor"] = self.compressor
         own = merged(model, {"class_path": self.arm.module, "init_args": self.arm.arguments})
         own["init_args"] |= {"policy": str(self.policy)}
         own["init_args"]["sampling"]["seed"] = self.seed
         own["init_args"]["lr_scheduler"]["init_args"]["total_iters"] = self.steps
         compared = plain if self.arm.name == "dense" else own["init_args"]["compressor"]
-        kept = [c for c in trainer["callbacks"] if self.arm.corrects or c["class_path"] not in CORRECTIONS]
+        kept = [c for c in callbacks if self.arm.corrects or c["class_path"] not in CORRECTIONS]
         ending = {
             "class_path": "benchmarks.turns.ending.Ending",
             "init_args": {"compressor": compared, "num_problems": self.num_problems},

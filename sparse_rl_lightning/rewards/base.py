@@ -269,7 +269,7 @@ def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | 
         values = None
     if values is None:
         raise RewardMistake(
-            f"The reward function {name} returned {_brief(returned)}, of type {type(returned).__name__}; it must "
+            f"The reward function {name} returned {shown(returned, 80)}, of type {type(returned).__name__}; it must "
             f"return a list with one number per sample, here {count}, in their order."
         )
     rewards = list(islice(values, count + 1))  # at most one more: it may be endless
@@ -288,12 +288,7 @@ def _finite(name: str, sample: int, completion: str, reward: Any) -> float | Non
         value = math.nan
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise RewardMistake(
-            f"The reward function {name} returned {_brief(reward)} for {describe_sample(sample, completion)}; a "
+            f"The reward function {name} returned {shown(reward, 80)} for {describe_sample(sample, completion)}; a "
             "reward is a finite number, or None where the function does not apply."
         )
     return value
-
-
-def _brief(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -120,7 +120,8 @@ class Rewards:
                 )
         rewards = weighted_rewards(table, weights)
         if talks is not None:
-            rewards = self._of_whole_conversations(scored, talks, rewards)
+            self._count_failures(scored, talks)
+            rewards = rewards.masked_fill(torch.tensor([one.has_failed for one in talks]), math.nan)
         return rewards.to(scored.rollout.sequences.device)
 
     def warn_of_none(self, scored: ScoredRollout) -> None:
@@ -139,8 +140,8 @@ class Rewards:
         for guard in self.guards:
             guard.close()
 
-    def _of_whole_conversations(self, scored: ScoredRollout, talks: Sequence[Conversation], rewards: Tensor) -> Tensor:
-        """The rewards (B,), NaN for conversations that the environment has broken off, which are counted."""
+    def _count_failures(self, scored: ScoredRollout, talks: Sequence[Conversation]) -> None:
+        """Count the conversations that their environment has broken off, and tell of the first."""
         failed, ends = [one for one in talks if one.has_failed], [one.end for one in talks]
         scored.reward_failures["environment"] = len(failed)
         scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
@@ -150,7 +151,6 @@ class Rewards:
                 f"The environment failed in {len(failed)} conversation(s), first: {failed[0].error}. They end there "
                 "and get no reward; turns/failed and turns/timeouts count such conversations from now on.",
             )
-        return rewards.masked_fill(torch.tensor([one.has_failed for one in talks]), math.nan)
 
     def _warn_once(self, key: tuple[str, str], text: str) -> None:
         if key not in self._warned:

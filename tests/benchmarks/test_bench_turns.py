@@ -13,7 +13,7 @@ import pytest
 from benchmarks.arms.runs import CONFIGS
 from benchmarks.common import kept
 from benchmarks.turns import __main__ as command
-from benchmarks.turns.arms import ARMS, CORRECTIONS, LONGEST, METRICS, Arm, Run
+from benchmarks.turns.arms import ARMS, CORRECTIONS, LONGEST, METRICS, Arm, Run, configured
 from benchmarks.turns.ending import late_mean, numbers
 from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -66,6 +66,35 @@ def test_settings_do_not_depend_on_where_it_runs(tmp_path: Path) -> None:
     assert one.settings != run_of(ARMS[1], tmp_path, seed=2).settings
 
 
+def test_another_budget_is_another_run_with_tables_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = configured()["init_args"]["budget"]
+    for arm in ARMS:
+        run, plain = run_of(arm, tmp_path, budget=usual - 6), run_of(arm, tmp_path)
+        assert run.key != plain.key
+        assert run.settings != plain.settings
+        own = run.config()["model"]["init_args"]["compressor"]
+        assert arm.name == "dense" or own["init_args"]["budget"] == usual - 6
+        ending = run.config()["trainer"]["callbacks"][-1]["init_args"]["compressor"]
+        assert ending["init_args"]["budget"] == usual - 6
+    path, numbers = tmp_path / "turns.jsonl", dict.fromkeys(("reward", "right", "calls", "turns"), 0.5)
+    caches = {"full": numbers, "compressed": numbers}
+    kept.write(path, [
+        {"key": run.key, "settings": run.settings, "machine": "M", "minutes": 3.0, "before": caches, "after": caches,
+         "logged": dict.fromkeys(METRICS, 0.5)}
+        for budget in (None, usual - 6) if (run := Run(ARMS[1], 0, 8, tmp_path, tmp_path, budget))
+    ])  # fmt: skip
+    for budget in (usual, usual - 6):  # that of the configuration is no other
+        arguments = ["--finished", "--steps", "8", "--budget", str(budget), "--kept", str(path)]
+        monkeypatch.setattr(sys, "argv", ["turns", *arguments, "--save", str(tmp_path)])
+        command.main()
+    page = (tmp_path / "turns.md").read_text(encoding="utf-8")
+    assert re.findall(r"<!-- written by (.*) -->", page) == [
+        "benchmarks.turns",
+        f"benchmarks.turns: budget {usual - 6}",
+    ]
+    assert re.findall(r"with budget (\d+)", page) == [str(usual), str(usual - 6)]
+
+
 def test_numbers_of_conversations() -> None:
     def said(*turns: str) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": turn} for turn in turns]
@@ -91,14 +120,14 @@ def test_page_says_what_the_lines_hold(tmp_path: Path, monkeypatch: pytest.Monke
     lines[-1]["settings"] = "of another run"
     kept.write(tmp_path / "turns.jsonl", lines)
     arguments = ["--finished", "--kept", str(tmp_path / "turns.jsonl"), "--save", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["turns", *arguments, "--steps", "8", "--seeds", "0", "1"])
-    command.main()
+    monkeypatch.setattr(sys, "argv", ["turns", *arguments, "--steps", "8", "--seeds", "0", "--arms", "dense"])
+    command.main()  # what was asked for is run, and all that is finished is shown
     page = (tmp_path / "turns.md").read_text(encoding="utf-8")
-    assert "3 of 12 runs" in page
+    assert "3 of 18 runs" in page
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "|" in line]
-    own = [["before training", "0.25"], ["dense", "0.50 / 0.75"], ["naive", "0.50"]]
+    own = [["before training", "0.25"], ["dense", "0.50 / 0.75 / –"], ["naive", "0.50 / – / –"]]
     assert [row[:2] for row in cells[2:5]] == own
-    assert [row[:2] for row in cells[7:]] == [["dense", "50% / 50%"], ["naive", "50%"]]
+    assert [row[:2] for row in cells[7:]] == [["dense", "50% / 50% / –"], ["naive", "50% / – / –"]]
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ MODULES = {
     "replay": "ReplayGRPO",
     "distill": "DistillSparse",
     "learned_eviction": "LearnedEvictionGRPO",
+    "tools": "ReplayGRPO",
 }  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40

@@ -11,7 +11,10 @@ from urllib.parse import urlsplit
 import matplotlib
 import pytest
 from matplotlib.image import imread
-from test_readme import without_blocks
+from pygments.filters import ErrorToken
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+from test_readme import find_blocks, without_blocks
 
 from docs import docstrings, figures, generate, listing, predictions
 from sparse_rl_lightning.learner.block import BlockPlan
@@ -19,7 +22,7 @@ from sparse_rl_lightning.planning import Sharding
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PLANNED = "recipes.md"  # of which a row takes seconds
+PLANNED = ("recipes.md",)  # of which a row takes seconds
 BY_HAND = ("qwen2.5-1.5b", "qwen2.5-7b")  # recipes of which more is tested
 PAGES = sorted(DOCS.rglob("*.md"))
 PACKAGES = ("callbacks", "compressors", "data", "modules", "retrievers", "rewards")
@@ -36,9 +39,27 @@ def build(source: Path, target: Path, builder: str) -> subprocess.CompletedProce
 
 @pytest.mark.timeout(900)  # half a minute on an idle core
 def test_pages_and_references_give_no_warning(tmp_path: Path) -> None:
-    """Everything is read and resolved, and nothing written: that is most of the time, and no warning comes of it."""
+    """Everything is read and resolved. Writing takes longer, and only complains of blocks that it cannot highlight."""
     built = build(DOCS, tmp_path / "site", "dummy")
     assert (built.returncode, built.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
+def test_blocks_can_be_highlighted(page: Path) -> None:
+    for block in find_blocks(page.read_text("utf-8")):
+        if block.language and block.language != "math":
+            assert unreadable(block.language, block.code) == "", f"line {block.line}"
+
+
+def unreadable(language: str, code: str) -> str:
+    """What a highlighter cannot make of a block."""
+    try:
+        lexer = get_lexer_by_name(language)
+        lexer.add_filter("raiseonerror")
+        list(lexer.get_tokens(code))
+    except (ClassNotFound, ErrorToken) as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.slow
@@ -59,6 +80,10 @@ def test_faults_end_the_build(tmp_path: Path, builder: str) -> None:
         "![picture](missing.png)": "missing.png",
         "{py:class}`NoSuchClass`": "NoSuchClass",
     }
+    if builder == "html":
+        faults |= {"```no-such-lexer\na\n```": "no-such-lexer", "```python\n?\n```": "python"}
+    assert unreadable("no-such-lexer", "a")
+    assert unreadable("python", "?")
     (tmp_path / "index.md").write_text("# Title\n\n" + "\n\n".join(faults), encoding="utf-8")
     (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text("utf-8"), encoding="utf-8")
     built = build(tmp_path, tmp_path / "site", builder)

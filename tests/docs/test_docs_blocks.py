@@ -77,7 +77,7 @@ def test_yaml_blocks_are_read(document: Path, base: Path, monkeypatch: pytest.Mo
         try:
             build(block, base)
         except (SystemExit, ValueError) as error:
-            pytest.fail(f"{document.name}, line {block.line}: {error}\n{block.code}")
+            pytest.fail(f"{document.name}, at or below line {block.line}: {error}\n{block.code}")
 
 
 def test_what_a_block_names_is_built(base: Path) -> None:

@@ -56,18 +56,25 @@ def listening(trainer: Any) -> list[list[list[int]]]:
     return heard
 
 
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"loss_type": "grpo", "beta": 0.1},
+    {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.8, "epsilon_high": 0.3},
+    {"mask_truncated_completions": True, "scale_rewards": "batch", "loss_type": "dr_grpo"},
+    {"pad_to_multiple_of": 8, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("corrected", "changes"),
     [
-        {},
-        {"loss_type": "grpo", "beta": 0.1},
-        {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.8, "epsilon_high": 0.3},
-        {"mask_truncated_completions": True, "scale_rewards": "batch", "loss_type": "dr_grpo"},
-        {"pad_to_multiple_of": 8, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
+        pytest.param(
+            corrected, changes, id=f"{corrected}-{'-'.join(changes) or 'defaults'}",
+            marks=[pytest.mark.slow] * bool(changes and not corrected),
+        )
+        for corrected in (False, True) for changes in CHANGES
     ],
-    ids=lambda changes: "-".join(changes) or "defaults",
-)
-@pytest.mark.parametrize("corrected", [pytest.param(False, marks=pytest.mark.slow), True])
+)  # fmt: skip
 def test_full_cache_is_plain_trl(tmp_path: Path, changes: dict[str, Any], corrected: bool) -> None:
     corrections = [SparsityAwareRejection(), ImportanceReweighting()] if corrected else []
     ours = build(tmp_path, more={"corrections": corrections}, **changes)
