@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse.typing import PositiveInt
@@ -62,10 +62,16 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 class SparseRLCLI(LightningCLI):
     """LightningCLI that checks the configuration before any model is built, and never starts over silently."""
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Subcommands of Lightning, and ``export``."""
-        return LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
+    def __init__(self, *classes: Any, **settings: Any) -> None:
+        args = settings.get("args")
+        words = args if isinstance(args, list) else sys.argv[1:] if args is None else []
+        self._first_word = words[0] if words else ""
+        super().__init__(*classes, **settings)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, and called on the instance
+        """Subcommands of Lightning, and ``export``; only the one that is asked for, as a parser of each takes long."""
+        known = LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
+        return {name: known[name] for name in ([self._first_word] if self._first_word in known else known)}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the number of torch threads: on a small machine the default may be too many."""

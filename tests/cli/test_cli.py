@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import yaml
 from tiny_run import config, contents, digits_reward, run_console, write
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli import SparseRLCLI, main
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -218,3 +219,15 @@ def test_a_rule_of_down_sampling_by_its_name() -> None:
     assert cli.model.generator.sampling.num_generations == 5
     assert len(cli.model.block.rollout) == 4 * 2
     assert "downsampling/dropped/reward" in cli.trainer.callback_metrics
+
+
+@pytest.mark.parametrize(("words", "count"), [(["fit", "--help"], 1), (["--help"], 5), (["fti"], 5), ([], 5)])
+def test_only_the_subcommand_that_is_asked_for_gets_a_parser(
+    words: list[str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a tenth of a second; help and mistakes name all."""
+    seen: list[Any] = []
+    monkeypatch.setattr(SparseRLCLI, "add_arguments_to_parser", lambda self, parser: seen.append(parser))
+    with pytest.raises(SystemExit):
+        main(words)
+    assert len(seen) == count

@@ -114,13 +114,13 @@ def small_model(**sizes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_of_every_family_are_replayed(name: str) -> None:
     model, compressor = family(name), SnapKV(**SMALL)
-    check_exact(model, compressor, converse(model, compressor))
+    check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]))
 
 
 @pytest.mark.parametrize("compressor", [*EVICTING, *MORE], ids=str)
 def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
-    check_exact(model, compressor, converse(model, compressor), tolerance=1e-6)
+    check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"max_prefill_tokens": 7}, {"kv_dtype": "bfloat16"}], ids=str)
