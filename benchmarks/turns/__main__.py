@@ -32,6 +32,7 @@ from sparse_rl_lightning.text import DASH
 PAGE = "turns.md"
 SEEDS = [0, 1, 2]
 Line = dict[str, Any]
+Finished = tuple[Run, Line]
 
 
 def warm_up(folder: Path) -> Path:
@@ -47,7 +48,8 @@ def warm_up(folder: Path) -> Path:
 
 def execute(runs: Sequence[Run], path: Path, jobs: int) -> None:
     """Run what has no line yet, and write its line."""
-    waiting = [run for run in runs if line_of(run, path) is None]
+    done = {run.key for run, _ in finished(runs, path)}
+    waiting = [run for run in runs if run.key not in done]
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
 
     def one(run: Run) -> None:
@@ -68,14 +70,10 @@ def execute(runs: Sequence[Run], path: Path, jobs: int) -> None:
         list(pool.map(one, waiting))
 
 
-def line_of(run: Run, path: Path) -> Line | None:
-    """The line of a run with these settings."""
-    return next((one for one in kept.read(path) if (one["key"], one["settings"]) == (run.key, run.settings)), None)
-
-
-def finished(runs: Sequence[Run], path: Path) -> list[tuple[Run, Line]]:
-    """The runs that have a line, and it."""
-    return [(run, line) for run in runs if (line := line_of(run, path)) is not None]
+def finished(runs: Sequence[Run], path: Path) -> list[Finished]:
+    """The runs that have a line with their settings, and it."""
+    lines = {(line["key"], line["settings"]): line for line in kept.read(path)}
+    return [(run, lines[run.key, run.settings]) for run in runs if (run.key, run.settings) in lines]
 
 
 def rounded(value: Any) -> Any:
@@ -113,9 +111,8 @@ FORGOTTEN: dict[str, Callable[[Line], str]] = {
 }
 
 
-def solved(runs: Sequence[Run], path: Path) -> Table:
+def solved(runs: Sequence[Run], lines: Sequence[Finished]) -> Table:
     """What every arm solves in the end, its seeds behind each other; first what the policy solved before training."""
-    lines = finished(runs, path)
     compressor = runs[0].compressor
     sizes, minutes = compressor["init_args"], statistics.median(line["minutes"] for _, line in lines)
     note = (
@@ -134,9 +131,8 @@ def solved(runs: Sequence[Run], path: Path) -> Table:
     return _by_arm(result, runs, lines, SOLVED)
 
 
-def forgotten(runs: Sequence[Run], path: Path) -> Table:
+def forgotten(runs: Sequence[Run], lines: Sequence[Finished]) -> Table:
     """What every arm's cache forgot in the last quarter of training, and what that changed."""
-    lines = finished(runs, path)
     note = (
         "The last quarter of training: tokens evicted when their conversation was over, k3 (nats/token, KL from the "
         "policy that drew to the one that learns) and conversations rejected."
@@ -145,7 +141,7 @@ def forgotten(runs: Sequence[Run], path: Path) -> Table:
 
 
 def _by_arm(
-    table: Table, runs: Sequence[Run], lines: list[tuple[Run, Line]], columns: dict[str, Callable[[Line], str]]
+    table: Table, runs: Sequence[Run], lines: Sequence[Finished], columns: dict[str, Callable[[Line], str]]
 ) -> Table:
     """A row per arm; a seed that is not finished leaves a dash, so that the others keep their places."""
     found = {run.key: line for run, line in lines}
@@ -173,9 +169,10 @@ def main() -> None:
     if not args.finished:
         chosen = [run for run in runs if run.seed in args.seeds and run.arm.name in (args.arms or [run.arm.name])]
         execute(chosen, args.kept, args.jobs)
-    if not finished(runs, args.kept):
+    lines = finished(runs, args.kept)
+    if not lines:
         sys.exit(f"error: no run of {len(runs)} is finished: run without --finished")
-    text = "\n\n".join(table(runs, args.kept).untitled for table in (solved, forgotten))
+    text = "\n\n".join(table(runs, lines).untitled for table in (solved, forgotten))
     print(text)
     if args.save:
         block = "" if budget is None else f"budget {budget}"

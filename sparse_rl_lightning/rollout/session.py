@@ -172,7 +172,11 @@ class RolloutSession:
         return {one.sequence: self.turn(one.sequence) for _, one in sorted(self.scheduler.paused.items())}
 
     def turn(self, sequence: int) -> list[int]:
-        """The tokens of the turn that a paused sequence has just drawn; a ``UserError`` if it is not paused."""
+        """The tokens of the turn that a paused sequence has just drawn.
+
+        Raises:
+            ValueError: If the sequence is not paused.
+        """
         slot = self._paused_slot(sequence)
         one = self.scheduler.paused[slot]
         tokens: list[int] = self.engine.cache.tokens[slot, one.turn_start : one.num_fed + 1].tolist()

@@ -16,7 +16,6 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import SnapKV
 
 TOP = {"model", "data", "trainer", "seed_everything", "num_threads"}
-CALLBACKS = {"callbacks"}
 built: list[Namespace] = []
 
 
@@ -65,10 +64,14 @@ def yaml_blocks(document: Path) -> list[Block]:
 
 def joined(blocks: list[Block]) -> list[Block]:
     """The blocks, those that only name callbacks as one block at the end: a page that lists them has dozens."""
-    alone = [block for block in blocks if set(whole(block)) != {"trainer"} or set(whole(block)["trainer"]) != CALLBACKS]
-    lists = [block for block in blocks if block not in alone]
+    lists = [block for block in blocks if names_callbacks_alone(whole(block))]
+    alone = [block for block in blocks if block not in lists]
     together = {"trainer": {"callbacks": [one for block in lists for one in whole(block)["trainer"]["callbacks"]]}}
     return [*alone, Block("yaml", yaml.safe_dump(together), lists[0].line)] if lists else alone
+
+
+def names_callbacks_alone(values: dict[str, Any]) -> bool:
+    return values.keys() == {"trainer"} and values["trainer"].keys() == {"callbacks"}
 
 
 @named([d for d in (README, *DOCS) if yaml_blocks(d)])
