@@ -12,7 +12,18 @@ from benchmarks.arms.runs import DENSE, NAIVE, Arm
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
-from benchmarks.stability.studies import ALL, CONTROL, COUNTDOWN, MAIN, QUIET, SPARSE_RL, STEPS, Study
+from benchmarks.stability.studies import (
+    ALL,
+    CONTROL,
+    COUNTDOWN,
+    MAIN,
+    QUIET,
+    REJECTION,
+    SPARSE_RL,
+    SPIRAL,
+    STEPS,
+    Study,
+)
 
 MISSING = "–"
 COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
@@ -122,6 +133,17 @@ def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table
     return table
 
 
+def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
+    """Arms that reject by what came of them, and by their lead over rejection alone."""
+    names = (*BRIEFLY, "largest w", "collapsed")
+    table = Table("", ["", *names, f"ahead of {REJECTION.label}, full cache"])
+    rejection = results.of(study, REJECTION)
+    for arm in study.arms:
+        lead = difference(results.of(study, arm), rejection, lambda run: run.dense)
+        table.add(arm.label, *cells(results, study, arm, names), lead)
+    return table
+
+
 def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
     """Arms by accuracy under the cache they trained with and with the full one, at each compression."""
     caches = ("compressed cache", "full cache")
@@ -161,6 +183,6 @@ def tables(results: Results) -> dict[str, str]:
     blocks = {
         "how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN),
         "steps and rates": steps_table(results), "countdown": countdown_table(results),
-        "control": control_table(results),
+        "control": control_table(results), "spiral": spiral_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

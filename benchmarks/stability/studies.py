@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ REJECTION = Arm("rejection only", "naive", ("SparsityAwareRejection",))
 REWEIGHTING = Arm("reweighting only", "naive", (CAPPED,))
 SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
 OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
+BASELINE = Arm(
+    "rejection, baseline of the kept",
+    "naive",
+    ({"class_path": "SparsityAwareRejection", "init_args": {"baseline": "kept"}},),
+)
+UNLEARNED = Arm(
+    "rejection, the rejected replayed", "replay", ("SparsityAwareRejection",), {"replay_objective": "rejected"}
+)
 LEARNED = Arm("replay + learned eviction", "learned_eviction", temperature=0.3)
 ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
 FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
@@ -141,9 +149,10 @@ CONTROL = tuple(
     Study("sum", method, BUDGET, (NAIVE, SPARSE_RL), USUAL, FEW)
     for method in ("RandomEviction", "RandomEviction, prompt protected", "SnapKV", "SnapKV, prompt protected")
 )
+SPIRAL = replace(MAIN, arms=(DENSE, REJECTION, BASELINE, UNLEARNED))  # the first two are those of the main comparison
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
-    "control": CONTROL,
+    "control": CONTROL, "spiral": (SPIRAL,),
 }  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)

@@ -152,6 +152,21 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [again.archive.of(run) is None for run in runs] == [run.arm.label == "rejection only" for run in runs]
 
 
+def test_spiral_is_compared_with_the_runs_of_the_main_comparison(tmp_path: Path) -> None:
+    mains = {key_of(run) for run in studies.planned([studies.MAIN], tmp_path)}
+    shared = {run.arm.label for run in studies.planned([studies.SPIRAL], tmp_path) if key_of(run) in mains}
+    assert shared == {"dense", "rejection only"}
+    for seed in (10, 11):
+        for run in studies.SPIRAL.runs(seed, tmp_path):
+            if run.arm in (studies.REJECTION, studies.UNLEARNED):
+                write(run)
+    kept = tmp_path / "kept.jsonl"
+    table = cells(tables(Results(Archive(kept), tmp_path))["spiral"])
+    assert table["rejection only"][0] == "0.40 / 0.50"
+    assert table["rejection, the rejected replayed"][-1] == "+0.0 / +0.0"
+    assert set(table["rejection, baseline of the kept"]) == {"–"}
+
+
 def test_curve_has_the_mean_or_the_largest_of_equal_parts() -> None:
     assert binned([1.0, 2.0], max) == [1.0, 2.0]
     values = [float(v) for v in range(10 * BINS)]
