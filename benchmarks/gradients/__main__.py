@@ -2,9 +2,10 @@
 
     python -m benchmarks.gradients [--chunks 16] [--jobs 2] [--save docs]
 
-Two runs of `sparse-rl fit` by the recipe of `benchmarks.stability` leave policies along their way: one with the full
-cache (warm, in the middle, late), one naive (at its best before accuracy halves, if it does). At each policy rollouts
-of the same prompts are drawn with the full cache and under every compressor, and the policy gradient of each variant is
+Three runs of `sparse-rl fit` by the recipe of `benchmarks.stability` leave policies along their way: one with the full
+cache (in the middle and at the end), and again two of its main comparison that go wrong, one naive and one that rejects
+alone (each at its last evaluation before accuracy falls). At each policy, and at the one before training, rollouts of
+the same prompts are drawn with the full cache and under every compressor, and the policy gradient of each variant is
 compared with the full cache's. What is measured is a line in --kept, a file of the repository, and is not measured
 again.
 """
@@ -14,9 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,44 +31,50 @@ from benchmarks.gradients.jobs import CASES, Job
 from benchmarks.gradients.measure import Samples
 from benchmarks.gradients.one_token import explosion_table
 from benchmarks.gradients.page import ORDER, overview, picture, tables
+from benchmarks.gradients.snapshots import before_the_fall
 from benchmarks.stability.__main__ import warm_up
-from benchmarks.stability.studies import MAIN, warmed
+from benchmarks.stability.studies import MAIN, REJECTION, warmed
 
 PAGE = "gradients.md"
 SNAPSHOTS = {"class_path": "benchmarks.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
-SEED = 20
-ALONG_DENSE, ALONG_NAIVE = ORDER[1:3], ORDER[3:]  # policies that the two runs leave; the first is the warm-up's
+LAST = MAIN.recipe.rollouts
 
 
-def training(arm: Arm, folder: Path) -> Run:
-    """The run that leaves policies."""
-    study = replace(MAIN, arms=(arm,), seeds=(SEED,))
-    (run,) = study.runs(SEED, folder)
-    return replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, SNAPSHOTS)))
+@dataclass(frozen=True)
+class Source:
+    """A run, and the policies that it leaves, by name: after so many rollouts, or before its fall."""
+
+    arm: Arm
+    seed: int
+    policies: dict[str, int | None]
+
+    def training(self, folder: Path) -> Run:
+        """The run, as in ``benchmarks.stability``, which exports policies besides."""
+        (run,) = replace(MAIN, arms=(self.arm,), seeds=(self.seed,)).runs(self.seed, folder)
+        return replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, SNAPSHOTS)))
+
+    def left(self, folder: Path) -> dict[str, Path]:
+        """The policies, where the run is finished and came to them."""
+        run = self.training(folder)
+        if not run.is_finished:
+            return {}
+        rows = json.loads((run.folder / "course.json").read_text(encoding="utf-8"))["evaluations"]
+        places = {name: before_the_fall(rows) if place is None else place for name, place in self.policies.items()}
+        return {name: run.folder / "policies" / f"{place:04d}" for name, place in places.items() if place is not None}
 
 
-def chosen(folder: Path) -> dict[str, Path]:
-    """Policies by what they are; those of runs that are not finished are left out."""
-    found: dict[str, Path] = {}
-    dense, naive = training(DENSE, folder), training(NAIVE, folder)
-    if dense.is_finished:
-        last = MAIN.recipe.rollouts
-        places = zip(ALONG_DENSE, (last // 3, last), strict=True)
-        found |= {name: dense.folder / "policies" / f"{place:04d}" for name, place in places}
-    if naive.is_finished:
-        rows = json.loads((naive.folder / "course.json").read_text(encoding="utf-8"))["evaluations"]
-        for best, later in pairwise(rows):
-            if later["dense"] < 0.5 * best["dense"]:
-                found[ALONG_NAIVE[0]] = naive.folder / "policies" / f"{best['rollouts']:04d}"
-                break
-    return found
+SOURCES = (  # the second and the third are the first seeds of their arms that fall in docs/results.md
+    Source(DENSE, 20, {ORDER[1]: LAST // 3, ORDER[2]: LAST}),
+    Source(NAIVE, 10, {ORDER[3]: None}),
+    Source(REJECTION, 13, {ORDER[4]: None}),
+)
 
 
-def jobs(policies: dict[str, Path], samples: Samples, lines: list[dict[str, Any]]) -> list[Job]:
-    """One per policy of which a case is missing."""
+def missing(names: Iterable[str], lines: list[dict[str, Any]]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Cases that have no line yet, by the policy's name; policies that have them all are left out."""
     done = {(line["weights"], line["method"], line["budget"]) for line in lines}
-    missing = {name: tuple(case for case in CASES if (name, *case) not in done) for name in policies}
-    return [Job(name, str(policies[name]), samples, cases) for name, cases in missing.items() if cases]
+    left = {name: tuple(case for case in CASES if (name, *case) not in done) for name in names}
+    return {name: cases for name, cases in left.items() if cases}
 
 
 def main() -> None:
@@ -83,14 +90,16 @@ def main() -> None:
         folder = args.runs.absolute()
         folder.mkdir(parents=True, exist_ok=True)
         warm_up(folder, {"sum"})
-        left = ((DENSE, ALONG_DENSE), (NAIVE, ALONG_NAIVE))
-        arms = [arm for arm, names in left if set(names) & set(args.weights)]
+        wanted = missing(args.weights, lines)
+        needed = [source for source in SOURCES if source.policies.keys() & wanted]
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-            for ended in as_completed([pool.submit(training(arm, folder).execute) for arm in arms]):
+            for ended in as_completed([pool.submit(source.training(folder).execute) for source in needed]):
                 say(f"a run ended: {ended.result()}")
-            found = {"warm": warmed(folder, "warmup")} | chosen(folder)
-            found = {name: path for name, path in found.items() if name in args.weights}
-            waiting = jobs(found, Samples(args.chunks), lines)
+            found = {ORDER[0]: warmed(folder, "warmup")}
+            for source in needed:
+                found |= source.left(folder)
+            samples = Samples(args.chunks)
+            waiting = [Job(name, str(found[name]), samples, wanted[name]) for name in wanted if name in found]
             for done in as_completed([pool.submit(job) for job in waiting]):
                 lines += done.result()
                 kept.write(args.kept, lines)

@@ -10,7 +10,7 @@ from benchmarks.common.tables import Table
 from benchmarks.gradients.agreement import Estimate
 
 Line = dict[str, Any]
-ORDER = ("warm", "middle", "late", "before a collapse")
+ORDER = ("warm", "middle", "late", "before naive training fails", "in the spiral of rejection")
 MISSING = "–"
 COLORS = {
     "naive": "#c2410c", "rejection only": "#a16207", "reweighting only, ξ ≤ 1.5": "#a21caf",
