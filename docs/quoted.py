@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 from benchmarks.common.tables import Table
+from benchmarks.compressors import records
+from benchmarks.compressors.pages import ACCURACY, MARK, SPEED, TAIL, by_budget
 
 FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "benchmarks" / "results"
 COMPARED = (
     "FullKV", "RandomEviction", "StreamingLLM", "KeyDiff", "CUR", "LagKV", "TOVA", "SnapKV", "RKV",
     "Combined SnapKV and KeyDiff",
@@ -44,19 +47,14 @@ def budgets_table() -> str:
 
 def compressors_table() -> str:
     """Some compressors by accuracy, tail and cost, from the budgets where they differ most."""
-    sums, stories = ({row["–"]: row for row in measured("compressors.md", task)} for task in ("Sums", "Stories"))
+    sums, stories = (records.read(RESULTS / "compressors.jsonl")[task].qualities for task in ("sums", "stories"))
     head = ("compressor", "sums, 50 %", "sums, 75 %", "stories, tail at 50 %", "events per second, stories at 50 %")
-    rows: list[tuple[str, ...]] = []
+    columns = ((ACCURACY, sums, 1), (ACCURACY, sums, 2), (TAIL, stories, 1), (SPEED, stories, 1))
+    table = Table("", head)
     for name in COMPARED:
-        accuracies = [_at(percent, sums[name]["greedy accuracy"]) for percent in (50, 75)]
-        row = stories[name]
-        rows.append((name, *accuracies, _at(50, row["acceptance, 5th percentile"]), _at(50, row["events/s"])))
-    return Table("", head, rows=rows).untitled
-
-
-def _at(percent: int, cell: str) -> str:
-    """One of the three budgets of a cell, without the mark of what is not better than chance."""
-    return cell.split(" / ")[(25, 50, 75).index(percent)].removesuffix("↓")
+        found = ((measure, by_budget(own, name, protected=False)[place]) for measure, own, place in columns)
+        table.add(name, *(measure.cell(quality, quality).removesuffix(MARK) for measure, quality in found))
+    return table.untitled
 
 
 def learner_table() -> str:

@@ -5,8 +5,9 @@
 sums, reductions, countdown: small policies on held-out problems of the kind they were trained on. stories: a small
 Llama on stories that it told itself. The texts were drawn with the full cache and go token by token through the
 compressed one, at budgets of 25, 50 and 75 % of their length, with the prompt open to eviction and with the prompt
-protected; what is compared are the full distributions over the next token. ``--save`` writes the tables between their
-markers in compressors.md and the picture beside it.
+protected; what is compared are the full distributions over the next token. What was measured on a task is a line in
+--kept, a file of the repository. ``--save`` writes the tables between their markers in compressors.md and the picture
+beside it.
 
 Without --policy the quickstart's policy is taken from runs/quickstart/policy, where ``make bench-compressors`` puts it
 (``sparse-rl export``), and if there is none the one before training, runs/warmup/policy. The other two come from
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,11 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
+from benchmarks.compressors import records
 from benchmarks.compressors.methods import PYRAMID_BETA
-from benchmarks.compressors.pages import MARK, Results, picture, quality_table, verdict
+from benchmarks.compressors.pages import MARK, ByTask, accuracy_table, chance_table, picture, tail_table
 from benchmarks.compressors.quality import Task, measure
+from benchmarks.compressors.records import Measured
 from benchmarks.compressors.texts import (
     QUICK,
     USUAL,
@@ -42,6 +45,7 @@ from benchmarks.compressors.texts import (
 )
 
 PAGE, PICTURE = "compressors.md", "compressors.png"
+KEPT = ROOT / "benchmarks" / "results" / "compressors.jsonl"
 BEGIN = mark("benchmarks.compressors")
 OPTIONS = {"sums": "--policy", **{name: f"--{name}" for name in ("reductions", "countdown", "stories")}}
 
@@ -74,50 +78,70 @@ def describe(task: Task) -> str:
     )
 
 
-def note(found: dict[str, Task], remark: str) -> str:
-    """How to read the table."""
-    what = " ".join(describe(task) for task in found.values())
+def note(found: Iterable[Measured], remark: str) -> str:
+    """How to read the tables."""
+    found = list(found)
+    machines, what = "; ".join(sorted({one.machine for one in found})), " ".join(one.about for one in found)
     return (
-        f"{machine('cpu')}. {remark}".strip() + f"\n\n{what} All methods have these sizes, not those of their papers; "
+        f"{machines}. {remark}".strip() + f"\n\n{what} All methods have these sizes, not those of their papers; "
         f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
-        "the same policy.\n\nIn every cell budgets of 25 / 50 / 75 % of the length. Acceptance is Σ min(p_dense, "
-        "p_sparse) over the vocabulary, per token; it, perplexity and the share of tokens with the same favorite "
-        "count tokens behind the first eviction of a slot of budget + buffer, which are others at every budget. An "
-        "event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate includes its "
-        f"sums at every step, not the attention probabilities they need. {MARK} marks what is not better than "
+        "the same policy.\n\nBudgets are shares of the length. In every cell the prompt open / protected; where a "
+        f"prompt and the window do not fit a budget there is nothing to protect. {MARK} marks what is not better than "
         "RandomEviction with the prompt as open or protected; where both fail altogether, and in the last digit, it "
-        "means little. Where a prompt and the window do not fit a budget there is nothing to protect."
+        f"means little. All numbers, of every budget and measure, are in `benchmarks/results/{KEPT.name}`."
     )
 
 
+def page(found: Iterable[Measured], remark: str) -> str:
+    """The measured part of the page."""
+    found = list(found)
+    results: ByTask = {one.task: one.qualities for one in found}
+    accuracy, tail, chance = (table(results).untitled for table in (accuracy_table, tail_table, chance_table))
+    return "\n\n".join([
+        "## Measured", note(found, remark),
+        "### Greedy accuracy", "Nothing is solved with budgets of 25 %.", accuracy,
+        "### Tail of the acceptance",
+        "The 5th percentile of Σ min(p_dense, p_sparse) over the vocabulary, per token, behind the first eviction of a "
+        "slot of budget + buffer.", tail,
+        "### Beside chance",
+        "In how many of its numbers a method is not better than RandomEviction with the prompt as open or protected: "
+        "accuracy, acceptance, its tail, and of texts perplexity and the share of tokens with the same favorite, at "
+        "three budgets. An event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate "
+        "includes its sums at every step, not the attention probabilities they need.", chance,
+        f"![Every compressor at three budgets, with the prompt open and protected]({PICTURE})",
+    ])  # fmt: skip
+
+
 def main() -> None:
-    """Measure, and print or save the table."""
+    """Measure, and print or save the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, default=default_policy(), help="the quickstart's policy")
     parser.add_argument("--reductions", type=Path, default=ROOT / "runs" / "warmup_reduction" / "policy")
     parser.add_argument("--countdown", type=Path, default=ROOT / "runs" / "warmup_countdown" / "policy")
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
+    parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: nothing is kept")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="a line per task; those measured now are replaced")
+    parser.add_argument(
+        "--finished", action="store_true", help="measure nothing: write what earlier calls have measured"
+    )
     parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    start = time.perf_counter()
-    found = tasks(args, QUICK if args.quick else USUAL)
-    if not found:
-        sys.exit("error: nothing to measure on")
-    results: dict[str, Results] = {name: list(measure(task, say)) for name, task in found.items()}
-    blocks = [
-        f"### {name.capitalize()}\n\n{quality_table(own).untitled}\n\n{verdict(own)}" for name, own in results.items()
-    ]
-    took = f"All of it took {time.perf_counter() - start:.0f} s."
-    text = "\n\n".join(["## Measured", note(found, args.remark), *blocks, took])
+    lines = {} if args.quick else records.read(args.kept)
+    found = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
+    for name, task in found.items():
+        lines[name] = Measured(name, describe(task), machine("cpu"), list(measure(task, say)))
+        if not args.quick:
+            records.write(args.kept, lines.values())
+    if not lines:
+        sys.exit("error: nothing to measure on, and nothing measured before")
+    text = page(lines.values(), args.remark)
     print(text)
     if args.save:
-        image = f"![Every compressor at three budgets, with the prompt open and protected]({PICTURE})"
-        insert(args.save / PAGE, f"{text}\n\n{image}", BEGIN)
-        picture(results, args.save / PICTURE)
+        insert(args.save / PAGE, text, BEGIN)
+        picture({name: one.qualities for name, one in lines.items()}, args.save / PICTURE)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ from benchmarks.compressors.quality import SHARES, Quality
 MARK = "↓"  # behind a number that is not better than that of random eviction
 COLORS = ("#c2410c", "#2563eb", "#1f2937")  # by budget, smallest first
 Results = Sequence[Quality]
+ByTask = Mapping[str, Results]
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,12 @@ TAIL = Measure("acceptance, 5th percentile", lambda q: q.acceptance_p05, 3)
 PERPLEXITY = Measure("perplexity", lambda q: q.perplexity, 2, sign=-1)
 AGREEMENT = Measure("same top token", lambda q: q.agreement, 3)
 SPEED = Measure("events/s", lambda q: q.events_per_second, 0, sign=0)
-OF_PROBLEMS = (ACCURACY, ACCEPTANCE, TAIL, SPEED)
-OF_TEXTS = (PERPLEXITY, AGREEMENT, ACCEPTANCE, TAIL, SPEED)
+JUDGED = (ACCURACY, PERPLEXITY, AGREEMENT, ACCEPTANCE, TAIL)
 
 
-def measures(results: Results) -> tuple[Measure, ...]:
-    """The columns of a task, by whether it has problems to solve."""
-    return OF_TEXTS if math.isnan(results[0].accuracy) else OF_PROBLEMS
-
-
-def only(results: Results, protected: bool) -> Results:
-    """Those with the prompt protected, or those without."""
-    return [found for found in results if found.protected == protected]
+def has_problems(results: Results) -> bool:
+    """Whether the task has problems to solve."""
+    return not math.isnan(results[0].accuracy)
 
 
 def methods(results: Results) -> list[str]:
@@ -65,53 +60,66 @@ def methods(results: Results) -> list[str]:
     return list(dict.fromkeys(found.method for found in results))
 
 
-def by_budget(results: Results, method: str) -> list[Quality | None]:
-    """One per budget, None where the method needs more."""
-    budgets = sorted({found.budget for found in results})
-    own = {found.budget: found for found in results if found.method == method}
-    return [own.get(budget) for budget in budgets]
+def by_budget(results: Results, method: str, protected: bool) -> list[Quality | None]:
+    """One per budget of the task, the smallest first; None where the method needs more."""
+    own = {found.budget: found for found in results if (found.method, found.protected) == (method, protected)}
+    return [own.get(budget) for budget in sorted({found.budget for found in results})]
 
 
-def quality_table(results: Results) -> Table:
-    """Methods of a task by measures, three budgets in a cell, each with and without the prompt protected."""
-    kinds = {False: "", True: ", prompt protected"}
-    columns = [(m, kind) for m in measures(results) for kind in (kinds if m.sign else (False,))]
-    table = Table("", ["", *(f"{measure.title}{kinds[kind]}" for measure, kind in columns)])
-    for name in methods(results):
+def measure_table(results: ByTask, measure: Measure, places: Mapping[str, Sequence[int]]) -> Table:
+    """Methods by a measure at some budgets of each task; in a cell the prompt open / protected."""
+    table = Table("", ["", *(f"{task}, {SHARES[place]:.0%}" for task, own in places.items() for place in own)])
+    for name in methods([quality for own in results.values() for quality in own]):
         cells = []
-        for measure, kind in columns:
-            own = only(results, kind)
-            pairs = zip(by_budget(own, name), by_budget(own, FLOOR), strict=True)
-            cells.append(" / ".join(measure.cell(found, floor) for found, floor in pairs))
+        for task, own in places.items():
+            pairs = [
+                list(zip(by_budget(results[task], name, kind), by_budget(results[task], FLOOR, kind), strict=True))
+                for kind in (False, True)
+            ]
+            cells += [" / ".join(measure.cell(*pair[place]) for pair in pairs) for place in own]
         table.add(name, *cells)
     return table
 
 
-def verdict(results: Results) -> str:
-    """Who does not beat random eviction, counted over measures of quality and budgets, prompt open and protected."""
-    open_, protected = (_losers(only(results, kind)) for kind in (False, True))
-    return (
-        f"Not better than {FLOOR} in some of their numbers: {open_ or 'none'}. With the prompt protected: "
-        f"{protected or 'none'}."
+def accuracy_table(results: ByTask) -> Table:
+    """At the budgets where it differs: under the smallest nothing is solved."""
+    return measure_table(results, ACCURACY, {task: (1, 2) for task, own in results.items() if has_problems(own)})
+
+
+def tail_table(results: ByTask) -> Table:
+    """At the middle budget, of texts without problems at all of them."""
+    return measure_table(
+        results, TAIL, {task: (1,) if has_problems(own) else (0, 1, 2) for task, own in results.items()}
     )
 
 
-def _losers(results: Results) -> str:
-    names = [name for name in methods(results) if name not in (DENSE, FLOOR)]
-    counts = {name: _lost(results, name, measures(results)) for name in names}
-    losers = sorted((item for item in counts.items() if item[1][0]), key=lambda item: -item[1][0] / item[1][1])
-    return ", ".join(f"{name} ({lost} of {total})" for name, (lost, total) in losers)
+def chance_table(results: ByTask) -> Table:
+    """Methods by how many of their numbers are not above random eviction's, worst last, and by speed."""
+    timed = [task for task in results if not has_problems(results[task])]
+    table = Table("", ["", "prompt open", "prompt protected", *(f"{SPEED.title}, {task}, 50%" for task in timed)])
+    names = [name for name in methods([q for own in results.values() for q in own]) if name not in (DENSE, FLOOR)]
+    lost = {name: [_lost(results, name, kind) for kind in (False, True)] for name in names}
+    for name in sorted(names, key=lambda name: lost[name][0][0] / lost[name][0][1]):
+        speeds = [by_budget(results[task], name, False)[1] for task in timed]
+        counts = [f"{count} of {total}" if total else "–" for count, total in lost[name]]
+        table.add(name, *counts, *(SPEED.cell(speed, speed) for speed in speeds))
+    return table
 
 
-def _lost(results: Results, name: str, columns: Sequence[Measure]) -> tuple[int, int]:
-    """Numbers in which a method does not beat random eviction, and how many there are."""
-    found = zip(by_budget(results, name), by_budget(results, FLOOR), strict=True)
-    pairs = [(own, floor) for own, floor in found if own is not None and floor is not None]
-    judged = [measure for measure in columns if measure.sign]
-    return sum(m.loses(own, floor) for own, floor in pairs for m in judged), len(pairs) * len(judged)
+def _lost(results: ByTask, name: str, protected: bool) -> tuple[int, int]:
+    """Numbers of quality in which a method does not beat random eviction, and how many there are."""
+    judged = [
+        measure.loses(own, floor)
+        for found in results.values()
+        for own, floor in zip(by_budget(found, name, protected), by_budget(found, FLOOR, protected), strict=True)
+        if own is not None and floor is not None
+        for measure in JUDGED
+        if not math.isnan(measure.value(own))
+    ]
+    return sum(judged), len(judged)
 
 
-def picture(results: dict[str, Results], path: Path) -> None:
+def picture(results: ByTask, path: Path) -> None:
     """One panel per task, the acceptance's tail: a row per method, a dot per budget, hollow with a protected prompt."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -125,7 +133,7 @@ def picture(results: dict[str, Results], path: Path) -> None:
         for ax, (task, found) in zip(axes, results.items(), strict=True):
             for place, share in enumerate(SHARES):
                 for kind, offset, face in ((False, 0.12, COLORS[place]), (True, -0.12, "white")):
-                    rows = [(by_budget(only(found, kind), name)[place], row) for row, name in enumerate(names)]
+                    rows = [(by_budget(found, name, kind)[place], row) for row, name in enumerate(names)]
                     shown = [(TAIL.value(own), row + offset) for own, row in rows if own is not None]
                     if shown:
                         label = f"{share:.0%} of the length{', prompt protected' if kind else ''}"
@@ -138,11 +146,9 @@ def picture(results: dict[str, Results], path: Path) -> None:
         figure.savefig(path, dpi=110, facecolor="white")
 
 
-def _best_last(results: dict[str, Results]) -> list[str]:
+def _best_last(results: ByTask) -> list[str]:
     """Rows from the bottom up: by the mean acceptance at each task's largest budget, the prompt open to eviction."""
-    found = [quality for own in results.values() for quality in only(own, False)]
-    names = [name for name in methods(found) if name != DENSE]
-    top = {task: max(quality.budget for quality in own) for task, own in results.items()}
-    tops = [q for task, own in results.items() for q in only(own, False) if q.budget == top[task]]
-    score = {name: fmean(q.acceptance for q in tops if q.method == name) for name in names}
+    names = [name for name in methods([q for own in results.values() for q in own]) if name != DENSE]
+    tops = {name: [by_budget(own, name, False)[-1] for own in results.values()] for name in names}
+    score = {name: fmean(top.acceptance for top in own if top is not None) for name, own in tops.items()}
     return sorted(names, key=score.__getitem__)

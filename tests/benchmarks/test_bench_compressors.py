@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.common.pages import END, insert, mark
 from benchmarks.compressors import __main__ as command
-from benchmarks.compressors import forced, methods, pages, quality
+from benchmarks.compressors import forced, methods, pages, quality, records
 from sparse_rl_lightning import RolloutSampler, SamplingParams, compressors
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
@@ -86,23 +86,38 @@ def measured(method: str, budget: int, value: float, protected: bool) -> Any:
     return quality.Quality(method, budget, value, value, value, 10 - value, 100.0, math.nan, protected)
 
 
-def test_numbers_below_random_are_marked() -> None:
-    """Each beside random eviction with the prompt as open or protected as its own."""
+def lines_of_a_task() -> list[Any]:
+    """Texts without problems at three budgets, the smallest without room for a protected prompt."""
     rows = {"FullKV": 1.0, "RandomEviction": 0.5, "Better": 0.6, "Equal": 0.5, "Worse": 0.4}
     found = [measured(name, budget, value, False) for budget in (4, 8, 12) for name, value in rows.items()]
     better = {name: 0.55 if name == "RandomEviction" else value + 0.1 for name, value in rows.items()}
-    found += [measured(name, budget, value, True) for budget in (8, 12) for name, value in better.items()]
-    found += [measured("FullKV", 4, 1.0, True)]  # nothing to protect
-    cells = {row[0]: row[1:] for row in pages.quality_table(found).rows}
-    assert cells["Better"][0] == "9.40 / 9.40 / 9.40"  # perplexity: less is better
-    assert cells["Worse"][0] == "9.60↓ / 9.60↓ / 9.60↓"
-    assert cells["Worse"][1] == "– / 9.50↓ / 9.50↓"
-    assert cells["Equal"][4] == "0.500↓ / 0.500↓ / 0.500↓"
-    assert cells["Equal"][5] == "– / 0.600 / 0.600"
-    assert cells["RandomEviction"][4] == "0.500 / 0.500 / 0.500"
-    assert cells["Worse"][8] == "100 / 100 / 100"  # speed is no quality
-    said = pages.verdict(found)
-    assert "Equal (12 of 12), Worse (12 of 12). With the prompt protected: Worse (8 of 8)." in said
+    return found + [measured(name, budget, value, True) for budget in (8, 12) for name, value in better.items()]
+
+
+def test_numbers_below_random_are_marked() -> None:
+    """Each beside random eviction with the prompt as open or protected as its own."""
+    results = {"stories": lines_of_a_task()}
+    cells = {row[0]: list(row[1:]) for row in pages.tail_table(results).rows}
+    assert cells["Worse"] == ["0.400↓ / –", "0.400↓ / 0.500↓", "0.400↓ / 0.500↓"]
+    assert cells["Equal"][1] == "0.500↓ / 0.600"
+    assert cells["RandomEviction"][1] == "0.500 / 0.550"
+    less_is_better = pages.measure_table(results, pages.PERPLEXITY, {"stories": (1,)})
+    assert [row[1] for row in less_is_better.rows][2:] == ["9.40 / 9.30", "9.50↓ / 9.40", "9.60↓ / 9.50↓"]
+    chance = {row[0]: list(row[1:]) for row in pages.chance_table(results).rows}
+    assert list(chance) == ["Better", "Equal", "Worse"]  # the best first
+    assert chance["Equal"] == ["12 of 12", "0 of 8", "100"]
+    assert chance["Worse"] == ["12 of 12", "8 of 8", "100"]
+    assert chance["Better"] == ["0 of 12", "0 of 8", "100"]
+
+
+def test_lines_of_a_file_are_what_was_measured(tmp_path: Path) -> None:
+    own = records.Measured("stories", "64 texts.", "a machine", lines_of_a_task())
+    records.write(tmp_path / "kept.jsonl", [own])
+    assert "NaN" not in (tmp_path / "kept.jsonl").read_text()
+    found = records.read(tmp_path / "kept.jsonl")["stories"]
+    assert pages.chance_table({"": found.qualities}).untitled == pages.chance_table({"": own.qualities}).untitled
+    assert math.isnan(found.qualities[0].accuracy)
+    assert records.read(tmp_path / "none.jsonl") == {}
 
 
 def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
@@ -115,21 +130,35 @@ def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["compressors.py", "--quick", "--threads", "1", "--save", str(tmp_path)])
+    kept = tmp_path / "kept.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["compressors", "--quick", "--threads=1", f"--kept={kept}", "--save", str(tmp_path)]
+    )
     command.main()
+    assert not kept.exists()  # its numbers have no meaning
     page = (tmp_path / "compressors.md").read_text()
-    dense = [line for line in page.splitlines() if line.startswith("| FullKV")]
-    assert len(dense) == 4  # a table per task: acceptance, its tail and, of texts, the favorite
-    assert [line.count(" 1.000 / 1.000 / 1.000 ") for line in dense] == [2, 2, 2, 3]
-    assert dense[0].count(" – / 1.000 / 1.000 ") == 2  # the least budget has no room for a protected prompt
+    accuracy, tail = (line for line in page.splitlines() if line.startswith("| FullKV"))
+    assert accuracy.count(" / ") == 6  # two budgets of three tasks with problems
+    assert tail.count(" 1.000 / ") == 6  # the middle budget of those, three of the stories
     assert f"torch {torch.__version__}" in page
     assert (tmp_path / "compressors.png").stat().st_size > 20_000
+
+
+def test_page_is_written_from_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept.jsonl"
+    own = [measured(name, budget, 0.5, False) for budget in (4, 8, 12) for name in ("FullKV", "RandomEviction")]
+    records.write(kept, [records.Measured("stories", "64 texts.", "a machine", own)])
+    monkeypatch.setattr(sys, "argv", ["compressors", "--finished", f"--kept={kept}", "--save", str(tmp_path)])
+    command.main()
+    page = (tmp_path / "compressors.md").read_text()
+    assert "a machine" in page
+    assert "| RandomEviction | 0.500 / – | 0.500 / – | 0.500 / – |" in page
 
 
 def test_missing_models_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     names = {"--policy": "a", "--stories": "b", "--reductions": "c", "--countdown": "d"}
     arguments = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
-    monkeypatch.setattr(sys, "argv", ["compressors.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["compressors.py", f"--kept={tmp_path / 'kept.jsonl'}", *arguments])
     with pytest.raises(SystemExit, match="nothing to measure on"):
         command.main()
     said = capsys.readouterr().err
