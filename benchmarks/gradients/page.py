@@ -11,6 +11,7 @@ from benchmarks.gradients.agreement import Estimate
 
 Line = dict[str, Any]
 ORDER = ("warm", "middle", "late", "before naive training fails", "in the spiral of rejection")
+ALONG = ("SnapKV", 30)
 MISSING = "–"
 COLORS = {
     "naive": "#c2410c", "rejection only": "#a16207", "reweighting only, ξ ≤ 1.5": "#a21caf",
@@ -36,17 +37,28 @@ def only(lines: Sequence[Line], **wanted: Any) -> list[Line]:
 
 
 def agreement_table(lines: Sequence[Line], weights: str) -> Table:
-    """Variants by cosine and length of their gradients, a pair of columns per compressor and budget."""
+    """Variants at one policy by compressor and budget: cosine · length of their gradients."""
     own = only(lines, weights=weights)
-    named = [f"{method} {budget}" for method, budget in cases(own)]
-    table = Table("", ["", *(f"{name}: {what}" for name in named for what in ("cosine", "length"))])
+    table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(own))])
     for variant in COLORS:
-        cells = []
-        for method, budget in cases(own):
-            found = only(own, method=method, budget=budget, variant=variant)
-            cells += [str(Estimate(**found[0][what])) if found else MISSING for what in ("cosine", "length")]
-        table.add(variant, *cells)
+        found = [only(own, method=method, budget=budget, variant=variant) for method, budget in cases(own)]
+        table.add(variant, *(" · ".join(_estimate(one, what) for what in ("cosine", "length")) for one in found))
     return table
+
+
+def along_table(lines: Sequence[Line], what: str) -> Table:
+    """Variants along training under the compressor that most is asked of: cosine or length of their gradients."""
+    method, budget = ALONG
+    own = only(lines, method=method, budget=budget)
+    table = Table("", ["", *weights_of(own)])
+    for variant in COLORS:
+        found = [only(own, weights=weights, variant=variant) for weights in weights_of(own)]
+        table.add(variant, *(_estimate(one, what) for one in found))
+    return table
+
+
+def _estimate(found: Sequence[Line], what: str) -> str:
+    return str(Estimate(**found[0][what])) if found else MISSING
 
 
 def rollouts_table(lines: Sequence[Line]) -> Table:
@@ -65,8 +77,9 @@ def rollouts_table(lines: Sequence[Line]) -> Table:
 
 def tables(lines: Sequence[Line]) -> dict[str, str]:
     """Every block of the page by its name."""
+    along = {f"{what} along training": along_table(lines, what).untitled for what in ("cosine", "length")}
     blocks = {name: agreement_table(lines, name).untitled for name in weights_of(lines)}
-    return {"rollouts": rollouts_table(lines).untitled, **blocks}
+    return {"rollouts": rollouts_table(lines).untitled, **along, **blocks}
 
 
 def overview(lines: Sequence[Line]) -> Table:

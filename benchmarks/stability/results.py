@@ -29,6 +29,7 @@ MISSING = "–"
 COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
     "full cache": lambda runs: mean([run.dense for run in runs]),
     "compressed cache": lambda runs: mean([run.sparse for run in runs]),
+    "worst seed, full cache": lambda runs: f"{min(run.dense for run in runs):.2f}",
     "tokens saved": lambda runs: mean([run.record.saved for run in runs], 0, percent=True),
     "sequences rejected": lambda runs: mean([run.record.rejected for run in runs], 1, percent=True),
     "mismatch k3": lambda runs: geometric([run.record.k3 for run in runs]),
@@ -39,6 +40,7 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
     "minutes": lambda runs: f"{statistics.fmean(run.record.minutes for run in runs):.1f}",
 }
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
+COURSE = [name for name in COLUMNS if name not in (*BRIEFLY, "worst seed, full cache", "collapsed")]
 Outcomes = dict[int, Outcome]  # by seed
 
 
@@ -58,15 +60,25 @@ class Results:
 
 def arms_table(results: Results, study: Study) -> Table:
     """Arms by what came of them, the policy before training first."""
-    table = Table("", ["", *COLUMNS, "dense kept"])
+    names = (*BRIEFLY[:2], "worst seed, full cache", BRIEFLY[2], "collapsed")
+    table = Table("", ["", *names, "dense kept"])
     dense = results.of(study, DENSE)
     for started in list(dense.values())[:1]:  # the same policy and problems in all seeds
         first = [f"{started.dense_before:.2f}", f"{started.sparse_before:.2f}"]
-        table.add("before training", *first, *[MISSING] * (len(COLUMNS) - 1))
+        table.add("before training", *first, *[MISSING] * (len(names) - 1))
     for arm in study.arms:
         own = results.of(study, arm)
         if own:
-            table.add(arm.label, *(column(list(own.values())) for column in COLUMNS.values()), kept(own, dense))
+            table.add(arm.label, *cells(results, study, arm, names), kept(own, dense))
+    return table
+
+
+def course_table(results: Results, study: Study) -> Table:
+    """Arms by what they went through."""
+    table = Table("", ["", *COURSE])
+    for arm in study.arms:
+        if results.of(study, arm):
+            table.add(arm.label, *cells(results, study, arm, COURSE))
     return table
 
 
@@ -181,7 +193,8 @@ def rounding(results: Results) -> float:
 def tables(results: Results) -> dict[str, str]:
     """Every block of the page by its name."""
     blocks = {
-        "how quiet": quiet_table(results), "main": arms_table(results, MAIN), "leads": leads(results, MAIN),
+        "how quiet": quiet_table(results), "main": arms_table(results, MAIN),
+        "course": course_table(results, MAIN), "leads": leads(results, MAIN),
         "steps and rates": steps_table(results), "countdown": countdown_table(results),
         "control": control_table(results), "spiral": spiral_table(results),
     }  # fmt: skip

@@ -130,8 +130,10 @@ def test_page_has_a_table_per_policy(tmp_path: Path) -> None:
         for variant in (FULL, *(one.name for one in VARIANTS))
     ]  # fmt: skip
     found = tables(lines)
-    assert list(found) == ["rollouts", "warm", "late"]
-    assert "SnapKV 34: cosine | SnapKV 34: length | SnapKV 30: cosine" in found["warm"]
-    assert "| naive | 0.50 ± 0.10 |" in found["late"]
+    assert list(found) == ["rollouts", "cosine along training", "length along training", "warm", "late"]
+    assert "|  | SnapKV 34 | SnapKV 30 |" in found["warm"]
+    assert "| naive | 0.50 ± 0.10 · 0.50 ± 0.10 |" in found["late"]
+    assert "|  | warm | late |" in found["cosine along training"]
+    assert "| replay | 0.50 ± 0.10 | 0.50 ± 0.10 |" in found["length along training"]
     picture(lines, tmp_path / "gradients.png")
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
