@@ -22,6 +22,7 @@ from benchmarks.stability.studies import (
     SPARSE_RL,
     SPIRAL,
     STEPS,
+    TIGHT,
     Study,
 )
 
@@ -59,11 +60,11 @@ class Results:
 
 
 def arms_table(results: Results, study: Study) -> Table:
-    """Arms by what came of them, the policy before training first."""
+    """Arms by what came of them, the policy before training first; dense rollouts are those of the main comparison."""
     names = (*BRIEFLY[:2], "worst seed, full cache", BRIEFLY[2], "collapsed")
     table = Table("", ["", *names, "dense kept"])
-    dense = results.of(study, DENSE)
-    for started in list(dense.values())[:1]:  # the same policy and problems in all seeds
+    dense = results.of(MAIN, DENSE)
+    for started in list(results.of(study, study.arms[0]).values())[:1]:  # the same policy and problems in all seeds
         first = [f"{started.dense_before:.2f}", f"{started.sparse_before:.2f}"]
         table.add("before training", *first, *[MISSING] * (len(names) - 1))
     for arm in study.arms:
@@ -97,13 +98,16 @@ def difference(own: Outcomes, other: Outcomes, of: Callable[[Outcome], float]) -
 
 def leads(results: Results, study: Study) -> Table:
     """Arms by their lead over three others with the full cache, and over dense rollouts with the compressed one."""
-    others = [other for other in (NAIVE, SPARSE_RL, DENSE) if other in study.arms]
-    table = Table("", ["", *(f"{other.label}, full cache" for other in others), f"{DENSE.label}, compressed cache"])
+    dense = results.of(MAIN, DENSE)
+    others = [*(results.of(study, other) for other in (NAIVE, SPARSE_RL)), dense]
+    same = study.budget == MAIN.budget  # dense rollouts were judged under one compressed cache
+    header = [f"{other.label}, full cache" for other in (NAIVE, SPARSE_RL, DENSE)]
+    table = Table("", ["", *header, *([f"{DENSE.label}, compressed cache"] if same else [])])
     for arm in study.arms:
         own = results.of(study, arm)
         if own:
-            full = [difference(own, results.of(study, other), lambda run: run.dense) for other in others]
-            table.add(arm.label, *full, difference(own, results.of(study, DENSE), lambda run: run.sparse))
+            full = [difference(own, other, lambda run: run.dense) for other in others]
+            table.add(arm.label, *full, *([difference(own, dense, lambda run: run.sparse)] if same else []))
     return table
 
 
@@ -195,6 +199,7 @@ def tables(results: Results) -> dict[str, str]:
     blocks = {
         "how quiet": quiet_table(results), "main": arms_table(results, MAIN),
         "course": course_table(results, MAIN), "leads": leads(results, MAIN),
+        "tight": arms_table(results, TIGHT), "tight leads": leads(results, TIGHT),
         "steps and rates": steps_table(results), "countdown": countdown_table(results),
         "control": control_table(results), "spiral": spiral_table(results),
     }  # fmt: skip

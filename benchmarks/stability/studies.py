@@ -150,9 +150,10 @@ CONTROL = tuple(
     for method in ("RandomEviction", "RandomEviction, prompt protected", "SnapKV", "SnapKV, prompt protected")
 )
 SPIRAL = replace(MAIN, arms=(DENSE, REJECTION, BASELINE, UNLEARNED))  # the first two are those of the main comparison
+TIGHT = replace(MAIN, budget=30, arms=(NAIVE, SPARSE_RL, REPLAY))
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
-    "control": CONTROL, "spiral": (SPIRAL,),
+    "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,),
 }  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
