@@ -26,6 +26,7 @@ from benchmarks.common.pages import insert, insert_if_marked, mark, say
 from benchmarks.stability.pictures import pictures
 from benchmarks.stability.records import Archive
 from benchmarks.stability.results import Results, overview, rounding, tables
+from benchmarks.stability.signs import signs_table
 from benchmarks.stability.studies import GROUPS, SHORT, TASKS, Study, planned, warmed
 
 PAGE = "results.md"
@@ -87,10 +88,15 @@ def note(results: Results, runs: Sequence[Run]) -> str:
     )
 
 
+def blocks(results: Results) -> dict[str, str]:
+    """Every block of the page by its name."""
+    return {**tables(results), "signs": signs_table(results).untitled}
+
+
 def save(results: Results, folder: Path, text: str) -> None:
     """Every block of the page, and the pictures; the overview goes into the README above, where it has a place."""
     insert(folder / PAGE, text, _marker("how it was measured"))
-    for name, table in tables(results).items():
+    for name, table in blocks(results).items():
         insert(folder / PAGE, table, _marker(name))
     pictures(results, folder)
     insert_if_marked(folder.parent / "README.md", overview(results).untitled, _marker("overview"))
@@ -129,7 +135,7 @@ def main() -> None:
             insert(args.save / PAGE, "\n".join(f"- {line}" for line in lines), _marker("short"))
         return
     text = note(results, runs)
-    print(text, *(f"## {name}\n\n{table}" for name, table in tables(results).items()), sep="\n\n")
+    print(text, *(f"## {name}\n\n{table}" for name, table in blocks(results).items()), sep="\n\n")
     if args.save:
         save(results, args.save, text)
 

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.arms import curves
 from benchmarks.arms.runs import DENSE
 from benchmarks.stability import __main__ as command
-from benchmarks.stability import outcomes, studies
+from benchmarks.stability import outcomes, signs, studies
 from benchmarks.stability.records import BINS, Archive, Record, binned, key_of
 from benchmarks.stability.results import Results, tables
 
@@ -165,6 +165,28 @@ def test_spiral_is_compared_with_the_runs_of_the_main_comparison(tmp_path: Path)
     assert table["rejection only"][0] == "0.40 / 0.50"
     assert table["rejection, the rejected replayed"][-1] == "+0.0 / +0.0"
     assert set(table["rejection, baseline of the kept"]) == {"–"}
+
+
+def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path: Path) -> None:
+    """Naive runs fall at the third evaluation, and have their one gradient above 1 in the last quarter."""
+    for seed in (10, 11):
+        for run in studies.MAIN.runs(seed, tmp_path):
+            if run.arm.label in ("dense", "naive", "replay"):
+                write(run)
+    results = Results(Archive(tmp_path / "kept.jsonl"), tmp_path)
+    runs = signs.judged(results, [studies.MAIN])
+    assert [run.is_behind for run in runs] == [True, True, False, False]
+    naive = runs[0].outcome.record
+    long = signs.Sign("", signs.above("largest_norm", 1.5))
+    assert signs.fall(naive) == 20
+    assert long.first(naive) == pytest.approx(30, abs=2)  # of 40 rollouts
+    assert runs[0].lead(long) == 20 - long.first(naive)
+    assert signs.fall(runs[2].outcome.record) is None
+    assert runs[2].lead(long) is None
+    assert cells(signs.signs_table(results).untitled)["a staleness ratio above 100"][:2] == ["0 of 0", "2 of 4"]
+    rising = replace(naive, curves={"rollout": [5.0, 15.0, 25.0, 35.0], "rejection_rate": [0.04, 0.02, 0.05, 0.07]})
+    assert signs.risen(rising) == 35.0  # three times 0.02 and above 5 %
+    assert signs.risen(naive) is None  # as high as from the start
 
 
 def test_curve_has_the_mean_or_the_largest_of_equal_parts() -> None:
