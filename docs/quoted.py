@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.common.tables import Table
 from benchmarks.compressors import records
-from benchmarks.compressors.pages import ACCURACY, MARK, SPEED, TAIL, by_budget
+from benchmarks.compressors.pages import ACCURACY, SPEED, TAIL, by_budget
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks" / "results"
@@ -52,8 +52,7 @@ def compressors_table() -> str:
     columns = ((ACCURACY, sums, 1), (ACCURACY, sums, 2), (TAIL, stories, 1), (SPEED, stories, 1))
     table = Table("", head)
     for name in COMPARED:
-        found = ((measure, by_budget(own, name, protected=False)[place]) for measure, own, place in columns)
-        table.add(name, *(measure.cell(quality, quality).removesuffix(MARK) for measure, quality in found))
+        table.add(name, *(measure.text(by_budget(own, name, protected=False)[at]) for measure, own, at in columns))
     return table.untitled
 
 

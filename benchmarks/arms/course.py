@@ -75,15 +75,12 @@ class Course(RolloutCallback):
         for name, metric in STEPS.items():
             self.record[name].append(float(trainer.callback_metrics.get(metric, 0.0)))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate at the end, when the run has stopped its own clock."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate what training came to, also if it was killed after its last step, and write the record."""
         number: Any = pl_module.num_rollouts
-        counted = self.record["seconds"]
+        counted = self.record["seconds"]  # the run's own clock has stopped
         self._evaluate(trainer, pl_module, number)
         self.record["seconds"] = counted
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the record."""
         write_whole(Path(trainer.default_root_dir) / "course.json", json.dumps(self.record))
 
     def state_dict(self) -> dict[str, Any]:

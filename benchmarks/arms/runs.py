@@ -129,6 +129,11 @@ class Run:
         """Whether its numbers are there; they are written last."""
         return (self.folder / "course.json").is_file()
 
+    @property
+    def checkpoint(self) -> Path:
+        """What an interrupted run goes on from."""
+        return self.folder / "checkpoints" / "last.ckpt"
+
     def command(self) -> list[str]:
         """The command line, for a process that runs in :attr:`folder`."""
         settings = self.settings
@@ -161,13 +166,14 @@ class Run:
         for callback in (*self.arm.callbacks, *settings.callbacks, course):
             spelled = callback if isinstance(callback, dict) else {"class_path": callback}
             command.append(f"--trainer.callbacks+={json.dumps(spelled)}")
-        if (self.folder / "runs" / self.arm.config / "checkpoints" / "last.ckpt").is_file():
+        if self.checkpoint.is_file():
             command.append("--ckpt_path=last")
         return command
 
     def execute(self) -> bool:
-        """Run to the end, from the last checkpoint of an interrupted run; whether it got there."""
-        run_in(self.folder, self.command())
+        """Run to the end unless it has, from the last checkpoint of an interrupted run; whether it got there."""
+        if not self.is_finished:
+            run_in(self.folder, self.command())
         return self.is_finished
 
 

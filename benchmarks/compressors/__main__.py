@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.compressors import records
 from benchmarks.compressors.methods import PYRAMID_BETA
-from benchmarks.compressors.pages import MARK, ByTask, accuracy_table, chance_table, picture, tail_table
+from benchmarks.compressors.pages import MARK, ByTask, accuracy_table, chance_table, most_solved, picture, tail_table
 from benchmarks.compressors.quality import Task, measure
 from benchmarks.compressors.records import Measured
 from benchmarks.compressors.texts import (
@@ -78,12 +78,11 @@ def describe(task: Task) -> str:
     )
 
 
-def note(found: Iterable[Measured], remark: str) -> str:
+def note(found: Sequence[Measured]) -> str:
     """How to read the tables."""
-    found = list(found)
-    machines, what = "; ".join(sorted({one.machine for one in found})), " ".join(one.about for one in found)
+    machines, what = " ".join(sorted({one.machine for one in found})), " ".join(one.about for one in found)
     return (
-        f"{machines}. {remark}".strip() + f"\n\n{what} All methods have these sizes, not those of their papers; "
+        f"{machines}\n\n{what} All methods have these sizes, not those of their papers; "
         f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
         "the same policy.\n\nBudgets are shares of the length. In every cell the prompt open / protected; where a "
         f"prompt and the window do not fit a budget there is nothing to protect. {MARK} marks what is not better than "
@@ -92,14 +91,13 @@ def note(found: Iterable[Measured], remark: str) -> str:
     )
 
 
-def page(found: Iterable[Measured], remark: str) -> str:
+def page(found: Sequence[Measured]) -> str:
     """The measured part of the page."""
-    found = list(found)
     results: ByTask = {one.task: one.qualities for one in found}
     accuracy, tail, chance = (table(results).untitled for table in (accuracy_table, tail_table, chance_table))
     return "\n\n".join([
-        "## Measured", note(found, remark),
-        "### Greedy accuracy", "Nothing is solved with budgets of 25 %.", accuracy,
+        "## Measured", note(found),
+        "### Greedy accuracy", f"With budgets of 25 % no method solves more than {most_solved(results):.0%}.", accuracy,
         "### Tail of the acceptance",
         "The 5th percentile of Σ min(p_dense, p_sparse) over the vocabulary, per token, behind the first eviction of a "
         "slot of budget + buffer.", tail,
@@ -126,18 +124,19 @@ def main() -> None:
         "--finished", action="store_true", help="measure nothing: write what earlier calls have measured"
     )
     parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
-    parser.add_argument("--remark", default="", help="a sentence about the machine for the page")
+    parser.add_argument("--remark", default="", help="a sentence about the machine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     lines = {} if args.quick else records.read(args.kept)
     found = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
     for name, task in found.items():
-        lines[name] = Measured(name, describe(task), machine("cpu"), list(measure(task, say)))
+        place = f"{machine('cpu')}. {args.remark}".strip()
+        lines[name] = Measured(name, describe(task), place, list(measure(task, say)))
         if not args.quick:
             records.write(args.kept, lines.values())
     if not lines:
         sys.exit("error: nothing to measure on, and nothing measured before")
-    text = page(lines.values(), args.remark)
+    text = page(list(lines.values()))
     print(text)
     if args.save:
         insert(args.save / PAGE, text, BEGIN)

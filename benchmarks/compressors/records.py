@@ -18,7 +18,7 @@ class Measured:
 
     task: str
     about: str  # texts and model
-    machine: str
+    machine: str  # and what else it did
     qualities: list[Quality]
 
 

@@ -31,13 +31,14 @@ from benchmarks.gradients.jobs import CASES, Job
 from benchmarks.gradients.measure import Samples
 from benchmarks.gradients.one_token import explosion_table
 from benchmarks.gradients.page import ORDER, overview, picture, tables
-from benchmarks.gradients.snapshots import before_the_fall
 from benchmarks.stability.__main__ import warm_up
+from benchmarks.stability.outcomes import fall
 from benchmarks.stability.studies import MAIN, REJECTION, warmed
 
 PAGE = "gradients.md"
 SNAPSHOTS = {"class_path": "benchmarks.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
 LAST = MAIN.recipe.rollouts
+FALLEN = 0.6  # of the best accuracy so far
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Source:
         if not run.is_finished:
             return {}
         rows = json.loads((run.folder / "course.json").read_text(encoding="utf-8"))["evaluations"]
-        places = {name: before_the_fall(rows) if place is None else place for name, place in self.policies.items()}
+        before, _ = fall(rows, FALLEN) or (None, None)
+        places = {name: before if place is None else place for name, place in self.policies.items()}
         return {name: run.folder / "policies" / f"{place:04d}" for name, place in places.items() if place is not None}
 
 
@@ -98,6 +100,8 @@ def main() -> None:
             found = {ORDER[0]: warmed(folder, "warmup")}
             for source in needed:
                 found |= source.left(folder)
+            for name in wanted.keys() - found:
+                say(f"{name}: there is no such policy, its run has not ended or did not fall")
             samples = Samples(args.chunks)
             waiting = [Job(name, str(found[name]), samples, wanted[name]) for name in wanted if name in found]
             for done in as_completed([pool.submit(job) for job in waiting]):

@@ -47,7 +47,7 @@ def agreement_table(lines: Sequence[Line], weights: str) -> Table:
 
 
 def along_table(lines: Sequence[Line], what: str) -> Table:
-    """Variants along training under the compressor that most is asked of: cosine or length of their gradients."""
+    """Variants along training, where the mismatch is in the middle: cosine or length of their gradients."""
     method, budget = ALONG
     own = only(lines, method=method, budget=budget)
     table = Table("", ["", *weights_of(own)])

@@ -1,8 +1,7 @@
-"""Policies along a run: exported while it trains, chosen by what became of it, their gradients measured afterwards."""
+"""Snapshots: policies exported along a run, whose gradients are measured afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.outputs.export import write_policy
-
-FALLEN = 0.6  # of the best accuracy so far
-
-
-def before_the_fall(evaluations: Sequence[dict[str, float]]) -> int | None:
-    """Rollouts at the last evaluation before accuracy fell below FALLEN of its best; None if it never did."""
-    best, earlier = 0.0, None
-    for row in evaluations:
-        if row["dense"] < FALLEN * best:
-            return earlier
-        best, earlier = max(best, row["dense"]), int(row["rollouts"])
-    return None
 
 
 class Snapshots(RolloutCallback):

@@ -89,7 +89,7 @@ def note(results: Results, runs: Sequence[Run]) -> str:
 
 
 def blocks(results: Results) -> dict[str, str]:
-    """Every block of the page by its name."""
+    """What is written into the page."""
     return {**tables(results), "signs": signs_table(results).untitled}
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.stability.records import Record
 
@@ -47,6 +48,16 @@ class Outcome:
     def collapsed(self) -> bool:
         """Whether training ruined the policy: with the full cache, less than a quarter of what it could is left."""
         return self.dense < COLLAPSED * self.dense_before
+
+
+def fall(evaluations: Sequence[dict[str, float]], below: float) -> tuple[int, int] | None:
+    """Rollouts at the last evaluation before the accuracy fell below a share of its best, and at the first after."""
+    best = 0.0
+    for before, row in pairwise(evaluations):
+        best = max(best, before["dense"])
+        if row["dense"] < below * best:
+            return int(before["rollouts"]), int(row["rollouts"])
+    return None
 
 
 def interval(values: Sequence[float]) -> float:

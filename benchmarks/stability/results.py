@@ -41,7 +41,8 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
     "minutes": lambda runs: f"{statistics.fmean(run.record.minutes for run in runs):.1f}",
 }
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
-COURSE = [name for name in COLUMNS if name not in (*BRIEFLY, "worst seed, full cache", "collapsed")]
+ENDS = ("full cache", "compressed cache", "worst seed, full cache", "sequences rejected", "collapsed")
+COURSE = [name for name in COLUMNS if name not in ENDS]
 Outcomes = dict[int, Outcome]  # by seed
 
 
@@ -61,16 +62,16 @@ class Results:
 
 def arms_table(results: Results, study: Study) -> Table:
     """Arms by what came of them, the policy before training first; dense rollouts are those of the main comparison."""
-    names = (*BRIEFLY[:2], "worst seed, full cache", BRIEFLY[2], "collapsed")
-    table = Table("", ["", *names, "dense kept"])
+    table = Table("", ["", *ENDS, "dense kept"])
     dense = results.of(MAIN, DENSE)
-    for started in list(results.of(study, study.arms[0]).values())[:1]:  # the same policy and problems in all seeds
-        first = [f"{started.dense_before:.2f}", f"{started.sparse_before:.2f}"]
-        table.add("before training", *first, *[MISSING] * (len(names) - 1))
+    started = [run for arm in study.arms for run in results.of(study, arm).values()][:1]  # the same policy for all
+    for run in started:
+        first = [f"{run.dense_before:.2f}", f"{run.sparse_before:.2f}"]
+        table.add("before training", *first, *[MISSING] * (len(ENDS) - 1))
     for arm in study.arms:
         own = results.of(study, arm)
         if own:
-            table.add(arm.label, *cells(results, study, arm, names), kept(own, dense))
+            table.add(arm.label, *cells(results, study, arm, ENDS), kept(own, dense))
     return table
 
 
@@ -151,12 +152,11 @@ def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table
 
 def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
     """Arms that reject by what came of them, and by their lead over rejection alone."""
-    names = (*BRIEFLY, "largest w", "collapsed")
-    table = Table("", ["", *names, f"ahead of {REJECTION.label}, full cache"])
+    table = Table("", ["", *ENDS, f"ahead of {REJECTION.label}, full cache"])
     rejection = results.of(study, REJECTION)
     for arm in study.arms:
         lead = difference(results.of(study, arm), rejection, lambda run: run.dense)
-        table.add(arm.label, *cells(results, study, arm, names), lead)
+        table.add(arm.label, *cells(results, study, arm, ENDS), lead)
     return table
 
 

@@ -1,29 +1,30 @@
-"""What can be seen in a run before it falls behind: signs that guards warn of, and how often they are right."""
+"""What can be seen in a run before it falls behind: signs like those of the guards, and how often they are right."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.arms.runs import DENSE
 from benchmarks.common.tables import Table
-from benchmarks.stability.outcomes import Outcome
+from benchmarks.stability.outcomes import Outcome, fall
 from benchmarks.stability.records import Record
-from benchmarks.stability.results import MISSING, Results
-from benchmarks.stability.studies import CONTROL, MAIN, SPIRAL, TIGHT, USUAL, Study
+from benchmarks.stability.results import Results
+from benchmarks.stability.studies import CONTROL, MAIN, TIGHT, Study
 
 BEHIND = 0.05  # accuracy with the full cache below that of dense training with the same prompts
 FALLEN = 0.75  # of the best accuracy so far
-STUDIES = (MAIN, TIGHT, SPIRAL, *CONTROL)  # one task, one recipe
+GROUPS = {"main comparison": (MAIN,), "later runs": (TIGHT, *CONTROL)}
+"""Studies with one recipe and the same prompts; the bounds of the signs were chosen on the first."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows in a run, and from which rollout on."""
+    """What shows in a run, from which rollout on, and the runs that could show it."""
 
     name: str
     first: Callable[[Record], float | None]
+    applies: Callable[[Record], bool] = lambda record: True
 
 
 def above(curve: str, bound: float) -> Callable[[Record], float | None]:
@@ -48,18 +49,8 @@ def _points(record: Record, curve: str) -> Iterable[tuple[float, float]]:
 SIGNS = (
     Sign("a gradient longer than 10", above("largest_norm", 10.0)),
     Sign("a staleness ratio above 100", above("largest_ratio", 100.0)),
-    Sign("more than 5 % rejected, three times the least", risen),
+    Sign("more than 5 % rejected, three times the least", risen, lambda record: record.rejected > 0),
 )
-
-
-def fall(record: Record) -> float | None:
-    """Rollouts at the first evaluation with the full cache that is below FALLEN of the best before."""
-    best = 0.0
-    for row in record.evaluations:
-        if row["dense"] < FALLEN * best:
-            return row["rollouts"]
-        best = max(best, row["dense"])
-    return None
 
 
 @dataclass(frozen=True)
@@ -74,33 +65,39 @@ class Judged:
         """Whether it ends behind."""
         return self.dense.dense - self.outcome.dense > BEHIND
 
-    def lead(self, sign: Sign) -> float | None:
-        """Rollouts from a sign to the fall; None without either."""
-        first, fallen = sign.first(self.outcome.record), fall(self.outcome.record)
-        return None if first is None or fallen is None else fallen - first
+    def is_seen_before(self, sign: Sign) -> bool:
+        """Whether a sign comes before the accuracy falls."""
+        first, fallen = sign.first(self.outcome.record), fall(self.outcome.record.evaluations, FALLEN)
+        return first is not None and fallen is not None and first < fallen[1]
 
 
-def judged(results: Results, studies: Iterable[Study] = STUDIES) -> list[Judged]:
-    """Every run with evictions by the usual recipe, once, whose dense counterpart is finished."""
+def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
+    """Every run with evictions, once, whose dense counterpart is finished."""
     dense = results.of(MAIN, DENSE)
     found: dict[str, Judged] = {}
     for study in studies:
-        assert study.recipe == USUAL
+        assert study.recipe == MAIN.recipe
         for arm in study.arms:
             own = results.of(study, arm) if arm.evicts else {}
             found |= {run.record.key: Judged(run, dense[seed]) for seed, run in own.items() if seed in dense}
     return list(found.values())
 
 
-def signs_table(results: Results) -> Table:
-    """Signs by how many runs that show them end behind, and how many that do not, and by how early they come."""
-    runs = judged(results)
-    table = Table("", ["sign", "ends behind with it", "ends behind without it", "rollouts from it to the fall"])
-    for sign in SIGNS:
-        shown = [run for run in runs if sign.first(run.outcome.record) is not None]
-        others = [run for run in runs if run not in shown]
-        leads = [lead for run in shown if run.is_behind and (lead := run.lead(sign)) is not None]
-        counts = [f"{sum(run.is_behind for run in part)} of {len(part)}" for part in (shown, others)]
-        early = f"{statistics.median(leads):.0f} ({min(leads):.0f} to {max(leads):.0f})" if leads else MISSING
-        table.add(sign.name, *counts, early)
+def signs_table(results: Results, groups: Mapping[str, Sequence[Study]] = GROUPS) -> Table:
+    """Signs by how many runs that show them end behind, and how many that do not; a run counts in its first group."""
+    table = Table("", ["runs", "sign", "behind with it", "behind without it", "seen before the fall"])
+    counted: set[str] = set()
+    for name, studies in groups.items():
+        runs = [run for run in judged(results, studies) if run.outcome.record.key not in counted]
+        counted |= {run.outcome.record.key for run in runs}
+        for sign in SIGNS if runs else ():
+            able = [run for run in runs if sign.applies(run.outcome.record)]
+            shown = [run for run in able if sign.first(run.outcome.record) is not None]
+            behind = [run for run in able if run.is_behind]
+            with_it = [run for run in behind if run in shown]
+            table.add(
+                name, sign.name, f"{len(with_it)} of {len(shown)}",
+                f"{len(behind) - len(with_it)} of {len(able) - len(shown)}",
+                f"{sum(run.is_seen_before(sign) for run in with_it)} of {len(with_it)}",
+            )  # fmt: skip
     return table

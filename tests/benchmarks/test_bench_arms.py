@@ -41,6 +41,22 @@ def test_every_correction_by_name_is_compared() -> None:
     assert any("loss.off_policy_delta" in arm.options for arm in planning.CORRECTIONS)
 
 
+def test_interrupted_run_goes_on_and_finished_one_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = planning.planned(settings(tmp_path), [0], 26)[0]
+    assert "--ckpt_path=last" not in run.command()
+    run.checkpoint.parent.mkdir(parents=True)
+    run.checkpoint.touch()
+    assert "--ckpt_path=last" in run.command()
+    begun: list[Any] = []
+    monkeypatch.setattr(planning, "run_in", lambda folder, command: begun.append(command))
+    assert not run.execute()
+    (run.folder / "course.json").touch()
+    assert run.execute()
+    assert len(begun) == 1
+
+
 def found(run: Any, level: float) -> Any:
     """A finished run in round numbers."""
     budgets = [str(budget) for budget in run.budgets]
@@ -91,6 +107,14 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(course["clipped"]) == 4
     assert len(course["unused"]) == 2
     assert 0 <= course["splits"][0]["mismatch_split/rounding/kl_k3"] < 1e-6
+    (replay,) = (tmp_path / "runs").glob("replay-*")
+    whole = json.loads((replay / "course.json").read_text(encoding="utf-8"))
+    assert (replay / "checkpoints" / "last.ckpt").is_file()
+    (replay / "course.json").unlink()  # as if it had been killed behind its last step
+    assert run(4) == page
+    again = json.loads((replay / "course.json").read_text(encoding="utf-8"))
+    assert "Restor" in (replay / "log.txt").read_text(encoding="utf-8")
+    assert {name: again[name] for name in again if name != "seconds"} == {n: whole[n] for n in whole if n != "seconds"}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert run(4) == page
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing ran again

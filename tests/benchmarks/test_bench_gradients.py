@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import ROOT
 from benchmarks.gradients import one_token
-from benchmarks.gradients.__main__ import SOURCES, missing
+from benchmarks.gradients.__main__ import FALLEN, SOURCES, missing
 from benchmarks.gradients.agreement import cosine, estimate, length, noise, projection
 from benchmarks.gradients.jobs import CASES
 from benchmarks.gradients.measure import FULL, Samples, gram, measured
 from benchmarks.gradients.page import ORDER, picture, tables
-from benchmarks.gradients.snapshots import before_the_fall
 from benchmarks.gradients.variants import VARIANTS
-from benchmarks.stability.records import key_of
+from benchmarks.stability.outcomes import fall
+from benchmarks.stability.records import Archive, key_of
 from benchmarks.stability.studies import MAIN, planned
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
@@ -99,26 +100,22 @@ def test_gradients_are_those_of_the_losses(tmp_path: Path) -> None:
     assert roomy.statistics["rejected"] == 0
 
 
-def test_policy_before_the_fall_is_the_last_that_was_evaluated() -> None:
-    def rows(*accuracies: float) -> list[dict[str, float]]:
-        return [{"rollouts": 20 * place, "dense": value} for place, value in enumerate(accuracies)]
-
-    assert before_the_fall(rows(0.3, 0.4, 0.5, 0.31, 0.29, 0.1)) == 60  # 0.29 is less than 0.6 of 0.5
-    assert before_the_fall(rows(0.3, 0.1)) == 0
-    assert before_the_fall(rows(0.3, 0.4, 0.25, 0.5)) is None
-
-
 def test_what_has_lines_is_not_measured_again() -> None:
     lines = [{"weights": "warm", "method": method, "budget": budget} for method, budget in CASES]
     assert missing(["warm", "late"], lines) == {"late": CASES}
     assert missing(["warm"], lines[1:]) == {"warm": CASES[:1]}
 
 
-def test_failing_runs_are_those_of_the_main_comparison(tmp_path: Path) -> None:
-    mains = {key_of(run) for run in planned([MAIN], tmp_path)}
-    own = {source.arm.label: key_of(source.training(tmp_path)) in mains for source in SOURCES}
-    assert own == {"dense": False, "naive": True, "rejection only": True}
+def test_failing_runs_are_the_first_of_the_main_comparison_that_fall(tmp_path: Path) -> None:
+    archive = Archive(ROOT / "benchmarks" / "results" / "stability.jsonl")
     assert {name for source in SOURCES for name in source.policies} == set(ORDER[1:])
+    assert SOURCES[0].policies == {"middle": 80, "late": 240}
+    assert key_of(SOURCES[0].training(tmp_path)) not in archive.records  # no seed of the comparison
+    for source in SOURCES[1:]:
+        assert key_of(source.training(tmp_path)) in archive.records
+        runs = [run for run in planned([MAIN], tmp_path) if run.arm == source.arm]
+        falls = {run.seed: fall(archive.records[key_of(run)].evaluations, FALLEN) for run in runs}
+        assert source.seed == next(seed for seed in sorted(falls) if falls[seed] is not None)
 
 
 def test_page_has_a_table_per_policy(tmp_path: Path) -> None:

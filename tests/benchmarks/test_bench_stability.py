@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.arms import curves
-from benchmarks.arms.runs import DENSE
+from benchmarks.arms.runs import DENSE, NAIVE
 from benchmarks.stability import __main__ as command
 from benchmarks.stability import outcomes, signs, studies
+from benchmarks.stability.outcomes import fall
 from benchmarks.stability.records import BINS, Archive, Record, binned, key_of
 from benchmarks.stability.results import Results, tables
 
@@ -61,10 +63,11 @@ def test_learned_eviction_draws_from_the_method_that_all_have(tmp_path: Path) ->
         assert all("--data.init_args.tasks=countdown" in run.command() for run in runs.values())
 
 
-def write(run: Any) -> None:
+def write(run: Any, end: float | None = None, ratio: float = 50.0, rejected: float = 0.1) -> None:
     """The files of a finished run in round numbers: naive falls, all others rise, the more the larger the seed."""
-    falls = run.arm.label == "naive"
-    ends = [0.2, 0.3, *([0.04] * 3 if falls else [0.4 + 0.1 * (run.seed > 10)] * 3)]
+    if end is None:
+        end = 0.04 if run.arm.label == "naive" else 0.4 + 0.1 * (run.seed > 10)
+    ends = [0.2, 0.3, end, end, end]
     evaluations = [
         {"rollouts": 10 * i, "dense": value, **{str(budget): value / 2 for budget in run.budgets}}
         for i, value in enumerate(ends)
@@ -74,7 +77,7 @@ def write(run: Any) -> None:
     ]
     course = {
         "evaluations": evaluations, "splits": splits, "unused": [0.0], "clipped": [0.0, 0.02],
-        "ratios": [1.0] * 79 + [50.0], "grad_norms": [0.5] * 60 + [2.0] * 20, "seconds": COURSE_SECONDS,
+        "ratios": [1.0] * 79 + [ratio], "grad_norms": [0.5] * 60 + [2.0] * 20, "seconds": COURSE_SECONDS,
     }  # fmt: skip
     run.folder.mkdir(parents=True)
     for version in (2, 10):  # the run was interrupted: its logger has two files, and the second repeats some steps
@@ -84,7 +87,8 @@ def write(run: Any) -> None:
         lines = "".join(f"{step},{version * 0.09 if step % 2 else ''}\n" for step in steps)
         (place / "metrics.csv").write_text(f"step,acceptance/p05\n{lines}", encoding="utf-8")
     history = [
-        {"rollout": i, "reward": 1.0, "rejection_rate": 0.1, "completions/mean_length": 30.0 + i} for i in range(40)
+        {"rollout": i, "reward": 1.0, "rejection_rate": rejected, "completions/mean_length": 30.0 + i}
+        for i in range(40)
     ]
     summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
     (run.folder / "course.json").write_text(json.dumps(course), encoding="utf-8")
@@ -152,41 +156,80 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [again.archive.of(run) is None for run in runs] == [run.arm.label == "rejection only" for run in runs]
 
 
-def test_spiral_is_compared_with_the_runs_of_the_main_comparison(tmp_path: Path) -> None:
-    mains = {key_of(run) for run in studies.planned([studies.MAIN], tmp_path)}
-    shared = {run.arm.label for run in studies.planned([studies.SPIRAL], tmp_path) if key_of(run) in mains}
-    assert shared == {"dense", "rejection only"}
-    for seed in (10, 11):
-        for run in studies.SPIRAL.runs(seed, tmp_path):
-            if run.arm in (studies.REJECTION, studies.UNLEARNED):
-                write(run)
-    kept = tmp_path / "kept.jsonl"
-    table = cells(tables(Results(Archive(kept), tmp_path))["spiral"])
-    assert table["rejection only"][0] == "0.40 / 0.50"
-    assert table["rejection, the rejected replayed"][-1] == "+0.0 / +0.0"
+def finished(path: Path) -> Results:
+    return Results(Archive(path / "kept.jsonl"), path)
+
+
+def test_spiral_is_asked_in_seeds_that_did_not_give_rise_to_it(tmp_path: Path) -> None:
+    assert not set(studies.SPIRAL.seeds) & set(studies.MAIN.seeds)
+    for seed in (16, 17):
+        rejection, _, unlearned = studies.SPIRAL.runs(seed, tmp_path)
+        write(rejection, end=0.04)
+        write(unlearned, end=0.5 if seed == 16 else 0.4)
+    table = cells(tables(finished(tmp_path))["spiral"])
+    assert table["rejection only"][-2:] == ["2 of 2", "+0.0 / +0.0"]
+    assert table["rejection, the rejected replayed"][-2:] == ["0 of 2", "+46.0 / +36.0"]
     assert set(table["rejection, baseline of the kept"]) == {"–"}
 
 
+def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_path: Path) -> None:
+    for run in studies.planned([studies.MAIN, studies.TIGHT], tmp_path, [10]):
+        if run.arm == DENSE:
+            write(run, end=0.5)
+        elif run.budget == studies.TIGHT.budget:
+            write(run, end=0.2 if run.arm == NAIVE else 0.45)
+    results = finished(tmp_path)
+    blocks = tables(results)
+    tight, ahead = cells(blocks["tight"]), cells(blocks["tight leads"])
+    assert tight["before training"][:2] == ["0.20", "0.10"]
+    assert (tight["naive"][0], tight["naive"][-1], tight["replay"][-1]) == ("0.20", "40%", "90%")
+    assert ahead["replay"] == ["+25.0", "+0.0", "-5.0"]  # no compressed cache: dense was judged under another
+    assert "naive" not in cells(blocks["main"])
+
+
 def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path: Path) -> None:
-    """Naive runs fall at the third evaluation, and have their one gradient above 1 in the last quarter."""
-    for seed in (10, 11):
-        for run in studies.MAIN.runs(seed, tmp_path):
-            if run.arm.label in ("dense", "naive", "replay"):
-                write(run)
-    results = Results(Archive(tmp_path / "kept.jsonl"), tmp_path)
+    """Naive runs end behind, and have their one large ratio in the last part; where they fall, it is too late."""
+    for seed in (10, 11, 12):
+        for run in studies.planned([studies.MAIN, *studies.CONTROL], tmp_path, [seed]):
+            if run.arm == DENSE:
+                write(run, end=0.5)
+            elif run.arm == NAIVE and run.settings.method == studies.METHODS["SnapKV"]:
+                write(run, end=0.04 if seed < 12 else 0.44, ratio=1000.0, rejected=0.0)
+            elif run.arm in (studies.REPLAY, studies.REWEIGHTING):
+                write(run, end=0.46, ratio=200.0 if (run.arm, seed) == (studies.REPLAY, 10) else 1.0)
+    results = finished(tmp_path)
     runs = signs.judged(results, [studies.MAIN])
-    assert [run.is_behind for run in runs] == [True, True, False, False]
-    naive = runs[0].outcome.record
-    long = signs.Sign("", signs.above("largest_norm", 1.5))
-    assert signs.fall(naive) == 20
-    assert long.first(naive) == pytest.approx(30, abs=2)  # of 40 rollouts
-    assert runs[0].lead(long) == 20 - long.first(naive)
-    assert signs.fall(runs[2].outcome.record) is None
-    assert runs[2].lead(long) is None
-    assert cells(signs.signs_table(results).untitled)["a staleness ratio above 100"][:2] == ["0 of 0", "2 of 4"]
-    rising = replace(naive, curves={"rollout": [5.0, 15.0, 25.0, 35.0], "rejection_rate": [0.04, 0.02, 0.05, 0.07]})
-    assert signs.risen(rising) == 35.0  # three times 0.02 and above 5 %
-    assert signs.risen(naive) is None  # as high as from the start
+    assert sum(run.is_behind for run in runs) == 3
+    (ratio,) = (sign for sign in signs.SIGNS if "ratio" in sign.name)
+    naive = next(run for run in runs if run.is_behind)
+    assert fall(naive.outcome.record.evaluations, signs.FALLEN) == (10, 20)
+    assert not naive.is_seen_before(ratio)
+    early = replace(naive.outcome.record, curves={"rollout": [4.5, 14.5], "largest_ratio": [1.0, 101.0]})
+    assert replace(naive, outcome=replace(naive.outcome, record=early)).is_seen_before(ratio)
+    found = {row[1]: list(row[2:]) for row in signs.signs_table(results).rows if row[0] == "main comparison"}
+    assert found[ratio.name] == ["3 of 4", "0 of 5", "0 of 3"]
+    assert found["a gradient longer than 10"] == ["0 of 0", "3 of 9", "0 of 0"]
+    assert found["more than 5 % rejected, three times the least"] == ["0 of 0", "0 of 6", "0 of 0"]
+    # the control shares its open SnapKV runs with the main comparison, and has no other yet
+    assert {row[0] for row in signs.signs_table(results).rows} == {"main comparison"}
+
+
+def test_bounds_of_signs() -> None:
+    curves = {"rollout": [5.0, 15.0, 25.0, 35.0], "rejection_rate": [0.04, 0.02, 0.05, 0.07]}
+    record = SimpleNamespace(curves=curves)
+    assert signs.risen(record) == 35.0  # three times 0.02, and above 5 %
+    assert signs.risen(SimpleNamespace(curves=curves | {"rejection_rate": [0.1] * 4})) is None  # as high as before
+    assert signs.above("rejection_rate", 0.04)(record) == 25.0
+    assert signs.above("rejection_rate", 0.07)(record) is None
+
+
+def test_fall_is_from_the_best_so_far() -> None:
+    def rows(*accuracies: float) -> list[dict[str, float]]:
+        return [{"rollouts": 20 * place, "dense": value} for place, value in enumerate(accuracies)]
+
+    assert outcomes.fall(rows(0.3, 0.4, 0.5, 0.31, 0.29, 0.1), 0.6) == (60, 80)  # 0.29 is less than 0.6 of 0.5
+    assert outcomes.fall(rows(0.3, 0.1), 0.6) == (0, 20)
+    assert outcomes.fall(rows(0.3, 0.4, 0.25, 0.5), 0.6) is None
 
 
 def test_curve_has_the_mean_or_the_largest_of_equal_parts() -> None:
