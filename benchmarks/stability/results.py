@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arms.runs import DENSE, NAIVE, Arm
+from benchmarks.arms.runs import DENSE, NAIVE, REPLAY, Arm
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
@@ -161,16 +161,21 @@ def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
 
 
 def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
-    """Arms by accuracy under the cache they trained with and with the full one, at each compression."""
+    """Arms by accuracy under the cache they trained with and with the full one, at each compression; leads at one."""
     caches = ("compressed cache", "full cache")
-    table = Table("", ["", *(f"{name}, {times}x" for times in studies for name in caches)])
+    times, study = next(iter(studies.items()))
+    rivals = {rival.label: results.of(study, rival) for rival in (NAIVE, REPLAY)}
+    columns = [f"{name}, {each}x" for each in studies for name in caches]
+    table = Table("", ["", *columns, *(f"ahead of {rival}, {caches[0]}, {times}x" for rival in rivals)])
     before: list[str] = []
-    for study in studies.values():
-        started = [run for arm in study.arms for run in results.of(study, arm).values()][:1]  # the same policy for all
+    for each in studies.values():
+        started = [run for arm in each.arms for run in results.of(each, arm).values()][:1]  # the same policy for all
         before += [f"{n:.2f}" for run in started for n in (run.sparse_before, run.dense_before)] or [MISSING] * 2
-    table.add("before training", *before)
-    for arm in next(iter(studies.values())).arms:
-        table.add(arm.label, *(cell for study in studies.values() for cell in cells(results, study, arm, caches)))
+    table.add("before training", *before, *[MISSING] * len(rivals))
+    for arm in study.arms:
+        own = [cell for each in studies.values() for cell in cells(results, each, arm, caches)]
+        ahead = [difference(results.of(study, arm), rival, lambda run: run.sparse) for rival in rivals.values()]
+        table.add(arm.label, *own, *ahead)
     return table
 
 
