@@ -187,6 +187,18 @@ def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_
     assert "naive" not in cells(blocks["main"])
 
 
+def test_learned_eviction_is_compared_under_the_cache_it_trained_with(tmp_path: Path) -> None:
+    ends = {NAIVE.label: 0.2, studies.REPLAY.label: 0.3, studies.LEARNED.label: 0.5}
+    for run in studies.COUNTDOWN[2].runs(10, tmp_path):
+        if run.arm != DENSE:
+            write(run, end=ends[run.arm.label])
+    table = cells(tables(finished(tmp_path))["countdown"])
+    assert table["before training"] == ["0.10", "0.20", "–", "–", "–", "–"]
+    assert table["naive"] == ["0.10", "0.20", "–", "–", "+0.0", "-5.0"]
+    assert table["replay + learned eviction"] == ["0.25", "0.50", "–", "–", "+15.0", "+10.0"]
+    assert set(table["dense"]) == {"–"}
+
+
 def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path: Path) -> None:
     """Naive runs end behind, and have their one large ratio in the last part; where they fall, it is too late."""
     for seed in (10, 11, 12):
