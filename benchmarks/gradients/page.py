@@ -8,10 +8,13 @@ from typing import Any
 
 from benchmarks.common.tables import Table
 from benchmarks.gradients.agreement import Estimate
+from benchmarks.gradients.measure import FULL
 
 Line = dict[str, Any]
 ORDER = ("warm", "middle", "late", "before naive training fails", "in the spiral of rejection")
 ALONG = ("SnapKV", 30)
+WIDEST = 1.0  # half an interval; a wider one says nothing
+BOUNDS = {"cosine": (-0.3, 1.7), "length": (0.0, 5.0)}  # of the picture
 MISSING = "–"
 COLORS = {
     "naive": "#c2410c", "rejection only": "#a16207", "reweighting only, ξ ≤ 1.5": "#a21caf",
@@ -58,28 +61,44 @@ def along_table(lines: Sequence[Line], what: str) -> Table:
 
 
 def _estimate(found: Sequence[Line], what: str) -> str:
-    return str(Estimate(**found[0][what])) if found else MISSING
+    return str(Estimate(**found[0][what])) if found and _says_something(found[0], what) else MISSING
+
+
+def _says_something(line: Line, what: str) -> bool:
+    return bool(line[what]["width"] < WIDEST)  # not so where noise left no length to divide by, and it is NaN
 
 
 def rollouts_table(lines: Sequence[Line]) -> Table:
-    """What the rollouts were like that the gradients are of, and how noisy those are."""
-    header = ["policy", "compressor", "sequences rejected", "k3", "effective samples", "halves of naive"]
-    table = Table("", [*header, "halves of the full cache"])
+    """Policies by what their rollouts were like under each compressor: sequences rejected · k3."""
+    table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(lines))])
     for weights in weights_of(lines):
-        for method, budget in cases(only(lines, weights=weights)):
-            own = only(lines, weights=weights, method=method, budget=budget)
-            naive, full = only(own, variant="naive")[0], only(own, variant="full cache")[0]
-            halves = [f"{line['noise']['value']:.2f}" for line in (naive, full)]
-            numbers = [f"{naive['rejected']:.1%}", f"{naive['k3']:.2g}", f"{naive['ess']:.2f}"]
-            table.add(weights, f"{method} {budget}", *numbers, *halves)
+        found = _naive(lines, weights)
+        table.add(weights, *(f"{line['rejected']:.1%} · {line['k3']:.2g}" if line else MISSING for line in found))
     return table
+
+
+def halves_table(lines: Sequence[Line]) -> Table:
+    """Policies by the raw cosine of two halves of a gradient: how noisy the full cache's is, and each naive one."""
+    table = Table("", ["", FULL, *(f"{method} {budget}" for method, budget in cases(lines))])
+    for weights in weights_of(lines):
+        full = only(lines, weights=weights, variant=FULL)[0]  # the same in every case
+        found = (full, *_naive(lines, weights))
+        table.add(weights, *(f"{line['noise']['value']:.2f}" if line else MISSING for line in found))
+    return table
+
+
+def _naive(lines: Sequence[Line], weights: str) -> list[Line | None]:
+    own = only(lines, weights=weights, variant="naive")
+    found = {(line["method"], line["budget"]): line for line in own}
+    return [found.get(case) for case in cases(lines)]
 
 
 def tables(lines: Sequence[Line]) -> dict[str, str]:
     """Every block of the page by its name."""
     along = {f"{what} along training": along_table(lines, what).untitled for what in ("cosine", "length")}
     blocks = {name: agreement_table(lines, name).untitled for name in weights_of(lines)}
-    return {"rollouts": rollouts_table(lines).untitled, **along, **blocks}
+    first = {"rollouts": rollouts_table(lines).untitled, "halves": halves_table(lines).untitled}
+    return {**first, **along, **blocks}
 
 
 def overview(lines: Sequence[Line]) -> Table:
@@ -106,7 +125,9 @@ def picture(lines: Sequence[Line], path: Path) -> None:
         axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
         for column, name in enumerate(names):
             for row, what in enumerate(("cosine", "length")):
-                _panel(axes[row][column], only(lines, weights=name, method="SnapKV"), what)
+                own = only(lines, weights=name, method="SnapKV")
+                _panel(axes[row][column], [line for line in own if _says_something(line, what)], what)
+                axes[row][column].set_ylim(*BOUNDS[what])
             axes[0][column].set_title(name, fontsize=10)
             axes[1][column].set_xlabel("budget (of about 46 tokens)")
         axes[0][0].set_ylabel("cosine with the full cache's")

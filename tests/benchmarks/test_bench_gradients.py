@@ -126,11 +126,16 @@ def test_page_has_a_table_per_policy(tmp_path: Path) -> None:
         for weights in ("warm", "late") for budget in (30, 34)
         for variant in (FULL, *(one.name for one in VARIANTS))
     ]  # fmt: skip
+    wide = {"value": 0.5, "width": 1.2}
+    lines[-1] |= {"cosine": wide, "length": {"value": 2.0, "width": math.nan}}  # replay, late, SnapKV 34
     found = tables(lines)
-    assert list(found) == ["rollouts", "cosine along training", "length along training", "warm", "late"]
+    assert list(found) == ["rollouts", "halves", "cosine along training", "length along training", "warm", "late"]
+    assert "| late | 2.0% · 0.01 | 2.0% · 0.01 |" in found["rollouts"]
+    assert "| late | 0.50 | 0.50 | 0.50 |" in found["halves"]
     assert "|  | SnapKV 34 | SnapKV 30 |" in found["warm"]
     assert "| naive | 0.50 ± 0.10 · 0.50 ± 0.10 |" in found["late"]
     assert "|  | warm | late |" in found["cosine along training"]
     assert "| replay | 0.50 ± 0.10 | 0.50 ± 0.10 |" in found["length along training"]
+    assert "| replay | – · – | 0.50 ± 0.10 · 0.50 ± 0.10 |" in found["late"]
     picture(lines, tmp_path / "gradients.png")
     assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
