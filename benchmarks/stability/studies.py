@@ -150,7 +150,7 @@ CONTROL = tuple(
     for method in ("RandomEviction", "RandomEviction, prompt protected", "SnapKV", "SnapKV, prompt protected")
 )
 SPIRAL = replace(MAIN, arms=(REJECTION, BASELINE, UNLEARNED), seeds=tuple(range(16, 22)))  # none that gave rise to it
-TIGHT = replace(MAIN, budget=30, arms=(NAIVE, SPARSE_RL, REPLAY))
+TIGHT = replace(MAIN, budget=30, arms=(NAIVE, REWEIGHTING, SPARSE_RL, REPLAY))
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
     "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,),
