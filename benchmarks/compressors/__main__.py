@@ -103,8 +103,8 @@ def page(found: Sequence[Measured]) -> str:
         "slot of budget + buffer.", tail,
         "### Beside chance",
         "In how many of its numbers a method is not better than RandomEviction with the prompt as open or protected: "
-        "accuracy, perplexity, the share of tokens with the same favorite, acceptance and its tail, at three budgets of "
-        "every task. An event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate "
+        "accuracy, perplexity, the share of tokens with the same favorite, acceptance and its tail, at three budgets. "
+        "An event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate "
         "includes its sums at every step, not the attention probabilities they need.", chance,
         f"![Every compressor at three budgets, with the prompt open and protected]({PICTURE})",
     ])  # fmt: skip

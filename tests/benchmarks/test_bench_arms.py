@@ -113,7 +113,7 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (replay / "course.json").unlink()  # as if it had been killed behind its last step
     assert run(4) == page
     again = json.loads((replay / "course.json").read_text(encoding="utf-8"))
-    assert "Restor" in (replay / "log.txt").read_text(encoding="utf-8")
+    assert "Restored all states" in (replay / "log.txt").read_text(encoding="utf-8")
     assert {name: again[name] for name in again if name != "seconds"} == {n: whole[n] for n in whole if n != "seconds"}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert run(4) == page
