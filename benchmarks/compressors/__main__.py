@@ -129,8 +129,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     lines = {} if args.quick else records.read(args.kept)
     found = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
+    place = f"{machine('cpu')}. {args.remark}".strip()
     for name, task in found.items():
-        place = f"{machine('cpu')}. {args.remark}".strip()
         lines[name] = Measured(name, describe(task), place, list(measure(task, say)))
         if not args.quick:
             records.write(args.kept, lines.values())
