@@ -16,6 +16,7 @@ from benchmarks.stability.studies import (
     ALL,
     CONTROL,
     COUNTDOWN,
+    FOUR,
     MAIN,
     QUIET,
     REJECTION,
@@ -126,14 +127,14 @@ def quiet_table(results: Results, studies: Sequence[Study] = QUIET) -> Table:
     return table
 
 
-def steps_table(results: Results, studies: Sequence[Study] = STEPS) -> Table:
+def steps_table(results: Results, columns: Sequence[Sequence[Study]] = STEPS) -> Table:
     """Arms by optimizer steps per rollout and learning rate: accuracy with the full cache, and how many collapsed."""
-    names = [f"{study.recipe.steps} x {study.recipe.rate:.0e}".replace("e-0", "e-") for study in studies]
-    table = Table("", ["", *names])
-    for arm in studies[0].arms:
+    recipes = [studies[0].recipe for studies in columns]
+    table = Table("", ["", *(f"{one.steps} x {one.rate:.0e}".replace("e-0", "e-") for one in recipes)])
+    for arm in FOUR:
         cells = []
-        for study in studies:
-            own = list(results.of(study, arm).values())
+        for studies in columns:
+            own = [run for study in studies if arm in study.arms for run in results.of(study, arm).values()]
             collapsed = sum(run.collapsed for run in own)
             cells.append(
                 COLUMNS["full cache"](own) + (f", {collapsed} collapsed" if collapsed else "") if own else MISSING

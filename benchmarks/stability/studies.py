@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,6 @@ QUIET = tuple(
         Recipe(16, 4, 3e-4), Recipe(16, 4, 2e-4), Recipe(16, 4, 1e-4), Recipe(32, 4, 3e-4), Recipe(32, 4, 2e-4)
     )
 )  # fmt: skip
-STEPS = tuple(
-    Study("sum", "SnapKV", BUDGET, FOUR, Recipe(steps=steps, rate=rate), FEW)
-    for steps in (1, 2, 4)
-    for rate in (2e-4, 3e-4)
-)
-
 _ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
 _THREE = {**_ANSWER, "data.init_args.num_terms": "3"}
 COUNTDOWN = {  # by the slot of a text of 44 tokens on average
@@ -151,8 +146,19 @@ CONTROL = tuple(
 )
 SPIRAL = replace(MAIN, arms=(REJECTION, BASELINE, UNLEARNED), seeds=tuple(range(16, 22)))  # none that gave rise to it
 TIGHT = replace(MAIN, budget=30, arms=(NAIVE, REWEIGHTING, SPARSE_RL, REPLAY))
+
+
+def _at(steps: int, rate: float) -> tuple[Study, ...]:
+    """Steps per rollout and a rate under the tighter cache; where there are most steps, their ratio bounded too."""
+    recipe = Recipe(steps=steps, rate=rate)
+    arms = [arm for arm in FOUR if arm.evicts and (arm != DELTA or steps == USUAL.steps)]
+    dense = Study("sum", "SnapKV", BUDGET, (DENSE,), recipe, FEW)  # no budget is in its rollouts: main has one of them
+    return dense, replace(dense, budget=TIGHT.budget, arms=arms)
+
+
+STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, 4))
 GROUPS: dict[str, tuple[Study, ...]] = {
-    "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": tuple(COUNTDOWN.values()),
+    "quiet": QUIET, "main": (MAIN,), "steps": tuple(chain(*STEPS)), "countdown": tuple(COUNTDOWN.values()),
     "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,),
 }  # fmt: skip
 

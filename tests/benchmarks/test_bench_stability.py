@@ -187,6 +187,22 @@ def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_
     assert "naive" not in cells(blocks["main"])
 
 
+def test_steps_and_rates_are_asked_under_the_tighter_cache(tmp_path: Path) -> None:
+    """Dense rollouts and the usual recipe are shared with the studies that have them; delta is for many steps."""
+    runs = studies.planned(studies.GROUPS["steps"], tmp_path, [10])
+    shared = {run.folder for run in studies.planned([studies.MAIN, studies.TIGHT], tmp_path, [10])}
+    assert len(runs) == 20
+    assert len([run for run in runs if run.folder in shared]) == 3  # dense, naive and Sparse-RL
+    assert {run.budget for run in runs if run.arm != DENSE} == {studies.TIGHT.budget}
+    for run in runs:
+        if run.settings.folder.name.endswith("3e-4"):
+            write(run, end=0.04 if run.arm == NAIVE else 0.5)
+    table = cells(tables(finished(tmp_path))["steps and rates"])  # 1, 2 and 4 steps at 2e-4, then at 3e-4
+    assert table["dense"] == table["Sparse-RL"] == ["–", "–", "–", "0.50", "0.50", "0.50"]
+    assert table["naive"] == ["–", "–", "–", *["0.04, 1 collapsed"] * 3]
+    assert table["naive, δ = 2"] == ["–", "–", "–", "–", "–", "0.50"]
+
+
 def test_learned_eviction_is_compared_under_the_cache_it_trained_with(tmp_path: Path) -> None:
     ends = {NAIVE.label: 0.2, studies.REPLAY.label: 0.3, studies.LEARNED.label: 0.5}
     for run in studies.COUNTDOWN[2].runs(10, tmp_path):
