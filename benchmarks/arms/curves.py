@@ -15,7 +15,7 @@ from benchmarks.arms.runs import ARMS, Arm, Run
 from benchmarks.common.tables import Table
 
 LAST = 3  # evaluations that the tables average
-COLORS = {"dense": "#9ca3af", "naive": "#c2410c", "Sparse-RL": "#2563eb", "replay": "#047857"}
+COLORS = {"dense": "#9ca3af", "naive": "#c2410c", "Sparse-RL (paper)": "#2563eb", "replay": "#047857"}
 COMPRESSION = "mismatch_split/compression/kl_k3"
 ROUNDING = "mismatch_split/rounding/kl_k3"
 

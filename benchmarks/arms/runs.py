@@ -42,17 +42,17 @@ class Arm:
         return {"class_path": "Drawn", "init_args": {"compressor": compressor, "temperature": self.temperature}}
 
 
-PAPER: tuple[ANY_CALLBACK, ...] = ("SparsityAwareRejection", "ImportanceReweighting")
+_UNBOUNDED: tuple[ANY_CALLBACK, ...] = ("SparsityAwareRejection", "ImportanceReweighting")
 CAPPED = {"class_path": "ImportanceReweighting", "init_args": {"clip_max": 1.5}}
 
 DENSE, NAIVE = Arm("dense", "dense"), Arm("naive", "naive")
-SPARSE_RL, REPLAY = Arm("Sparse-RL", "sparse_rl_paper"), Arm("replay", "replay")
-ARMS = (DENSE, NAIVE, SPARSE_RL, REPLAY)
+PAPER, REPLAY = Arm("Sparse-RL (paper)", "sparse_rl_paper"), Arm("replay", "replay")
+ARMS = (DENSE, NAIVE, PAPER, REPLAY)
 CORRECTIONS = (
     NAIVE,
-    SPARSE_RL,
+    PAPER,
     Arm("Sparse-RL, ξ ≤ 1.5", "naive", ("SparsityAwareRejection", CAPPED)),
-    Arm("Sparse-RL, authors' code", "sparse_rl_official"),
+    Arm("Sparse-RL (official)", "sparse_rl_official"),
     Arm("SparsityAwareRejection", "naive", ("SparsityAwareRejection",)),
     *(
         Arm(name, "naive", (name,))
@@ -61,7 +61,7 @@ CORRECTIONS = (
     Arm("MIS", "naive", ("MIS",), {"loss.denominator": "kept_tokens"}),
     Arm("off-policy masking", "naive", (), {"loss.off_policy_delta": 1e-4}),
     REPLAY,
-    Arm("replay, mixed with Sparse-RL", "replay", PAPER, {"replay_objective": "mixed"}),
+    Arm("replay, mixed with Sparse-RL (paper)", "replay", _UNBOUNDED, {"replay_objective": "mixed"}),
     DENSE,
 )
 

@@ -18,7 +18,7 @@ BOUNDS = {"cosine": (-0.3, 1.7), "length": (0.0, 5.0)}  # of the picture
 MISSING = "–"
 COLORS = {
     "naive": "#c2410c", "rejection only": "#a16207", "reweighting only, ξ ≤ 1.5": "#a21caf",
-    "Sparse-RL, ξ ≤ 1.5": "#2563eb", "Sparse-RL, unbounded ξ": "#60a5fa", "Sparse-RL (official)": "#0891b2",
+    "Sparse-RL, ξ ≤ 1.5": "#2563eb", "Sparse-RL (paper)": "#60a5fa", "Sparse-RL (official)": "#0891b2",
     "replay": "#047857",
 }  # fmt: skip
 

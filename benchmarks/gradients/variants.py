@@ -40,7 +40,7 @@ VARIANTS = (
     Variant("rejection only", (SparsityAwareRejection(),)),
     Variant("reweighting only, ξ ≤ 1.5", (CAPPED,)),
     Variant("Sparse-RL, ξ ≤ 1.5", (SparsityAwareRejection(), CAPPED)),
-    Variant("Sparse-RL, unbounded ξ", (SparsityAwareRejection(), ImportanceReweighting())),
+    Variant("Sparse-RL (paper)", (SparsityAwareRejection(), ImportanceReweighting())),
     Variant(
         "Sparse-RL (official)",  # as in configs/sparse_rl_official.yaml
         (

@@ -16,6 +16,7 @@ from benchmarks.stability.studies import (
     ALL,
     CONTROL,
     COUNTDOWN,
+    DRAWN,
     FOUR,
     MAIN,
     QUIET,
@@ -40,6 +41,10 @@ COLUMNS: dict[str, Callable[[Sequence[Outcome]], str]] = {
     f"steps with a gradient above {SPIKE:g}": lambda runs: mean([run.record.spikes for run in runs], 1, percent=True),
     "collapsed": lambda runs: f"{sum(run.collapsed for run in runs)} of {len(runs)}",
     "minutes": lambda runs: f"{statistics.fmean(run.record.minutes for run in runs):.1f}",
+}
+BEFORE: dict[str, Callable[[Outcome], float]] = {
+    "full cache": lambda run: run.dense_before,
+    "compressed cache": lambda run: run.sparse_before,
 }
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
 ENDS = ("full cache", "compressed cache", "worst seed, full cache", "sequences rejected", "collapsed")
@@ -161,22 +166,26 @@ def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
     return table
 
 
-def countdown_table(results: Results, studies: Mapping[int, Study] = COUNTDOWN) -> Table:
-    """Arms by accuracy under the cache they trained with and with the full one, at each compression; leads at one."""
-    caches = ("compressed cache", "full cache")
-    times, study = next(iter(studies.items()))
-    rivals = {rival.label: results.of(study, rival) for rival in (NAIVE, REPLAY)}
-    columns = [f"{name}, {each}x" for each in studies for name in caches]
-    table = Table("", ["", *columns, *(f"ahead of {rival}, {caches[0]}, {times}x" for rival in rivals)])
+def countdown_table(results: Results, studies: Mapping[str, Study] = COUNTDOWN) -> Table:
+    """Arms by accuracy under the cache they trained with, and with the full one at the larger; leads there."""
+    larger, smaller = studies
+    study, judged = (
+        studies[larger],
+        ((larger, "compressed cache"), (larger, "full cache"), (smaller, "compressed cache")),
+    )
+    rivals = {rival.label: results.of(study, rival) for rival in (NAIVE, REPLAY, DRAWN)}
+    heads = [f"{cache}, {part}" for part, cache in judged]
+    table = Table("", ["", *heads, *(f"ahead of {rival}" for rival in rivals)])
     before: list[str] = []
-    for each in studies.values():
-        started = [run for arm in each.arms for run in results.of(each, arm).values()][:1]  # the same policy for all
-        before += [f"{n:.2f}" for run in started for n in (run.sparse_before, run.dense_before)] or [MISSING] * 2
+    for part, cache in judged:
+        own = [run for arm in studies[part].arms for run in results.of(studies[part], arm).values()]
+        started = own[:1]  # the same policy for all
+        before += [f"{BEFORE[cache](run):.2f}" for run in started] or [MISSING]
     table.add("before training", *before, *[MISSING] * len(rivals))
     for arm in study.arms:
-        own = [cell for each in studies.values() for cell in cells(results, each, arm, caches)]
+        ends = [cell for part, cache in judged for cell in cells(results, studies[part], arm, [cache])]
         ahead = [difference(results.of(study, arm), rival, lambda run: run.sparse) for rival in rivals.values()]
-        table.add(arm.label, *own, *ahead)
+        table.add(arm.label, *ends, *ahead)
     return table
 
 

@@ -28,7 +28,7 @@ def test_every_run_is_planned_once(tmp_path: Path) -> None:
     assert len({run.folder for run in runs}) == len(runs)
     of_seed = [(run.arm.label, run.budget) for run in runs if run.seed == 1]
     assert of_seed[0] == ("dense", None)
-    for arm in ("naive", "Sparse-RL", "replay"):
+    for arm in ("naive", "Sparse-RL (paper)", "replay"):
         assert {budget for label, budget in of_seed if label == arm} == {26, 30}
     assert len(of_seed) == 1 + 2 * 3 + len(planning.CORRECTIONS) - 4
 
