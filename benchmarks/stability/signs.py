@@ -49,6 +49,7 @@ def _points(record: Record, curve: str) -> Iterable[tuple[float, float]]:
 SIGNS = (
     Sign("a gradient longer than 10", above("largest_norm", 10.0)),
     Sign("a staleness ratio above 100", above("largest_ratio", 100.0)),
+    Sign("more than 25 % rejected", above("rejection_rate", 0.25), lambda record: record.rejected > 0),
     Sign("more than 5 % rejected, three times the least", risen, lambda record: record.rejected > 0),
 )
 

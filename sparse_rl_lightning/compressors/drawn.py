@@ -9,6 +9,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.wrapped import Wrapped
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.records import LayerState
@@ -49,6 +50,15 @@ class Drawn(Wrapped):
             return given
         perturbed = log_exponential(layer) - self._logits(given, layer)
         return perturbed.masked_fill(given.isnan() & layer.valid, torch.nan)
+
+    @property
+    def scores_natively(self) -> bool:
+        """Without temperature, where the method's own op does: it rounds, and so breaks ties, as no other way does."""
+        return self.temperature == 0 and self._parts[0].scores_natively
+
+    def score_cached(self, entries: CachedEntries) -> Tensor:
+        """The method's own."""
+        return self._parts[0].score_cached(entries)
 
     def logits(self, layer: LayerState) -> Tensor:
         """Logits (S, H, N), float32, of going next, -inf for what may not go; with gradient if the method's scores are.

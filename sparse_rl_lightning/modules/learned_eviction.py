@@ -39,8 +39,8 @@ class LearnedEvictionGRPO(ReplayGRPO):
 
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
-        compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, and
-            combinations of them that are not ranked, or ``LearnedScore``, whose network is trained with the policy.
+        compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, CUR,
+            KNorm, combinations of them that are not ranked, or ``LearnedScore``, whose network is trained too.
         eviction_weight: Factor of the draws' term; 0 learns tokens alone.
         network_lr: Learning rate of that network, which begins at equal worths; null for the policy's.
         **kwargs: Arguments of :class:`SparseGRPO`.
@@ -66,7 +66,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
             raise UserError(
                 "LearnedEvictionGRPO recomputes scores, with gradient, from keys, values, recent queries and numbers "
                 f"that tokens enter with, which those of {compressor} are not made of. Use SnapKV, RKV, TOVA, KeyDiff, "
-                "KNorm or LearnedScore, or Combined of them with normalization: standard."
+                "CUR, KNorm or LearnedScore, or Combined of them with normalization: standard."
             )
         if compressor.budget_rule.splits_heads:
             raise UserError(

@@ -104,9 +104,10 @@ def worked_steps_reward(
 
 
 def _share_of_steps(completion: str, solution: str) -> float:
-    wanted, taken = (text.partition("#")[0].split(";") for text in (solution, completion))
-    right = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, taken, strict=False))
-    return sum(1 for _ in right) / max(len(wanted), len(taken))
+    wanted, begun = (text.partition("#")[0].split(";") for text in (solution, completion))
+    right = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, begun, strict=False))
+    taken = completion.rpartition("#")[0] or completion  # the answer that is paid stands behind the last mark
+    return sum(1 for _ in right) / max(len(wanted), taken.count(";") + 1)
 
 
 def _is_right(completion: str, gold: str, any_expression: bool) -> bool:

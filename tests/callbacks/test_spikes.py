@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sparse_rl_lightning.callbacks import RolloutCallback, StepGuard
-from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch, cause
+from sparse_rl_lightning.callbacks.guards.spikes import Found, SpikeWatch
+from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
 from sparse_rl_lightning.losses import policy_loss, top_token_share
 from tests.tiny_grpo import fit, module
 
@@ -25,15 +27,19 @@ def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None
     assert again == SpikeWatch(20.0, 50, 10, watch.norms, watch.silent, watch.spikes)
 
 
-def test_cause_is_few_tokens_only_if_they_are_moved_far_and_carry_the_step() -> None:
-    found = cause(1.2e4, 0.93, can_bound=True)
-    assert found.startswith("Its largest staleness ratio is 1.2e+04, and ten tokens carry 93% of it: tokens that")
-    assert "Set model.loss.delta to 2, reject" in found
-    assert "delta" not in cause(1.2e4, 0.93, can_bound=False)  # is set already, or cispo has none
-    for ratio, share in ((1.3, 0.93), (1.2e4, 0.1)):  # fresh, or bounded so that they carry nothing
-        assert "Look at rewards" in cause(ratio, share, can_bound=True)
-        assert "delta" not in cause(ratio, share, can_bound=True)
-    assert cause(0.0, 0.0, can_bound=True).startswith("Look at rewards")
+def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
+    found = Found(590.0, 0.35).told(can_correct=True, can_bound=True)
+    assert found.startswith(
+        "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
+    )
+    assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then model.loss.delta: 2, fewer" in found
+    assert "Reweighting" not in Found(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
+    assert "delta" not in Found(590.0, 0.35).told(True, can_bound=False)  # is set already, or cispo has none
+    drawn = Found(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
+    assert drawn.startswith("The largest ratio of a drawn eviction is 4e+03")
+    assert "smaller eviction_weight" in drawn
+    assert Found(1.3, 0.93).told(True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
+    assert Found().told(True, True).startswith("Look at rewards")
 
 
 def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
@@ -51,6 +57,16 @@ def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
     assert float(top_token_share(loss.loss.detach(), new)) == 0
     keep = mask & (torch.arange(4) != 2)[:, None]
     assert float(policy_loss(new, old, advantages, mask, keep=keep).metrics["staleness_ratio/max"]) == 1
+
+
+def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
+    """Of a step of three: not the largest share of another one."""
+    guard, trainer = StepGuard(), SimpleNamespace(callback_metrics={}, strategy=SimpleNamespace(root_device="cpu"))
+    for numbers in ((2.0, 0.9, 5.0), (80.0, 0.1, 1.0), (3.0, 0.8, 7.0)):
+        trainer.callback_metrics = dict(zip(BEHIND, map(torch.tensor, numbers), strict=True))
+        guard._note_micro_batch(trainer)
+    assert guard._worst is not None
+    assert guard._worst.tolist() == pytest.approx([80.0, 0.1, 7.0])
 
 
 class Stale(RolloutCallback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -12,17 +12,26 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import (
+    CUR,
+    H2O,
     RKV,
     TOVA,
     Combined,
     Compressor,
     Drawn,
+    ExpectedAttention,
     FullKV,
     KeyDiff,
+    KNorm,
+    LagKV,
+    RandomEviction,
     SnapKV,
+    StreamingLLM,
 )
 from sparse_rl_lightning.compressors.drawn import log_exponential
 from sparse_rl_lightning.evictions import NEVER, EvictionDraws, EvictionRecord
+from sparse_rl_lightning.losses import eviction_loss, policy_loss
+from sparse_rl_lightning.modules.learned_eviction import _credited
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.replay.draws import draw_statistics, ordered_logprob
@@ -42,7 +51,12 @@ METHODS: dict[str, Compressor] = {
     "protected": SnapKV(**SIZES | {"budget": 25}, protect_prompt=True),
     "learned": learned_score(**SIZES),
     "both": Combined([SnapKV(**SIZES), KeyDiff(**SIZES)], normalization="standard"),
+    "CUR": CUR(**SIZES), "KNorm": KNorm(**SIZES),
 }  # fmt: skip
+OTHERS: dict[str, Compressor] = {  # have no gradient
+    **{one.__name__: one(**SIZES) for one in (H2O, RandomEviction, StreamingLLM, ExpectedAttention)},
+    "LagKV": LagKV(**SIZES, lag_size=3),
+}
 PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13], list(range(3, 23))]
 PARAMS = SamplingParams(num_generations=3, max_completion_length=24, seed=5)
 
@@ -79,18 +93,19 @@ def test_nothing_is_not_a_number_where_all_or_none_may_go() -> None:
 # ---------------------------------------------------------------- sampler and learner
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *OTHERS])
 def test_without_temperature_the_method_evicts(name: str) -> None:
     """Bit for bit: the same tokens, log-probs and deaths."""
+    method = (METHODS | OTHERS)[name]
     policy = model()
-    plain = RolloutSampler(policy, METHODS[name]).generate(PROMPTS, PARAMS)
-    drawn = RolloutSampler(policy, Drawn(METHODS[name], temperature=0.0)).generate(PROMPTS, PARAMS)
+    plain = RolloutSampler(policy, method).generate(PROMPTS, PARAMS)
+    drawn = RolloutSampler(policy, Drawn(method, temperature=0.0)).generate(PROMPTS, PARAMS)
     assert torch.equal(plain.sequences, drawn.sequences)
     assert torch.equal(plain.sampler_logprobs, drawn.sampler_logprobs)
     assert plain.evictions is not None
     assert drawn.evictions is not None
     assert torch.equal(plain.evictions.death, drawn.evictions.death)
-    other = RolloutSampler(policy, Drawn(METHODS[name], temperature=1.0)).generate(PROMPTS, PARAMS)
+    other = RolloutSampler(policy, Drawn(method, temperature=1.0)).generate(PROMPTS, PARAMS)
     assert other.evictions is not None
     assert not torch.equal(plain.evictions.death, other.evictions.death)
 
@@ -262,6 +277,62 @@ def test_estimator_is_the_gradient_of_the_expected_reward() -> None:
     bias = (torch.cat([g.flatten() for g in alone]) - want).norm()
     assert bias > 0.01 * want.norm()
     assert bias > 1000 * (got - want).norm()
+
+
+@pytest.mark.parametrize("method", [KeyDiff, SnapKV], ids=lambda method: method.__name__)
+def test_losses_of_tokens_and_draws_are_the_gradient_where_events_and_heads_are_several(
+    method: type[Compressor],
+) -> None:
+    """Four tokens behind a prompt of 3, and before the third and the fourth one of three entries goes in either head.
+
+    Every sequence of tokens and draws weighs in the losses of training what it is likely to be, times its reward less
+    a baseline: the second draws depend on the first, and the reward on neither but through the tokens behind them.
+    """
+    vocab, prompt = 3, [1, 2, 0]
+    policy = tiny_model(
+        vocab_size=vocab, num_layers=1, num_heads=4, num_kv_heads=2, hidden_size=16, initializer_range=0.5,
+        eos_token_id=None,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        policy.model.embed_tokens.weight[0] = 0.5  # padding, whose keys are 0 and have no direction
+    options = {"kernel_size": 1} if method is SnapKV else {}
+    compressor = Drawn(method(budget=3, buffer=1, num_sinks=0, window=1, **options), temperature=0.7)
+    gone = [(a, b) for a in (0, 1, 2) for b in (0, 1, 2, 3) if a != b]  # by one head: behind 4 tokens, and behind 5
+    outcomes = list(product(product(range(vocab), repeat=4), gone, gone))
+    count, length = len(outcomes), len(prompt) + 4
+    death = torch.full((1, count, 2, length), NEVER, dtype=torch.int32)
+    for row, (_, *heads) in enumerate(outcomes):
+        for head, (first, second) in enumerate(heads):
+            death[0, row, head, first], death[0, row, head, second] = 4, 5
+    drawn = torch.tensor([heads for _, *heads in outcomes], dtype=torch.int32).mT  # (count, events, heads)
+    mask = (torch.arange(length) >= len(prompt)).expand(count, length)
+    rollout = Rollout(
+        torch.tensor([[*prompt, *tokens] for tokens, *_ in outcomes]), torch.full((count,), len(prompt)), mask,
+        torch.ones(count, dtype=torch.bool), torch.zeros(count, length), evictions=EvictionRecord.from_dense(death),
+        keys=torch.zeros(count, 2, dtype=torch.int64),
+    )  # fmt: skip
+    known = EvictionDraws(torch.tensor([[4, 5]]).expand(count, 2), drawn[:, :, None, :, None], torch.zeros(0))
+    logprobs, _, found = draw_statistics(policy, rollout, compressor, known)
+    chance = (logprobs.sum(dim=1) + found.logprobs.sum(dim=(1, 2, 3))).exp()
+    assert float(chance.detach().sum()) == pytest.approx(1.0, abs=1e-6)
+
+    table = torch.randn((vocab,) * 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rewards = torch.stack([table[tokens] for tokens, *_ in outcomes])
+    baseline = 0.3
+    parameters = list(policy.parameters())
+
+    def gradient(loss: Tensor) -> Tensor:
+        found = torch.autograd.grad(loss, parameters, retain_graph=True)
+        return torch.cat([g.flatten() for g in found])
+
+    want = gradient((chance * rewards).sum())
+    advantages = (chance.detach() * (rewards - baseline)) * count * 4  # the losses divide by both
+    assert (_credited(rollout, found) == found.steps).all()
+    tokens_alone = policy_loss(logprobs, logprobs.detach(), advantages, mask).loss
+    draws_too = eviction_loss(found.logprobs, found.logprobs.detach(), found.steps, advantages, mask).loss
+    got = gradient(-(tokens_alone + draws_too))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-4)
+    assert (gradient(-tokens_alone) - want).norm() > 0.01 * want.norm()
 
 
 def test_full_cache_has_nothing_to_draw() -> None:

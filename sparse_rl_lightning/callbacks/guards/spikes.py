@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-LARGE_RATIO, LARGE_SHARE = 10.0, 0.5
-"""Staleness ratio, and share of ten tokens, from which few tokens moved far are taken for the cause."""
+LARGE_RATIO = 10.0
+"""Staleness ratio from which tokens moved far are taken for the cause: all long steps in docs/results.md have more."""
 
 
 @dataclass
@@ -45,24 +45,44 @@ class SpikeWatch:
         return {"norms": list(self.norms), "silent": self.silent, "spikes": self.spikes}
 
 
-def cause(ratio: float, share: float, can_bound: bool) -> str:
-    """A sentence on what a long step is made of, and one on what helps.
+@dataclass(frozen=True)
+class Found:
+    """What a long step is made of, as far as its worst micro-batch tells.
 
     Args:
         ratio: Largest staleness ratio of its tokens, 0 if not known.
-        share: Share of the policy term's derivative that ten tokens of a micro-batch have, 0 if not known.
-        can_bound: Whether ``loss.delta`` is open to be set.
+        share: Share of the policy term's derivative that ten tokens of that micro-batch have.
+        draws: Largest ratio of a drawn eviction, 0 if none was drawn.
     """
-    known = f"Its largest staleness ratio is {ratio:.2g}, and ten tokens carry {share:.0%} of it" if ratio else ""
-    if ratio < LARGE_RATIO or share < LARGE_SHARE:
+
+    ratio: float = 0.0
+    share: float = 0.0
+    draws: float = 0.0
+
+    def told(self, can_correct: bool, can_bound: bool) -> str:
+        """A sentence on the cause, and one on what helps.
+
+        Args:
+            can_correct: Whether the sampler forgot something that neither weights nor replay account for.
+            can_bound: Whether ``loss.delta`` is open to be set.
+        """
+        if max(self.ratio, self.draws) < LARGE_RATIO:
+            known = f"Its largest staleness ratio is {self.ratio:.2g}. " if self.ratio else ""
+            return (
+                f"{known}Look at rewards and completions of this rollout; a lower learning rate or gradient_clip_val "
+                "keeps single steps short."
+            )
+        fewer = "fewer optimizer steps per rollout (steps_per_generation, num_iterations)"
+        bound = "model.loss.delta: 2, " if can_bound else ""
+        if self.draws > self.ratio:
+            return (
+                f"The largest ratio of a drawn eviction is {self.draws:.2g}: steps on the same rollout have changed "
+                f"what is kept. What helps: {bound}a smaller eviction_weight, {fewer}."
+            )
+        correct = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then " if can_correct else ""
         return (
-            f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate or "
-            "gradient_clip_val keeps single steps short."
+            f"Its largest staleness ratio is {self.ratio:.2g}, and ten tokens carry {self.share:.0%} of its "
+            "micro-batch: tokens that the policy before the rollout's first step found unlikely, and that steps on "
+            "the same rollout have moved. With a negative advantage nothing bounds them, and clipping leaves a step "
+            f"that is theirs alone. What helps: {correct}{bound}{fewer}."
         )
-    bound = "Set model.loss.delta to 2, reject" if can_bound else "Reject"
-    return (
-        f"{known}: tokens that the policy before the rollout's first step found unlikely, and that steps on the same "
-        "rollout have moved. With a negative advantage nothing bounds them, and clipping leaves a step that is theirs "
-        f"alone. {bound} such sequences (SparsityAwareRejection), or take fewer optimizer steps per rollout "
-        "(steps_per_generation, num_iterations)."
-    )

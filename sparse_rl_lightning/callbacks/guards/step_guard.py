@@ -13,12 +13,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.guards.spikes import SpikeWatch, cause
+from sparse_rl_lightning.callbacks.guards.spikes import Found, SpikeWatch
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
 
-BEHIND = ("staleness_ratio/max", "top10_token_share")
+BEHIND = ("staleness_ratio/max", "top10_token_share", "draws/ratio_max")
 """Numbers of every micro-batch that tell what a long step is made of."""
 
 
@@ -52,7 +52,7 @@ class StepGuard(Callback):
         self.in_a_row = 0
         self._skips_now = False
         self._norm: float | None = None
-        self._worst: dict[str, torch.Tensor] = {}  # of the step so far
+        self._worst: torch.Tensor | None = None  # of the step so far: ratio, share beside it, ratio of draws
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Remove bad gradients: an optimizer passes over weights without any."""
@@ -90,7 +90,7 @@ class StepGuard(Callback):
             pl_module.log(key, float(self._norm))
             if key == "grad_norm":  # an adapter's steps are of another size
                 self._look_for_spike(trainer, pl_module, float(self._norm))
-        self._worst = {}
+        self._worst = None
         if self._skips_now:
             self._tell(trainer, pl_module)
         self._skips_now = False
@@ -107,24 +107,30 @@ class StepGuard(Callback):
             self.watch = replace(self.watch, **state_dict.get("watch", {}))
 
     def _note_micro_batch(self, trainer: Trainer) -> None:
-        """Keep the largest numbers of the step's micro-batches, on their device until they are asked for."""
-        logged = trainer.callback_metrics
-        for name in BEHIND:
-            if name in logged:
-                self._worst[name] = torch.maximum(logged[name], self._worst.get(name, logged[name]))
+        """Keep what the micro-batch with the largest ratio logged, on its device until it is asked for."""
+        logged, nothing = trainer.callback_metrics, torch.tensor(0.0)
+        own = torch.stack(
+            [logged.get(name, nothing).to(trainer.strategy.root_device, torch.float32) for name in BEHIND]
+        )
+        if self._worst is not None:
+            larger = torch.where(own[0] >= self._worst[0], own, self._worst)
+            own = torch.cat([larger[:2], torch.maximum(own, self._worst)[2:]])
+        self._worst = own
 
     def _look_for_spike(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         found = None if self.watch is None else self.watch.see(norm)
-        if found is None:  # on all ranks alike
+        if found is None or self._worst is None:  # on all ranks alike
             return
-        worst = [self._worst.get(name, torch.tensor(0.0)).to(module.device) for name in BEHIND]
-        ratio, share = trainer.strategy.reduce(torch.stack(worst), reduce_op="max").tolist()
+        largest = trainer.strategy.reduce(self._worst[::2], reduce_op="max")
+        share = torch.where(self._worst[0] == largest[0], self._worst[1], 0.0)  # of the rank that has it
+        share = trainer.strategy.reduce(share, reduce_op="max")
+        what = Found(float(largest[0]), float(share), float(largest[1]))
         loss = getattr(module, "loss", None)  # any module may have the guard
         can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
         warn_of_run(
             trainer,
             f"The gradient of optimizer step {trainer.global_step} is {found:,.0f} times as long as usual "
-            f"({norm:.3g}). {cause(ratio, share, can_bound)}",
+            f"({norm:.3g}). {what.told(_can_correct(module), can_bound)}",
         )
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
@@ -147,6 +153,13 @@ class StepGuard(Callback):
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."
         )
+
+
+def _can_correct(module: LightningModule) -> bool:
+    """Whether the rollout lost entries and nothing accounts for them."""
+    block: Any = getattr(module, "block", None)
+    replays = getattr(module, "replay_objective", None) is not None
+    return block is not None and not replays and block.rollout.evictions is not None and block.rollout.weights is None
 
 
 def _seeks_scale(trainer: Trainer) -> bool:

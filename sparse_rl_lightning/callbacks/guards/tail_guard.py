@@ -26,8 +26,9 @@ SIGNS = ("tail", "rejection", "rise", "length")
 HARMLESS = 0.05
 """Share of rejected sequences up to which no rise counts."""
 ADVICE = {
-    "rejection": "Raise the budget, or learn from the rejected too (ReplayGRPO, replay_objective rejected or sparse).",
-    "other": "Raise the budget, or reject more strictly.",
+    "rejection": "Raise the budget, bound the weights of what is kept (ImportanceReweighting with clip_max: 1.5), or "
+    "train under the sampler's evictions (ReplayGRPO).",
+    "other": "Raise the budget, or train under the sampler's evictions (ReplayGRPO).",
 }
 
 
@@ -35,7 +36,7 @@ ADVICE = {
 class Limits:
     """The limits that define a sign; arguments as in TailGuard."""
 
-    max_rejection_rate: float = 0.1
+    max_rejection_rate: float = 0.25
     length_drop: float = 0.4
     min_tokens: int = 200
     window: int = 10
@@ -157,7 +158,7 @@ class TailGuard(RolloutCallback):
         self,
         mode: Mode | bool = "warn",
         target: float | None = None,
-        max_rejection_rate: float = 0.1,
+        max_rejection_rate: float = 0.25,
         length_drop: float = 0.4,
         min_tokens: int = 200,
         window: int = 10,
