@@ -12,6 +12,7 @@ from benchmarks.gradients.measure import FULL
 
 Line = dict[str, Any]
 ORDER = ("warm", "middle", "late", "before naive training fails", "in the spiral of rejection")
+UNTOLD = ("before naive training fails",)  # too noisy for a table of every case
 ALONG = ("SnapKV", 30)
 WIDEST = 1.0  # half an interval; a wider one says nothing
 BOUNDS = {"cosine": (-0.3, 1.7), "length": (0.0, 5.0)}  # of the picture
@@ -21,6 +22,9 @@ COLORS = {
     "Sparse-RL, ξ ≤ 1.5": "#2563eb", "Sparse-RL (paper)": "#60a5fa", "Sparse-RL (official)": "#0891b2",
     "replay": "#047857",
 }  # fmt: skip
+
+
+COMPARED = ("naive", "rejection only", "reweighting only, ξ ≤ 1.5", "Sparse-RL, ξ ≤ 1.5", "replay")
 
 
 def cases(lines: Sequence[Line]) -> list[tuple[str, int]]:
@@ -40,10 +44,10 @@ def only(lines: Sequence[Line], **wanted: Any) -> list[Line]:
 
 
 def agreement_table(lines: Sequence[Line], weights: str) -> Table:
-    """Variants at one policy by compressor and budget: cosine · length of their gradients."""
+    """Some variants at one policy by compressor and budget: cosine · length of their gradients."""
     own = only(lines, weights=weights)
     table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(own))])
-    for variant in COLORS:
+    for variant in COMPARED:
         found = [only(own, method=method, budget=budget, variant=variant) for method, budget in cases(own)]
         table.add(variant, *(" · ".join(_estimate(one, what) for what in ("cosine", "length")) for one in found))
     return table
@@ -57,6 +61,15 @@ def along_table(lines: Sequence[Line], what: str) -> Table:
     for variant in COLORS:
         found = [only(own, weights=weights, variant=variant) for weights in weights_of(own)]
         table.add(variant, *(_estimate(one, what) for one in found))
+    return table
+
+
+def projection_table(lines: Sequence[Line]) -> Table:
+    """Policies by how much of the full cache's gradient is in the naive one."""
+    table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(lines))])
+    for weights in weights_of(lines):
+        found = _naive(lines, weights)
+        table.add(weights, *(_estimate([line] if line else [], "projection") for line in found))
     return table
 
 
@@ -96,17 +109,18 @@ def _naive(lines: Sequence[Line], weights: str) -> list[Line | None]:
 def tables(lines: Sequence[Line]) -> dict[str, str]:
     """Every block of the page by its name."""
     along = {f"{what} along training": along_table(lines, what).untitled for what in ("cosine", "length")}
-    blocks = {name: agreement_table(lines, name).untitled for name in weights_of(lines)}
+    told = [name for name in weights_of(lines) if name not in UNTOLD]
+    blocks = {name: agreement_table(lines, name).untitled for name in told}
     first = {"rollouts": rollouts_table(lines).untitled, "halves": halves_table(lines).untitled}
-    return {**first, **along, **blocks}
+    return {**first, **along, "projection": projection_table(lines).untitled, **blocks}
 
 
 def overview(lines: Sequence[Line]) -> Table:
-    """The four ways to train at the warm policy, SnapKV alone: what the README shows."""
+    """Ways to train at the warm policy, SnapKV alone: what the README shows."""
     own = only(lines, weights=ORDER[0], method="SnapKV")
     named = sorted({line["budget"] for line in own}, reverse=True)
-    table = Table("", ["", *(f"budget {budget}: {what}" for budget in named for what in ("cosine", "length"))])
-    for variant in ("naive", "rejection only", "Sparse-RL, ξ ≤ 1.5", "replay"):
+    table = Table("", ["", *(f"{budget} + 4: {what}" for budget in named for what in ("cosine", "length"))])
+    for variant in COMPARED:
         found = [only(own, budget=budget, variant=variant)[0] for budget in named]
         table.add(variant, *(str(Estimate(**line[what])) for line in found for what in ("cosine", "length")))
     return table

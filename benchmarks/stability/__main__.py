@@ -81,10 +81,13 @@ def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
 def note(results: Results, runs: Sequence[Run]) -> str:
     """Which runs there are, and where they ran."""
     found = [record for run in runs if (record := results.archive.of(run)) is not None]
-    machines = sorted({record.machine for record in found})
+    machines: dict[str, list[str]] = {}
+    for day, name in sorted({tuple(record.machine.split(", ", 1)) for record in found}):
+        machines.setdefault(name, []).append(day)
+    where = "; ".join(f"{name} ({' and '.join(days)})" for name, days in machines.items())
     return (
-        f"{len(found)} of {len(runs)} runs. The k3 of rounding, from the sampler to its replay, is at most "
-        f"{rounding(results):.1g} in any of them. Machines: {'; '.join(machines) or 'none yet'}."
+        f"{len(found)} of {len(runs)} planned runs are finished. The k3 of rounding, from the sampler to its replay, "
+        f"is at most {rounding(results):.1g} in any of them. Machines: {where or 'none yet'}."
     )
 
 

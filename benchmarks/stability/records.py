@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from benchmarks.common import kept
 from benchmarks.common.pages import machine
 
 BINS = 24  # points of a curve
+LONG_STEP = re.compile(r"gradient of optimizer step (\d+) is .*largest staleness ratio is ([\d.e+]+\d)")
 SPIKE = 1.0  # a gradient's norm that the quickstart's clip cuts
 
 
@@ -39,6 +41,7 @@ class Record:
     largest_ratio: float  # pi / pi_old of any token kept
     spikes: float  # share of the optimizer steps with a gradient longer than SPIKE
     minutes: float  # of training, without the evaluations
+    long_steps: list[list[float]] | None = None  # that StepGuard told of: rollout and largest staleness ratio
 
     @classmethod
     def of(cls, found: Found) -> Record:
@@ -61,6 +64,7 @@ class Record:
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(course["clipped"]),
             saved=summary["kv_saving_final"], largest_ratio=max(course["ratios"]),
             spikes=sum(norm > SPIKE for norm in norms) / max(1, len(norms)), minutes=found.minutes,
+            long_steps=long_steps(found.run),
         )  # fmt: skip
 
     def end(self, cache: str, last: int) -> float:
@@ -105,6 +109,14 @@ def settings_of(run: Run) -> str:
     for place in sorted(places, key=len, reverse=True):
         words = [word.replace(place, "") for word in words]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def long_steps(run: Run) -> list[list[float]]:
+    """Rollout and largest staleness ratio of each step that StepGuard told of in the run's log."""
+    steps = int(run.settings.options["model.init_args.steps_per_generation"])
+    log = run.folder / "log.txt"
+    told = LONG_STEP.findall(log.read_text(encoding="utf-8")) if log.is_file() else []
+    return [[int(step) / steps, float(ratio)] for step, ratio in sorted(set(told), key=lambda one: int(one[0]))]
 
 
 def binned(values: Sequence[float], middle: Callable[[Sequence[float]], float]) -> list[float]:

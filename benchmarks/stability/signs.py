@@ -32,6 +32,11 @@ def above(curve: str, bound: float) -> Callable[[Record], float | None]:
     return lambda record: next((at for at, value in _points(record, curve) if value > bound), None)
 
 
+def told_of(record: Record) -> float | None:
+    """The first rollout of which StepGuard told a step."""
+    return next((rollout for rollout, _ in record.long_steps or ()), None)
+
+
 def risen(record: Record, times: float = 3.0, least: float = 0.05) -> float | None:
     """The first part of the run in which so many times more sequences are rejected than in any before."""
     lowest = 1.0
@@ -47,6 +52,7 @@ def _points(record: Record, curve: str) -> Iterable[tuple[float, float]]:
 
 
 SIGNS = (
+    Sign("StepGuard told of a long step", told_of, lambda record: record.long_steps is not None),
     Sign("a gradient longer than 10", above("largest_norm", 10.0)),
     Sign("a staleness ratio above 100", above("largest_ratio", 100.0)),
     Sign("more than 25 % rejected", above("rejection_rate", 0.25), lambda record: record.rejected > 0),
@@ -91,8 +97,10 @@ def signs_table(results: Results, groups: Mapping[str, Sequence[Study]] = GROUPS
     for name, studies in groups.items():
         runs = [run for run in judged(results, studies) if run.outcome.record.key not in counted]
         counted |= {run.outcome.record.key for run in runs}
-        for sign in SIGNS if runs else ():
+        for sign in SIGNS:
             able = [run for run in runs if sign.applies(run.outcome.record)]
+            if not able:
+                continue
             shown = [run for run in able if sign.first(run.outcome.record) is not None]
             behind = [run for run in able if run.is_behind]
             with_it = [run for run in behind if run in shown]

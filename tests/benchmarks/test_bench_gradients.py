@@ -129,7 +129,10 @@ def test_page_has_a_table_per_policy(tmp_path: Path) -> None:
     wide = {"value": 0.5, "width": 1.2}
     lines[-1] |= {"cosine": wide, "length": {"value": 2.0, "width": math.nan}}  # replay, late, SnapKV 34
     found = tables(lines)
-    assert list(found) == ["rollouts", "halves", "cosine along training", "length along training", "warm", "late"]
+    along = ["cosine along training", "length along training"]
+    assert list(found) == ["rollouts", "halves", *along, "projection", "warm", "late"]
+    assert "| late | 0.50 ± 0.10 | 0.50 ± 0.10 |" in found["projection"]
+    assert "official" not in found["warm"]  # is in those along training
     assert "| late | 2.0% · 0.01 | 2.0% · 0.01 |" in found["rollouts"]
     assert "| late | 0.50 | 0.50 | 0.50 |" in found["halves"]
     assert "|  | SnapKV 34 | SnapKV 30 |" in found["warm"]

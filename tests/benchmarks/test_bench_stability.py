@@ -90,6 +90,11 @@ def write(run: Any, end: float | None = None, ratio: float = 50.0, rejected: flo
         {"rollout": i, "reward": 1.0, "rejection_rate": rejected, "completions/mean_length": 30.0 + i}
         for i in range(40)
     ]
+    warning = (
+        "The gradient of optimizer step 42 is 1,043 times as long as usual (20.9). Its largest staleness ratio is "
+    )
+    told = [f"{warning}{ratio:.2g}, and ten tokens carry 9% of it.\n" for ratio in [ratio] * 2 if ratio > 100]
+    (run.folder / "log.txt").write_text("".join(told), encoding="utf-8")
     summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
     (run.folder / "course.json").write_text(json.dumps(course), encoding="utf-8")
     (run.folder / "summary.json").write_text(json.dumps({"history": history, "summary": summary}), encoding="utf-8")
@@ -123,14 +128,14 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert page.startswith("before\n")
     blocks = tables(results)
     assert all(text in page for text in blocks.values())
-    assert "21 of 24 runs" in page
+    assert "21 of 24 planned runs" in page
     assert "at most 1e-12" in page
 
     main = cells(blocks["main"])
     # 0.4, 0.5 and 0.5 at the end; half of it compressed; t of three seeds is 4.303
     width = 4.303 * statistics.stdev([0.4, 0.5, 0.5]) / 3**0.5
     assert main["replay"] == [
-        f"0.47 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "0.40", "10.0 ± 0.0 %", "0 of 3", "100%"
+        f"0.47 ± {width:.2f}", f"0.23 ± {width / 2:.2f}", "0.40 / 0.50 / 0.50", "10.0 ± 0.0 %", "0 of 3", "100%"
     ]  # fmt: skip
     assert main["naive"][0] == "0.04 ± 0.00"
     assert main["naive"][-2:] == ["3 of 3", "9%"]
@@ -141,9 +146,10 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "rejection only" not in main  # was not run
 
     ahead = cells(blocks["leads"])
-    assert ahead["Sparse-RL"][0].startswith("+42.7")  # 40, 50 and 50, less 4
-    assert ahead["Sparse-RL"][2] == "+0.0 ± 0.0"
-    assert ahead["naive"][3].startswith("-21.3")  # 2 less 20, 25 and 25
+    assert ahead["Sparse-RL"][1].startswith("+42.7")  # over naive: 40, 50 and 50, less 4
+    assert ahead["Sparse-RL"][0] == ahead["Sparse-RL"][2] == "+0.0 ± 0.0"
+    assert ahead["naive"][3].startswith("-21.3")  # over dense, compressed: 2 less 20, 25 and 25
+    assert ahead["naive"][3] == ahead["naive"][4]
     for name in ("results", "results-courses"):
         assert (docs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -183,7 +189,7 @@ def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_
     tight, ahead = cells(blocks["tight"]), cells(blocks["tight leads"])
     assert tight["before training"][:2] == ["0.20", "0.10"]
     assert (tight["naive"][0], tight["naive"][-1], tight["replay"][-1]) == ("0.20", "40%", "90%")
-    assert ahead["replay"] == ["+25.0", "+0.0", "-5.0"]  # no compressed cache: dense was judged under another
+    assert ahead["replay"] == ["-5.0", "+25.0", "+0.0", "+0.0"]  # dense was judged under another compressed cache
     assert "naive" not in cells(blocks["main"])
 
 
@@ -236,6 +242,18 @@ def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path:
     assert replace(naive, outcome=replace(naive.outcome, record=early)).is_seen_before(ratio)
     found = {row[1]: list(row[2:]) for row in signs.signs_table(results).rows if row[0] == "main comparison"}
     assert found[ratio.name] == ["3 of 4", "0 of 5", "0 of 3"]
+    assert found["StepGuard told of a long step"] == [
+        "3 of 4",
+        "0 of 5",
+        "2 of 3",
+    ]  # at rollout 10.5; one does not fall
+    assert {tuple(map(tuple, run.outcome.record.long_steps or ())) for run in runs} == {
+        ((10.5, 1000.0),),
+        ((10.5, 200.0),),
+        (),
+    }
+    old = replace(naive.outcome.record, long_steps=None)  # a line that was kept before they were read
+    assert not signs.SIGNS[0].applies(old)
     assert found["a gradient longer than 10"] == ["0 of 0", "3 of 9", "0 of 0"]
     assert found["more than 5 % rejected, three times the least"] == ["0 of 0", "0 of 6", "0 of 0"]
     # the control shares its open SnapKV runs with the main comparison, and has no other yet
