@@ -13,7 +13,6 @@ from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, geometric, mean
 from benchmarks.stability.records import SPIKE, Archive
 from benchmarks.stability.studies import (
-    ALL,
     CONTROL,
     COUNTDOWN,
     DRAWN,
@@ -192,10 +191,12 @@ def countdown_table(results: Results, studies: Mapping[str, Study] = COUNTDOWN) 
 
 
 def overview(results: Results) -> Table:
-    """Arms of the main comparison in three columns: what the README shows."""
-    table = Table("", ["", *BRIEFLY])
-    for arm in ALL:
-        table.add(arm.label, *cells(results, MAIN, arm, BRIEFLY))
+    """Arms under the tighter cache, beside dense training of the main comparison: what the README shows."""
+    table = Table("", ["", *BRIEFLY, "collapsed"])
+    for study, arm in ((MAIN, DENSE), *((TIGHT, arm) for arm in TIGHT.arms)):
+        full, compressed, rejected = cells(results, study, arm, BRIEFLY)
+        (collapsed,) = cells(results, study, arm, ["collapsed"])
+        table.add(arm.label, full, compressed if study is TIGHT else MISSING, rejected, collapsed)
     return table
 
 

@@ -21,7 +21,7 @@ from benchmarks.stability import __main__ as command
 from benchmarks.stability import outcomes, signs, studies
 from benchmarks.stability.outcomes import fall
 from benchmarks.stability.records import BINS, Archive, Record, binned, key_of
-from benchmarks.stability.results import Results, tables
+from benchmarks.stability.results import Results, overview, tables
 
 COURSE_SECONDS = 30.0
 
@@ -122,7 +122,10 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     readme = tmp_path / "README.md"
     readme.write_text("<!-- written by benchmarks.stability: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
     command.save(results, docs, command.note(results, runs))
-    assert cells(readme.read_text(encoding="utf-8"))["naive"][:2] == ["0.04 ± 0.00", "0.02 ± 0.00"]
+    assert cells(readme.read_text(encoding="utf-8"))["dense"][::3] == [
+        f"0.47 ± {4.303 * 0.0577 / 3**0.5:.2f}",
+        "0 of 3",
+    ]
     assert "old" not in readme.read_text(encoding="utf-8")
     page = (docs / "results.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")
@@ -187,6 +190,9 @@ def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_
     results = finished(tmp_path)
     blocks = tables(results)
     tight, ahead = cells(blocks["tight"]), cells(blocks["tight leads"])
+    shown = cells(overview(results).untitled)  # in the README
+    assert shown["dense"] == ["0.50", "–", "10.0 %", "0 of 1"]
+    assert shown["naive"] == ["0.20", "0.10", "10.0 %", "0 of 1"]
     assert tight["before training"][:2] == ["0.20", "0.10"]
     assert (tight["naive"][0], tight["naive"][-1], tight["replay"][-1]) == ("0.20", "40%", "90%")
     assert ahead["replay"] == ["-5.0", "+25.0", "+0.0", "+0.0"]  # dense was judged under another compressed cache
