@@ -103,7 +103,7 @@ HEALTHY = {
     "completions/mean_length": "no sudden fall; under sparse rollouts a shrinking answer precedes collapse (Sparrow)",
     "completions/repetition_rate": "as before training; a rise means loops",
     "rewards/{function}/failed": "0",
-    "rejection_rate": "below 0.1; 0.07 in Sparse-RL's paper",
+    "rejection_rate": "below 0.15; 0.07 in Sparse-RL's paper; `TailGuard` warns above 0.25",
     "token_mask_rate": "near `rejection_rate` where sequences are rejected and not tokens",
     "kept_fraction": "above 0.9",
     "mismatch/kl_k1": "below 0.05",

@@ -45,7 +45,7 @@ def budgets_table() -> str:
     for budget in dict.fromkeys(budget for budget, _ in found):
         accuracies = [found[budget, arm]["full cache"] for arm in CORRECTED]
         rows.append((budget, *accuracies, found[budget, PAPER]["sequences rejected"]))
-    return Table("", ("budget", *CORRECTED, "rejected by the paper's"), rows=rows).untitled
+    return Table("", ("budget", *CORRECTED, f"rejected by {PAPER}"), rows=rows).untitled
 
 
 def compressors_table() -> str:

@@ -128,10 +128,9 @@ def eviction_loss(
 ) -> LossOutput:
     """Minus the clipped objective min(w A, clip(w) A) of drawn evictions, w of each head's draw at each event.
 
-    A draw counts like a token of its sequence, the next that was sampled: the sums have the divisors of the tokens, so
-    that tokens and draws together are the gradient of the expected reward (arXiv 2604.18002). In a conversation what
-    follows may be the answer of a tool; the draw then counts with the first token that is sampled after it, and not at
-    all if there is none, since nothing the policy did has seen it.
+    A draw counts like a token of its sequence: the sums have the divisors of the tokens, so that tokens and draws
+    together are the gradient of the expected reward (arXiv 2604.18002). One after which no token was sampled does not
+    count: nothing that the policy did has seen it.
 
     Args:
         logprobs: Log-probabilities (B, E, L, H) of the draws, with gradient.
@@ -150,14 +149,15 @@ def eviction_loss(
     Returns:
         The loss, and metrics over the draws: ``draws/logprob``, ``draws/ratio_max`` and ``draws/clip_ratio``.
     """
-    after = _next_sampled(mask).gather(1, steps.clamp(min=0))  # (B, E)
-    counted = ((steps >= 0) & (after < mask.shape[1]))[:, :, None, None].expand_as(logprobs)
+    last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).amax(dim=1, keepdim=True)
+    counted = ((steps >= 0) & (steps < last))[:, :, None, None].expand_as(logprobs)
     log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     side = advantages[:, None, None, None]
     high = None if loss_type == "cispo" else epsilon_high
-    objective = torch.where(counted, _clipped(ratio, side, epsilon, high, delta), 0.0).sum(dim=(2, 3))  # (B, E)
-    per_token = objective.new_zeros(mask.shape).scatter_add(1, after.clamp(max=mask.shape[1] - 1), objective)
+    objective = torch.where(counted, _clipped(ratio, side, epsilon, high, delta), 0.0).sum(dim=(1, 2, 3))  # (B,)
+    # at any token that counts: the next one fed may be of a tool's answer, which does not
+    per_token = objective.new_zeros(mask.shape).scatter(1, last, objective[:, None])
     loss = aggregate(-per_token, mask, None, loss_type, denominator, max_completion_length, num_items)
     beyond = ((ratio < 1 - epsilon) & (side < 0)) | ((ratio > 1 + (epsilon if high is None else high)) & (side > 0))
     total = counted.sum().clamp(min=1)
@@ -167,12 +167,6 @@ def eviction_loss(
         "draws/clip_ratio": (beyond & counted).sum() / total,
     }
     return LossOutput(loss, metrics)
-
-
-def _next_sampled(mask: Tensor) -> Tensor:
-    """Of every place (B, T) the first at or after it that is in the mask, T where there is none."""
-    places = torch.arange(mask.shape[1], device=mask.device).where(mask, mask.shape[1])
-    return places.flip(1).cummin(dim=1).values.flip(1)
 
 
 def top_token_share(loss: Tensor, logprobs: Tensor, count: int = 10) -> Tensor:

@@ -32,6 +32,7 @@ from sparse_rl_lightning.callbacks import (
     RankWatch,
     RolloutCallback,
     SparsityAwareRejection,
+    StepGuard,
     ZeroSharding,
 )  # fmt: skip
 from sparse_rl_lightning.checkpoints import sharded
@@ -200,6 +201,33 @@ class Poison(RolloutCallback):
             part.weights[0] *= float("nan")
 
 
+class Stale(RolloutCallback):
+    """From the third rollout on a token of every bad sequence of one rank was near-impossible before the update."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        (guard,) = (callback for callback in trainer.callbacks if isinstance(callback, StepGuard))
+        assert guard.watch is not None
+        guard.watch.least = 3
+
+    def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+        if trainer.global_rank == self.rank and module.num_rollouts >= 2:
+            first = part.completion_mask.int().argmax(dim=1)
+            part.old_logprobs[torch.arange(len(part)), first] -= 12 * (part.advantages < 0)
+
+
+class Told(RolloutCallback):
+    """Keeps what was warned of."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def on_run_warning(self, trainer: Trainer, text: str) -> None:
+        self.warnings.append(text)
+
+
 def letters(completions: list[str], **_: Any) -> list[float | None]:
     """A reward that differs from text to text."""
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
@@ -246,7 +274,8 @@ def asked(job: Job) -> list[Any]:
     if job.get("uneven"):
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
     faults = {
-        "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts
+        "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts,
+        "stale": Stale,
     }  # fmt: skip
     for name, kind in faults.items():
         if name in job:
@@ -281,12 +310,12 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         grpo.record = torch.load(job["record"], weights_only=True)
     data = Rows(prompts_per_rollout=PROMPTS // world_size)
     data.train_rows = lambda: Rows.train_rows(data)[: job.get("rows")]  # type: ignore[method-assign]
-    tap, sampled = Tap(), Sampled()
+    tap, sampled, told = Tap(), Sampled(), Told()
     torch.manual_seed(11)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
         enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*asked(job), tap, sampled], default_root_dir=out,
+        callbacks=[*asked(job), tap, sampled, told], default_root_dir=out,
         **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
     )  # fmt: skip
     ckpt_path = job.get("ckpt_path")
@@ -307,6 +336,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         "weights": tap.weights,
         "sampled": sampled.scored,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "warnings": told.warnings,
         "global_step": trainer.global_step,
         "num_rollouts": grpo.num_rollouts,
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -52,13 +53,14 @@ def execute(runs: Sequence[Run], only_read: bool = False) -> list[Found]:
 def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
     """How to read the tables."""
     own = settings.method["init_args"]
+    width = 1.96 * math.sqrt(0.25 / settings.num_problems)  # 95 %, at one half
     return (
         f"{machine('cpu')}. {remark}".strip() + f"\n\n{settings.steps} optimizer steps from the policy of "
         f"`configs/warmup.yaml`, everything else as in `configs/quickstart.yaml`: R-KV with buffer {own['buffer']}, "
         f"sequences of about 47 tokens, the same prompts for all. Seeds: {', '.join(map(str, seeds))}, told apart by "
-        f"a slash. Accuracies are greedy, on the same {settings.num_problems} held-out problems (±0.06 by their number "
-        "alone), mean of the "
-        f"last {LAST} evaluations, {settings.every_n_rollouts} rollouts apart. Rejected sequences, tokens whose loss "
+        f"a slash. Accuracies are greedy, on the same {settings.num_problems} held-out problems (±{width:.2f} by their "
+        f"number alone), mean of the last {LAST} evaluations, {settings.every_n_rollouts} rollouts apart. Rejected "
+        "sequences, tokens whose loss "
         "is left out or weighs nothing, and tokens whose gradient the clip of the staleness ratio stops are means over "
         "the run; compression k3 is the distance of the compressed policy from the dense one in nats per "
         "token, mean of the last quarter. Minutes are those of training without evaluations."

@@ -51,7 +51,7 @@ ARMS = (DENSE, NAIVE, PAPER, REPLAY)
 CORRECTIONS = (
     NAIVE,
     PAPER,
-    Arm("Sparse-RL, ξ ≤ 1.5", "naive", ("SparsityAwareRejection", CAPPED)),
+    Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED)),
     Arm("Sparse-RL (official)", "sparse_rl_official"),
     Arm("SparsityAwareRejection", "naive", ("SparsityAwareRejection",)),
     *(

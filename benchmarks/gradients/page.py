@@ -12,19 +12,17 @@ from benchmarks.gradients.measure import FULL
 
 Line = dict[str, Any]
 ORDER = ("warm", "middle", "late", "before naive training fails", "in the spiral of rejection")
-UNTOLD = ("before naive training fails",)  # too noisy for a table of every case
+TOO_NOISY = ("before naive training fails",)  # for a table of every case
 ALONG = ("SnapKV", 30)
 WIDEST = 1.0  # half an interval; a wider one says nothing
 BOUNDS = {"cosine": (-0.3, 1.7), "length": (0.0, 5.0)}  # of the picture
 MISSING = "–"
 COLORS = {
-    "naive": "#c2410c", "rejection only": "#a16207", "reweighting only, ξ ≤ 1.5": "#a21caf",
-    "Sparse-RL, ξ ≤ 1.5": "#2563eb", "Sparse-RL (paper)": "#60a5fa", "Sparse-RL (official)": "#0891b2",
+    "naive": "#c2410c", "rejection only": "#a16207", "reweighting only": "#a21caf",
+    "Sparse-RL": "#2563eb", "Sparse-RL (paper)": "#60a5fa", "Sparse-RL (official)": "#0891b2",
     "replay": "#047857",
 }  # fmt: skip
-
-
-COMPARED = ("naive", "rejection only", "reweighting only, ξ ≤ 1.5", "Sparse-RL, ξ ≤ 1.5", "replay")
+COMPARED = ("naive", "rejection only", "reweighting only", "Sparse-RL", "replay")  # on the page
 
 
 def cases(lines: Sequence[Line]) -> list[tuple[str, int]]:
@@ -109,7 +107,7 @@ def _naive(lines: Sequence[Line], weights: str) -> list[Line | None]:
 def tables(lines: Sequence[Line]) -> dict[str, str]:
     """Every block of the page by its name."""
     along = {f"{what} along training": along_table(lines, what).untitled for what in ("cosine", "length")}
-    told = [name for name in weights_of(lines) if name not in UNTOLD]
+    told = [name for name in weights_of(lines) if name not in TOO_NOISY]
     blocks = {name: agreement_table(lines, name).untitled for name in told}
     first = {"rollouts": rollouts_table(lines).untitled, "halves": halves_table(lines).untitled}
     return {**first, **along, "projection": projection_table(lines).untitled, **blocks}

@@ -38,8 +38,8 @@ CAPPED = ImportanceReweighting(clip_max=1.5)
 VARIANTS = (
     NAIVE,
     Variant("rejection only", (SparsityAwareRejection(),)),
-    Variant("reweighting only, ξ ≤ 1.5", (CAPPED,)),
-    Variant("Sparse-RL, ξ ≤ 1.5", (SparsityAwareRejection(), CAPPED)),
+    Variant("reweighting only", (CAPPED,)),
+    Variant("Sparse-RL", (SparsityAwareRejection(), CAPPED)),
     Variant("Sparse-RL (paper)", (SparsityAwareRejection(), ImportanceReweighting())),
     Variant(
         "Sparse-RL (official)",  # as in configs/sparse_rl_official.yaml

@@ -19,7 +19,9 @@ from benchmarks.common import kept
 from benchmarks.common.pages import machine
 
 BINS = 24  # points of a curve
-LONG_STEP = re.compile(r"gradient of optimizer step (\d+) is .*largest staleness ratio is ([\d.e+]+\d)")
+LONG_STEP = re.compile(
+    r"gradient of optimizer step (\d+) is [\d,]+ times as long as usual(?:.*? ratio \D*([\d.e+-]*\d))?"
+)
 SPIKE = 1.0  # a gradient's norm that the quickstart's clip cuts
 
 
@@ -41,7 +43,7 @@ class Record:
     largest_ratio: float  # pi / pi_old of any token kept
     spikes: float  # share of the optimizer steps with a gradient longer than SPIKE
     minutes: float  # of training, without the evaluations
-    long_steps: list[list[float]] | None = None  # that StepGuard told of: rollout and largest staleness ratio
+    long_steps: list[list[float]] | None = None  # that StepGuard told of: rollout and largest ratio
 
     @classmethod
     def of(cls, found: Found) -> Record:
@@ -111,12 +113,14 @@ def settings_of(run: Run) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 
-def long_steps(run: Run) -> list[list[float]]:
-    """Rollout and largest staleness ratio of each step that StepGuard told of in the run's log."""
+def long_steps(run: Run) -> list[list[float]] | None:
+    """Rollout and largest ratio of each step that StepGuard told of, 0 if it knew none; None without a log."""
     steps = int(run.settings.options["model.init_args.steps_per_generation"])
     log = run.folder / "log.txt"
-    told = LONG_STEP.findall(log.read_text(encoding="utf-8")) if log.is_file() else []
-    return [[int(step) / steps, float(ratio)] for step, ratio in sorted(set(told), key=lambda one: int(one[0]))]
+    if not log.is_file():
+        return None
+    told = dict(LONG_STEP.findall(log.read_text(encoding="utf-8")))  # an interrupted run may tell of a step again
+    return [[int(step) / steps, float(ratio or 0)] for step, ratio in told.items()]
 
 
 def binned(values: Sequence[float], middle: Callable[[Sequence[float]], float]) -> list[float]:

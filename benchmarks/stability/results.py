@@ -105,9 +105,9 @@ def difference(own: Outcomes, other: Outcomes, of: Callable[[Outcome], float]) -
 def leads(results: Results, study: Study) -> Table:
     """Arms by their lead over three others with the full cache, and over two with the compressed one."""
     others = {DENSE.label: results.of(MAIN, DENSE), **{arm.label: results.of(study, arm) for arm in (NAIVE, SPARSE_RL)}}
-    under = [name for name in others if name != NAIVE.label]
-    if study.budget != MAIN.budget:
-        under.remove(DENSE.label)  # dense rollouts were judged under one compressed cache
+    under = [SPARSE_RL.label]
+    if study.budget == MAIN.budget:  # dense rollouts were judged under one compressed cache
+        under = [DENSE.label, *under]
     table = Table(
         "", ["", *(f"{name}, full cache" for name in others), *(f"{name}, compressed cache" for name in under)]
     )
@@ -140,7 +140,7 @@ def steps_table(results: Results, columns: Sequence[Sequence[Study]] = STEPS) ->
     for arm in FOUR:
         cells = []
         for studies in columns:
-            own = [run for study in studies if arm in study.arms for run in results.of(study, arm).values()]
+            own = [run for study in studies for run in results.of(study, arm).values()]
             collapsed = sum(run.collapsed for run in own)
             cells.append(
                 COLUMNS["full cache"](own) + (f", {collapsed} collapsed" if collapsed else "") if own else MISSING
@@ -170,13 +170,11 @@ def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
 def countdown_table(results: Results, studies: Mapping[str, Study] = COUNTDOWN) -> Table:
     """Arms by accuracy under the cache they trained with, and with the full one at the larger; leads there."""
     larger, smaller = studies
-    study, judged = (
-        studies[larger],
-        ((larger, "compressed cache"), (larger, "full cache"), (smaller, "compressed cache")),
-    )
+    study = studies[larger]
+    judged = ((larger, "compressed cache"), (larger, "full cache"), (smaller, "compressed cache"))
     rivals = {rival.label: results.of(study, rival) for rival in (NAIVE, REPLAY, DRAWN)}
     heads = [f"{cache}, {part}" for part, cache in judged]
-    table = Table("", ["", *heads, *(f"ahead of {rival}" for rival in rivals)])
+    table = Table("", ["", *heads, *(f"ahead of {rival}, {heads[0]}" for rival in rivals)])
     before: list[str] = []
     for part, cache in judged:
         own = [run for arm in studies[part].arms for run in results.of(studies[part], arm).values()]
@@ -194,9 +192,8 @@ def overview(results: Results) -> Table:
     """Arms under the tighter cache, beside dense training of the main comparison: what the README shows."""
     table = Table("", ["", *BRIEFLY, "collapsed"])
     for study, arm in ((MAIN, DENSE), *((TIGHT, arm) for arm in TIGHT.arms)):
-        full, compressed, rejected = cells(results, study, arm, BRIEFLY)
-        (collapsed,) = cells(results, study, arm, ["collapsed"])
-        table.add(arm.label, full, compressed if study is TIGHT else MISSING, rejected, collapsed)
+        full, compressed, *others = cells(results, study, arm, [*BRIEFLY, "collapsed"])
+        table.add(arm.label, full, compressed if study is TIGHT else MISSING, *others)  # dense: judged under another
     return table
 
 

@@ -33,7 +33,7 @@ def above(curve: str, bound: float) -> Callable[[Record], float | None]:
 
 
 def told_of(record: Record) -> float | None:
-    """The first rollout of which StepGuard told a step."""
+    """The rollout of the first step that StepGuard told of."""
     return next((rollout for rollout, _ in record.long_steps or ()), None)
 
 

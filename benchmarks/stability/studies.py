@@ -149,15 +149,18 @@ SPIRAL = replace(MAIN, arms=(REJECTION, BASELINE, UNLEARNED), seeds=tuple(range(
 TIGHT = replace(MAIN, budget=30, arms=(NAIVE, REWEIGHTING, SPARSE_RL, REPLAY))
 
 
+MOST_STEPS = 4
+
+
 def _at(steps: int, rate: float) -> tuple[Study, ...]:
     """Steps per rollout and a rate under the tighter cache; where there are most steps, their ratio bounded too."""
     recipe = Recipe(steps=steps, rate=rate)
-    arms = [arm for arm in FOUR if arm.evicts and (arm != DELTA or steps == USUAL.steps)]
+    arms = FOUR[1:] if steps == MOST_STEPS else (NAIVE, SPARSE_RL)
     dense = Study("sum", "SnapKV", BUDGET, (DENSE,), recipe, FEW)  # no budget is in its rollouts: main has one of them
     return dense, replace(dense, budget=TIGHT.budget, arms=arms)
 
 
-STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, 4))
+STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, MOST_STEPS))
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": tuple(chain(*STEPS)), "countdown": tuple(COUNTDOWN.values()),
     "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,),

@@ -53,8 +53,8 @@ class Drawn(Wrapped):
 
     @property
     def scores_natively(self) -> bool:
-        """Without temperature, where the method's own op does: it rounds, and so breaks ties, as no other way does."""
-        return self.temperature == 0 and self._parts[0].scores_natively
+        """Without temperature, where the method's own op does: its rounding decides ties, which no other repeats."""
+        return self.temperature == 0 and super().scores_natively and self._parts[0].scores_natively
 
     def score_cached(self, entries: CachedEntries) -> Tensor:
         """The method's own."""

@@ -106,8 +106,8 @@ def worked_steps_reward(
 def _share_of_steps(completion: str, solution: str) -> float:
     wanted, begun = (text.partition("#")[0].split(";") for text in (solution, completion))
     right = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, begun, strict=False))
-    taken = completion.rpartition("#")[0] or completion  # the answer that is paid stands behind the last mark
-    return sum(1 for _ in right) / max(len(wanted), taken.count(";") + 1)
+    taken = completion.count(";") + completion.count("#") + 1 - ("#" in completion)  # all but the last mark's answer
+    return sum(1 for _ in right) / max(len(wanted), taken)
 
 
 def _is_right(completion: str, gold: str, any_expression: bool) -> bool:

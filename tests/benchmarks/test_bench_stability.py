@@ -20,8 +20,9 @@ from benchmarks.arms.runs import DENSE, NAIVE
 from benchmarks.stability import __main__ as command
 from benchmarks.stability import outcomes, signs, studies
 from benchmarks.stability.outcomes import fall
-from benchmarks.stability.records import BINS, Archive, Record, binned, key_of
+from benchmarks.stability.records import BINS, Archive, Record, binned, key_of, long_steps
 from benchmarks.stability.results import Results, overview, tables
+from sparse_rl_lightning.callbacks.guards.spikes import Cause
 
 COURSE_SECONDS = 30.0
 
@@ -90,11 +91,9 @@ def write(run: Any, end: float | None = None, ratio: float = 50.0, rejected: flo
         {"rollout": i, "reward": 1.0, "rejection_rate": rejected, "completions/mean_length": 30.0 + i}
         for i in range(40)
     ]
-    warning = (
-        "The gradient of optimizer step 42 is 1,043 times as long as usual (20.9). Its largest staleness ratio is "
-    )
-    told = [f"{warning}{ratio:.2g}, and ten tokens carry 9% of it.\n" for ratio in [ratio] * 2 if ratio > 100]
-    (run.folder / "log.txt").write_text("".join(told), encoding="utf-8")
+    told = Cause(ratio, share=0.09).told(can_correct=True, can_bound=True) if ratio > 100 else ""
+    warning = f"The gradient of optimizer step 42 is 1,043 times as long as usual (20.9). {told}\n" if told else ""
+    (run.folder / "log.txt").write_text(2 * warning, encoding="utf-8")  # again, when it went on
     summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
     (run.folder / "course.json").write_text(json.dumps(course), encoding="utf-8")
     (run.folder / "summary.json").write_text(json.dumps({"history": history, "summary": summary}), encoding="utf-8")
@@ -264,6 +263,20 @@ def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path:
     assert found["more than 5 % rejected, three times the least"] == ["0 of 0", "0 of 6", "0 of 0"]
     # the control shares its open SnapKV runs with the main comparison, and has no other yet
     assert {row[0] for row in signs.signs_table(results).rows} == {"main comparison"}
+
+
+def test_every_warning_of_a_long_step_is_read(tmp_path: Path) -> None:
+    (run,) = replace(studies.MAIN, arms=(NAIVE,), seeds=(10,)).runs(10, tmp_path)
+    assert long_steps(run) is None  # no log, nothing known
+    run.folder.mkdir(parents=True)
+    causes = [Cause(1.04), Cause(5.02), Cause(), Cause(2e4, 0.5), Cause(3.0, draws=4e3), Cause(1e-5)]
+    lines = [
+        f"UserWarning: The gradient of optimizer step {4 * place} is 1,043 times as long as usual (1e+03). "
+        + cause.told(can_correct=False, can_bound=True)
+        for place, cause in enumerate(causes)
+    ]
+    (run.folder / "log.txt").write_text("\n".join(["Epoch 0", *lines]), encoding="utf-8")
+    assert long_steps(run) == [[0, 1], [1, 5], [2, 0], [3, 2e4], [4, 4e3], [5, 1e-5]]
 
 
 def test_bounds_of_signs() -> None:

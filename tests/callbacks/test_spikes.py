@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.callbacks import RolloutCallback, StepGuard
-from sparse_rl_lightning.callbacks.guards.spikes import Found, SpikeWatch
+from sparse_rl_lightning.callbacks.guards.spikes import Cause, SpikeWatch
 from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
 from sparse_rl_lightning.losses import policy_loss, top_token_share
 from tests.tiny_grpo import fit, module
@@ -28,18 +28,19 @@ def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None
 
 
 def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
-    found = Found(590.0, 0.35).told(can_correct=True, can_bound=True)
+    found = Cause(590.0, 0.35).told(can_correct=True, can_bound=True)
     assert found.startswith(
         "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
     )
     assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then model.loss.delta: 2, fewer" in found
-    assert "Reweighting" not in Found(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
-    assert "delta" not in Found(590.0, 0.35).told(True, can_bound=False)  # is set already, or cispo has none
-    drawn = Found(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
+    assert "Reweighting" not in Cause(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
+    assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo bounds them
+    drawn = Cause(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
     assert drawn.startswith("The largest ratio of a drawn eviction is 4e+03")
-    assert "smaller eviction_weight" in drawn
-    assert Found(1.3, 0.93).told(True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
-    assert Found().told(True, True).startswith("Look at rewards")
+    assert "model.loss.delta: 2, a smaller eviction_weight" in drawn
+    assert "delta" not in Cause(draws=4e3).told(can_correct=False, can_bound=False)
+    assert Cause(1.3, 0.93).told(True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
+    assert Cause().told(True, True).startswith("Look at rewards")
 
 
 def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
@@ -59,14 +60,33 @@ def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
     assert float(policy_loss(new, old, advantages, mask, keep=keep).metrics["staleness_ratio/max"]) == 1
 
 
+def told_by(ranks: list[list[tuple[float, ...]]], module: Any) -> str:
+    """What the first rank warns of when a long step follows the micro-batches of each."""
+    guards = []
+    strategy = SimpleNamespace(root_device="cpu", all_gather=lambda _: torch.stack([one._worst for one in guards]))
+    trainer = SimpleNamespace(callback_metrics={}, strategy=strategy, global_step=7, callbacks=[])
+    for batches in ranks:
+        guards.append(StepGuard())
+        for numbers in batches:
+            trainer.callback_metrics = dict(zip(BEHIND, map(torch.tensor, numbers), strict=True))
+            guards[-1]._note_micro_batch(trainer)
+    for _ in range(20):
+        guards[0].watch.see(1.0)
+    with pytest.warns(UserWarning, match="optimizer step 7 is 90 times as long as usual") as record:
+        guards[0]._look_for_spike(trainer, module, 90.0)
+    return str(record[0].message)
+
+
 def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
-    """Of a step of three: not the largest share of another one."""
-    guard, trainer = StepGuard(), SimpleNamespace(callback_metrics={}, strategy=SimpleNamespace(root_device="cpu"))
-    for numbers in ((2.0, 0.9, 5.0), (80.0, 0.1, 1.0), (3.0, 0.8, 7.0)):
-        trainer.callback_metrics = dict(zip(BEHIND, map(torch.tensor, numbers), strict=True))
-        guard._note_micro_batch(trainer)
-    assert guard._worst is not None
-    assert guard._worst.tolist() == pytest.approx([80.0, 0.1, 7.0])
+    """Of all of the step, on all ranks: not the largest share of another one."""
+    ranks = [[(2.0, 0.9, 5.0), (80.0, 0.1, 1.0), (3.0, 0.8, 7.0)], [(2.0, 0.9, 4000.0)]]
+    grpo = module()
+    assert "staleness ratio is 80, and ten tokens carry 10% of its" in told_by(ranks, grpo)
+    grpo.eviction_weight = 0.0
+    assert "staleness ratio is 80" in told_by(ranks, grpo)  # draws that nothing is learned from made no step
+    grpo.eviction_weight = 1.0
+    assert "largest ratio of a drawn eviction is 4e+03" in told_by(ranks, grpo)
+    assert "staleness ratio is 91, and ten tokens carry 20%" in told_by([*ranks, [(91.0, 0.2, 0.0)]][::2], grpo)
 
 
 class Stale(RolloutCallback):
@@ -80,7 +100,10 @@ class Stale(RolloutCallback):
 
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
-    with pytest.warns(UserWarning, match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*delta"):
+    with pytest.warns(
+        UserWarning,
+        match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
+    ):
         trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale()], accumulate_grad_batches=2)
     assert guard.watch is not None
     assert guard.watch.spikes == 2

@@ -180,9 +180,9 @@ def test_too_many_rejections_are_warned_about() -> None:
     with pytest.warns(UserWarning, match="TailGuard") as record:
         trainer = fit(sharp(), 4, guarded("warn", [Reject()], target=0.0, window=3, patience=1))
     assert told(record) == [
-        "TailGuard: 50.0% of the sequences of 3 rollouts were rejected, more than 25.0%. Raise the budget, bound "
-        "the weights of what is kept (ImportanceReweighting with clip_max: 1.5), or train under the sampler's "
-        "evictions (ReplayGRPO)."
+        "TailGuard: 50.0% of the sequences of 3 rollouts were rejected, more than 25.0%. Raise the budget; "
+        "where they are not in use yet, bound the weights of what is kept (ImportanceReweighting with clip_max: 1.5) "
+        "or train under the sampler's evictions (ReplayGRPO)."
     ]
     assert float(trainer.callback_metrics["guard/rejection_rate"]) == 0.5
 
@@ -207,7 +207,8 @@ def test_the_budget_is_raised_and_the_memory_planned_anew() -> None:
         "grows from 6 to 8 tokens per layer and head, step 1 of 3.",
         "grows from 8 to 10 tokens per layer and head, step 2 of 3.",
         "grows from 10 to 13 tokens per layer and head, step 3 of 3.",
-        "was raised 3 times already. Raise the budget, or train under the sampler's evictions (ReplayGRPO).",
+        "was raised 3 times already. Raise the budget, or train under the sampler's evictions (ReplayGRPO) if you do "
+        "not.",
     ]
 
 

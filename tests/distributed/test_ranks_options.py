@@ -53,6 +53,23 @@ def described(folder: Path) -> list[dict[str, Any]]:
     return jobs
 
 
+def test_a_long_step_is_told_of_with_the_numbers_of_the_rank_that_made_it(tmp_path: Path) -> None:
+    jobs = [
+        {
+            "name": name,
+            "strategy": name,
+            "stale": 1,
+            "lr": 1e-4,
+            "settings": {"num_iterations": 1},
+            "trainer": {"max_steps": 4},
+        }
+        for name in ("ddp", "zero2")
+    ]
+    for name, outcome in run(jobs, tmp_path, 2).items():
+        (told,) = [text for text in outcome["warnings"] if "times as long as usual" in text]
+        assert "Its largest staleness ratio is 1.6e+05" in told, name
+
+
 def validation(outcome: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in outcome["metrics"].items() if name.startswith("val/")}
 

@@ -149,13 +149,15 @@ def test_a_draw_is_clipped_like_a_token() -> None:
 
 
 def test_draws_in_an_answer_of_a_tool_are_credited_with_what_is_sampled_next() -> None:
-    """Sampled are 2, 3, 6 and 7; what dies in or before the answer is missing there, not in the answer itself."""
+    """Sampled are 2, 3, 6 and 7: what has died when so many were fed is missing for the tokens behind the next one."""
     mask = torch.tensor([[False, False, True, True, False, False, True, True, False]])
-    steps = torch.tensor([[3, 4, 5, 6, 8, -1]])
-    new = torch.zeros(1, 6, 2, 1, requires_grad=True)
-    found = eviction_loss(new, torch.zeros(1, 6, 2, 1), steps, torch.ones(1), mask)
+    steps = torch.tensor([[3, 4, 5, 6, 7, 8, -1]])
+    new = torch.zeros(1, 7, 2, 1, requires_grad=True)
+    found = eviction_loss(new, torch.zeros(1, 7, 2, 1), steps, torch.ones(1), mask)
     (own,) = torch.autograd.grad(found.loss, new)
-    assert own[0, :, :, 0].tolist() == [[-0.25, -0.25]] * 4 + [[0.0, 0.0]] * 2  # four tokens; none after the last
+    assert (
+        own[0, :, :, 0].tolist() == [[-0.25, -0.25]] * 4 + [[0.0, 0.0]] * 3
+    )  # four tokens; nothing sampled sees the rest
     assert float(found.loss.detach()) == pytest.approx(-8 / 4)
 
 

@@ -105,6 +105,7 @@ def test_without_temperature_the_method_evicts(name: str) -> None:
     assert plain.evictions is not None
     assert drawn.evictions is not None
     assert torch.equal(plain.evictions.death, drawn.evictions.death)
+    assert Drawn(method, temperature=0.0).scores_natively == method.scores_natively  # it rounds as no other way does
     other = RolloutSampler(policy, Drawn(method, temperature=1.0)).generate(PROMPTS, PARAMS)
     assert other.evictions is not None
     assert not torch.equal(plain.evictions.death, other.evictions.death)

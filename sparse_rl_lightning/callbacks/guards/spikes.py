@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 LARGE_RATIO = 10.0
-"""Staleness ratio from which tokens moved far are taken for the cause: all long steps in docs/results.md have more."""
+"""Staleness ratio from which tokens moved far are taken for the cause; naive training's long steps have more."""
 
 
 @dataclass
@@ -46,13 +46,13 @@ class SpikeWatch:
 
 
 @dataclass(frozen=True)
-class Found:
+class Cause:
     """What a long step is made of, as far as its worst micro-batch tells.
 
     Args:
         ratio: Largest staleness ratio of its tokens, 0 if not known.
         share: Share of the policy term's derivative that ten tokens of that micro-batch have.
-        draws: Largest ratio of a drawn eviction, 0 if none was drawn.
+        draws: Largest ratio of a drawn eviction that is learned from, 0 if there is none.
     """
 
     ratio: float = 0.0
@@ -63,26 +63,25 @@ class Found:
         """A sentence on the cause, and one on what helps.
 
         Args:
-            can_correct: Whether the sampler forgot something that neither weights nor replay account for.
-            can_bound: Whether ``loss.delta`` is open to be set.
+            can_correct: Whether the sampler evicts, and neither weights nor replay account for it.
+            can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
-        if max(self.ratio, self.draws) < LARGE_RATIO:
-            known = f"Its largest staleness ratio is {self.ratio:.2g}. " if self.ratio else ""
-            return (
-                f"{known}Look at rewards and completions of this rollout; a lower learning rate or gradient_clip_val "
-                "keeps single steps short."
-            )
         fewer = "fewer optimizer steps per rollout (steps_per_generation, num_iterations)"
-        bound = "model.loss.delta: 2, " if can_bound else ""
-        if self.draws > self.ratio:
+        if self.draws >= LARGE_RATIO and self.draws > self.ratio:
+            bound = "model.loss.delta: 2, " if can_bound else ""
             return (
                 f"The largest ratio of a drawn eviction is {self.draws:.2g}: steps on the same rollout have changed "
                 f"what is kept. What helps: {bound}a smaller eviction_weight, {fewer}."
             )
+        known = f"Its largest staleness ratio is {self.ratio:.2g}" if self.ratio else ""
+        if self.ratio < LARGE_RATIO or not can_bound:
+            return (
+                f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate "
+                "or gradient_clip_val keeps single steps short."
+            )
         correct = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then " if can_correct else ""
         return (
-            f"Its largest staleness ratio is {self.ratio:.2g}, and ten tokens carry {self.share:.0%} of its "
-            "micro-batch: tokens that the policy before the rollout's first step found unlikely, and that steps on "
-            "the same rollout have moved. With a negative advantage nothing bounds them, and clipping leaves a step "
-            f"that is theirs alone. What helps: {correct}{bound}{fewer}."
+            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: tokens that the policy before the "
+            "rollout's first step found unlikely, and that steps on the same rollout have moved. With a negative "
+            f"advantage nothing bounds them. What helps: {correct}model.loss.delta: 2, {fewer}."
         )

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.guards.spikes import Found, SpikeWatch
+from sparse_rl_lightning.callbacks.guards.spikes import Cause, SpikeWatch
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
@@ -113,24 +113,24 @@ class StepGuard(Callback):
             [logged.get(name, nothing).to(trainer.strategy.root_device, torch.float32) for name in BEHIND]
         )
         if self._worst is not None:
-            larger = torch.where(own[0] >= self._worst[0], own, self._worst)
-            own = torch.cat([larger[:2], torch.maximum(own, self._worst)[2:]])
+            worst = torch.where(own[0] >= self._worst[0], own, self._worst)
+            own = torch.cat([worst[:2], torch.maximum(own, self._worst)[2:]])
         self._worst = own
 
     def _look_for_spike(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
-        found = None if self.watch is None else self.watch.see(norm)
-        if found is None or self._worst is None:  # on all ranks alike
+        times = None if self.watch is None else self.watch.see(norm)
+        if times is None or self._worst is None:  # on all ranks alike
             return
-        largest = trainer.strategy.reduce(self._worst[::2], reduce_op="max")
-        share = torch.where(self._worst[0] == largest[0], self._worst[1], 0.0)  # of the rank that has it
-        share = trainer.strategy.reduce(share, reduce_op="max")
-        what = Found(float(largest[0]), float(share), float(largest[1]))
+        ranks = torch.as_tensor(trainer.strategy.all_gather(self._worst)).view(-1, len(BEHIND))
+        ratio, share, _ = ranks[ranks[:, 0].argmax()].tolist()
+        draws = float(ranks[:, 2].max()) if getattr(module, "eviction_weight", 0) else 0.0
         loss = getattr(module, "loss", None)  # any module may have the guard
         can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
+        cause = Cause(ratio, share, draws).told(_can_correct(module), can_bound)
         warn_of_run(
             trainer,
-            f"The gradient of optimizer step {trainer.global_step} is {found:,.0f} times as long as usual "
-            f"({norm:.3g}). {what.told(_can_correct(module), can_bound)}",
+            f"The gradient of optimizer step {trainer.global_step} is {times:,.0f} times as long as usual "
+            f"({norm:.3g}). {cause}",
         )
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
@@ -156,10 +156,13 @@ class StepGuard(Callback):
 
 
 def _can_correct(module: LightningModule) -> bool:
-    """Whether the rollout lost entries and nothing accounts for them."""
+    """Whether the sampler evicts, and neither weights nor replay account for it."""
     block: Any = getattr(module, "block", None)
-    replays = getattr(module, "replay_objective", None) is not None
-    return block is not None and not replays and block.rollout.evictions is not None and block.rollout.weights is None
+    if block is None or block.rollout.weights is not None:
+        return False
+    generator: Any = module.generator
+    replays = getattr(module, "replay_objective", "dense") != "dense"  # "dense" is the objective of the corrections
+    return generator.compressor.evicts and not replays
 
 
 def _seeks_scale(trainer: Trainer) -> bool:
