@@ -29,7 +29,16 @@ from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.compressors import records
 from benchmarks.compressors.methods import PYRAMID_BETA
-from benchmarks.compressors.pages import MARK, ByTask, accuracy_table, chance_table, most_solved, picture, tail_table
+from benchmarks.compressors.pages import (
+    MARK,
+    TAIL,
+    ByTask,
+    accuracy_table,
+    chance_table,
+    measure_table,
+    most_solved,
+    picture,
+)
 from benchmarks.compressors.quality import Task, measure
 from benchmarks.compressors.records import Measured
 from benchmarks.compressors.texts import (
@@ -84,26 +93,29 @@ def note(found: Sequence[Measured]) -> str:
     return (
         f"{machines}\n\n{what} All methods have these sizes, not those of their papers; "
         f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
-        "the same policy.\n\nBudgets are shares of the length. In every cell the prompt open / protected; where a "
-        f"prompt and the window do not fit a budget there is nothing to protect. {MARK} marks what is not better than "
-        "RandomEviction with the prompt as open or protected; where both fail altogether, and in the last digit, it "
-        f"means little. All numbers, of every budget and measure, are in `benchmarks/results/{KEPT.name}`."
+        "the same policy.\n\nTables are of budgets of half the length, with the prompt open to eviction and protected; "
+        f"– where the prompt and the window do not fit. {MARK} marks what is not better than RandomEviction with the "
+        "prompt as open or protected; where both fail altogether, and in the last digit, it means little. All numbers, "
+        f"of every budget and measure, are in `benchmarks/results/{KEPT.name}`, and their tails in the picture."
     )
 
 
 def page(found: Sequence[Measured]) -> str:
     """The measured part of the page."""
     results: ByTask = {one.task: one.qualities for one in found}
-    accuracy, tail, chance = (table(results).untitled for table in (accuracy_table, tail_table, chance_table))
+    tables = (accuracy_table(results), measure_table(results, TAIL), chance_table(results))
+    accuracy, tail, chance = (table.untitled for table in tables)
     return "\n\n".join([
         "## Measured", note(found),
-        "### Greedy accuracy", f"With budgets of 25 % no method solves more than {most_solved(results):.0%}.", accuracy,
+        "### Greedy accuracy",
+        f"With budgets of 25 % of the length no method solves more than {most_solved(results):.0%}.", accuracy,
         "### Tail of the acceptance",
         "The 5th percentile of Σ min(p_dense, p_sparse) over the vocabulary, per token, behind the first eviction of a "
         "slot of budget + buffer.", tail,
         "### Beside chance",
-        "In how many of its numbers a method is not better than RandomEviction with the prompt as open or protected: "
-        "accuracy, perplexity, the share of tokens with the same favorite, acceptance and its tail, at three budgets. "
+        "In how many of its numbers a method is not better than RandomEviction with the prompt as open or protected. "
+        "The numbers are accuracy (where there are problems), perplexity, the share of tokens with the same favorite, "
+        "acceptance and its tail, of every task at budgets of 25, 50 and 75 % of the length, as far as they fit. "
         "An event cuts one sequence in all layers and heads; all sequences are cut together. H2O's rate "
         "includes its sums at every step, not the attention probabilities they need.", chance,
         f"![Every compressor at three budgets, with the prompt open and protected]({PICTURE})",

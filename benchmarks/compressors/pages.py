@@ -14,6 +14,7 @@ from benchmarks.compressors.quality import SHARES, Quality
 
 MARK = "↓"  # behind a number that is not better than that of random eviction
 COLORS = ("#c2410c", "#2563eb", "#1f2937")  # by budget, smallest first
+HALF = SHARES.index(0.5)
 Results = Sequence[Quality]
 ByTask = Mapping[str, Results]
 
@@ -67,17 +68,16 @@ def by_budget(results: Results, method: str, protected: bool) -> list[Quality | 
     return [own.get(budget) for budget in sorted({found.budget for found in results})]
 
 
-def measure_table(results: ByTask, measure: Measure, places: Mapping[str, Sequence[int]]) -> Table:
-    """Methods by a measure at some budgets of each task; in a cell the prompt open / protected."""
-    table = Table("", ["", *(f"{task}, {SHARES[place]:.0%}" for task, own in places.items() for place in own)])
+def measure_table(results: ByTask, measure: Measure) -> Table:
+    """Methods by a measure at half of each task's length, with the prompt open and protected."""
+    kinds = {"open": False, "protected": True}
+    table = Table("", ["", *(f"{task}, {kind}" for task in results for kind in kinds)])
     for name in methods([quality for own in results.values() for quality in own]):
-        cells = []
-        for task, own in places.items():
-            pairs = [
-                list(zip(by_budget(results[task], name, kind), by_budget(results[task], FLOOR, kind), strict=True))
-                for kind in (False, True)
-            ]
-            cells += [" / ".join(measure.cell(*pair[place]) for pair in pairs) for place in own]
+        cells = [
+            measure.cell(by_budget(own, name, kind)[HALF], by_budget(own, FLOOR, kind)[HALF])
+            for own in results.values()
+            for kind in kinds.values()
+        ]
         table.add(name, *cells)
     return table
 
@@ -92,15 +92,8 @@ def most_solved(results: ByTask) -> float:
 
 
 def accuracy_table(results: ByTask) -> Table:
-    """At the two larger budgets: under the smallest hardly anything is solved."""
-    return measure_table(results, ACCURACY, {task: (1, 2) for task, own in results.items() if has_problems(own)})
-
-
-def tail_table(results: ByTask) -> Table:
-    """At the middle budget, of texts without problems at all of them."""
-    return measure_table(
-        results, TAIL, {task: (1,) if has_problems(own) else (0, 1, 2) for task, own in results.items()}
-    )
+    """Of tasks with problems: under less hardly anything is solved, under more nearly everything."""
+    return measure_table({task: own for task, own in results.items() if has_problems(own)}, ACCURACY)
 
 
 def chance_table(results: ByTask) -> Table:

@@ -36,7 +36,7 @@ PAPER_MODELS = {
 }
 END_OF_TURN = "<|im_end|>"
 SPARROW = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
-ARMS = ("dense", "naive", "replay", "sparse_rl_official", "sparse_rl_paper")
+ARMS = ("dense", "naive", "replay", "reweighting", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
 MODULES = {
     "replay": "ReplayGRPO",
@@ -389,9 +389,11 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
     official = {"loss": {"denominator": "kept_tokens", "kl_on": "kept"}}
     replay = {"replay_objective": "sparse"}
     assert options == {
-        "dense": {}, "naive": {}, "replay": replay, "sparse_rl_official": official, "sparse_rl_paper": {},
+        "dense": {}, "naive": {}, "replay": replay, "reweighting": {}, "sparse_rl_official": official,
+        "sparse_rl_paper": {},
     }  # fmt: skip
     assert corrections["dense"] == corrections["naive"] == corrections["replay"] == {}
+    assert corrections["reweighting"] == {"ImportanceReweighting": {"clip_max": 1.5}}
     assert corrections["sparse_rl_paper"] == {
         "SparsityAwareRejection": {"threshold": 1e-4},
         "ImportanceReweighting": {},
