@@ -45,6 +45,10 @@ BEFORE: dict[str, Callable[[Outcome], float]] = {
     "full cache": lambda run: run.dense_before,
     "compressed cache": lambda run: run.sparse_before,
 }
+ENDING: dict[str, Callable[[Outcome], float]] = {
+    "full cache": lambda run: run.dense,
+    "compressed cache": lambda run: run.sparse,
+}
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
 ENDS = ("full cache", "compressed cache", "full cache, by seed", "sequences rejected", "collapsed")
 COURSE = [name for name in COLUMNS if name not in ENDS]
@@ -157,6 +161,16 @@ def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table
     return table
 
 
+def chance_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table:
+    """Points by which training under chance ends ahead of that under SnapKV, with the prompt open and protected."""
+    arms, half = studies[0].arms, len(studies) // 2  # those of chance come first
+    table = Table("", ["", *(f"{arm.label}, {cache}" for arm in arms for cache in ENDING)])
+    for name, chance, rival in zip(("prompt open", "prompt protected"), studies[:half], studies[half:], strict=True):
+        own = [(results.of(chance, arm), results.of(rival, arm)) for arm in arms]
+        table.add(name, *(difference(*pair, end) for pair in own for end in ENDING.values()))
+    return table
+
+
 def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
     """Arms that reject by what came of them, and by their lead over rejection alone."""
     table = Table("", ["", *ENDS, f"ahead of {REJECTION.label}, full cache"])
@@ -216,6 +230,6 @@ def tables(results: Results) -> dict[str, str]:
         "course": course_table(results, MAIN), "leads": leads(results, MAIN),
         "tight": arms_table(results, TIGHT), "tight leads": leads(results, TIGHT),
         "steps and rates": steps_table(results), "countdown": countdown_table(results),
-        "control": control_table(results), "spiral": spiral_table(results),
+        "control": control_table(results), "chance": chance_table(results), "spiral": spiral_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

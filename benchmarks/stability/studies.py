@@ -138,8 +138,8 @@ QUIET = tuple(
 _ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
 _THREE = {**_ANSWER, "data.init_args.num_terms": "3"}
 COUNTDOWN = {  # by the slot, of a text of 44 tokens on average
-    "half of a text": Study("countdown", "KeyDiff", 18, (DENSE, NAIVE, REPLAY, DRAWN, LEARNED), USUAL, FEW, _THREE),
-    "a third": Study("countdown", "KeyDiff", 11, (NAIVE, REPLAY, LEARNED), USUAL, FEW, _THREE),
+    "half": Study("countdown", "KeyDiff", 18, (DENSE, NAIVE, REPLAY, DRAWN, LEARNED), USUAL, FEW, _THREE),
+    "third": Study("countdown", "KeyDiff", 11, (NAIVE, REPLAY, LEARNED), USUAL, FEW, _THREE),
 }
 CONTROL = tuple(
     Study("sum", method, BUDGET, (NAIVE, SPARSE_RL), USUAL, FEW)

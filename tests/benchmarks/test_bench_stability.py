@@ -214,9 +214,19 @@ def test_steps_and_rates_are_asked_under_the_tighter_cache(tmp_path: Path) -> No
     assert table["naive, δ = 2"] == ["–", "–", "–", "–", "–", "0.50"]
 
 
+def test_chance_is_compared_with_the_same_prompt(tmp_path: Path) -> None:
+    for study, end in zip(studies.CONTROL, (0.5, 0.4, 0.2, 0.35), strict=True):  # chance open, protected; SnapKV
+        for run in study.runs(10, tmp_path):
+            if run.arm == NAIVE:
+                write(run, end=end)
+    table = cells(tables(finished(tmp_path))["chance"])
+    assert table["prompt open"] == ["+30.0", "+15.0", "–", "–"]  # naive with the full and the compressed cache
+    assert table["prompt protected"] == ["+5.0", "+2.5", "–", "–"]
+
+
 def test_learned_eviction_is_compared_under_the_cache_it_trained_with(tmp_path: Path) -> None:
     ends = {NAIVE.label: 0.2, studies.REPLAY.label: 0.3, studies.DRAWN.label: 0.4, studies.LEARNED.label: 0.5}
-    for run in studies.COUNTDOWN["half of a text"].runs(10, tmp_path):
+    for run in studies.COUNTDOWN["half"].runs(10, tmp_path):
         if run.arm != DENSE:
             write(run, end=ends[run.arm.label])
     table = cells(tables(finished(tmp_path))["countdown"])
