@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms.runs import Arm
-from benchmarks.stability.outcomes import curve_band
+from benchmarks.stability.outcomes import Outcome, curve_band
 from benchmarks.stability.records import Record
 from benchmarks.stability.results import Results
-from benchmarks.stability.studies import ALL, MAIN
+from benchmarks.stability.studies import ALL, MAIN, TIGHT, Study
 
 COLORS = {
     "dense": "#6b7280", "naive": "#c2410c", "naive, δ = 2": "#f59e0b", "rejection only": "#a16207",
@@ -19,14 +19,21 @@ COLORS = {
 
 
 def pictures(results: Results, folder: Path) -> None:
-    """Write both."""
+    """Write what the arms came to under both caches, and their courses under each."""
     from matplotlib import rc_context
 
     from sparse_rl_lightning.report.charts import STYLE
 
     with rc_context(STYLE):
-        for name, draw in (("results", ends), ("results-courses", courses)):
-            draw(results).savefig(folder / f"{name}.png", dpi=110)
+        drawn = {"results": ends(results, (TIGHT, MAIN))}
+        drawn |= {f"results-{name}": courses(results, study) for name, study in (("tight", TIGHT), ("courses", MAIN))}
+        for name, figure in drawn.items():
+            figure.savefig(folder / f"{name}.png", dpi=110)
+
+
+def of_arm(results: Results, study: Study, arm: Arm) -> list[Outcome]:
+    """Its runs in a study; dense rollouts are those of the main comparison, judged under its compressed cache."""
+    return list(results.of(study if arm.evicts else MAIN, arm).values())
 
 
 def _figure(columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -36,21 +43,25 @@ def _figure(columns: int, width: float, height: float, **options: Any) -> tuple[
     return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
 
 
-def ends(results: Results) -> Any:
-    """A row per arm, accuracy with the full cache and with the compressed one, a dot per seed, a bar for the mean."""
-    figure, (ax,) = _figure(1, 7.5, 4.2)
+def ends(results: Results, studies: Sequence[Study]) -> Any:
+    """A panel per cache, a row per arm: accuracy with the full cache and the compressed one, a bar for the mean."""
+    figure, axes = _figure(len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
     labels = ["before", *(arm.label for arm in ALL)]
-    first = list(results.of(MAIN, ALL[0]).values())[:1]
-    _row(ax, len(ALL), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
-    for place, arm in enumerate(ALL):
-        own = list(results.of(MAIN, arm).values())
-        _row(ax, len(ALL) - 1 - place, [run.dense for run in own], [run.sparse for run in own], COLORS[arm.label])
-    ax.set_xlabel(f"greedy accuracy after training (SnapKV, budget {MAIN.budget})")
-    ax.set_xlim(left=0.0)
-    ax.set_yticks(range(len(labels)), labels[::-1])
+    for ax, study in zip(axes, studies, strict=True):
+        first = [run for arm in study.arms for run in results.of(study, arm).values() if arm.evicts][:1]
+        _row(ax, len(ALL), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
+        for place, arm in enumerate(ALL):
+            own = of_arm(results, study, arm)
+            judged = own if arm in study.arms else []  # else under another compressed cache
+            sparse = [run.sparse for run in judged]
+            _row(ax, len(ALL) - 1 - place, [run.dense for run in own], sparse, COLORS[arm.label])
+        ax.set_title(f"{study.method}, {study.budget} + 4 tokens", fontsize=10)
+        ax.set_xlabel("greedy accuracy after training")
+        ax.set_xlim(left=0.0)
+    axes[0].set_yticks(range(len(labels)), labels[::-1])
     handles = [
-        ax.plot([], [], "o", color="#1f2937", label="full cache")[0],
-        ax.plot([], [], "o", mfc="white", color="#1f2937", label="compressed cache")[0],
+        axes[0].plot([], [], "o", color="#1f2937", label="full cache")[0],
+        axes[0].plot([], [], "o", mfc="white", color="#1f2937", label="compressed cache")[0],
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
@@ -79,12 +90,12 @@ PANELS: dict[str, tuple[Draw, str]] = {
 }
 
 
-def courses(results: Results) -> Any:
-    """Curves over the rollouts: mean over the seeds, and a band from the least to the largest."""
+def courses(results: Results, study: Study) -> Any:
+    """Curves over the rollouts of a study: mean over the seeds, and a band from the least to the largest."""
     figure, axes = _figure(len(PANELS), 12.5, 3.6, sharex=True)
     for ax, (title, (draw, scale)) in zip(axes, PANELS.items(), strict=True):
         for arm in ALL:
-            _band(ax, [draw(run.record) for run in results.of(MAIN, arm).values()], arm)
+            _band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("rollout")
         if scale == "log":

@@ -152,7 +152,7 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ahead["Sparse-RL"][0] == ahead["Sparse-RL"][2] == "+0.0 ± 0.0"
     assert ahead["naive"][3].startswith("-21.3")  # over dense, compressed: 2 less 20, 25 and 25
     assert ahead["naive"][3] == ahead["naive"][4]
-    for name in ("results", "results-courses"):
+    for name in ("results", "results-courses", "results-tight"):
         assert (docs / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
     # the line is enough: the run's own files may be gone, and it is not run again
