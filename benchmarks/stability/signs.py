@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,12 @@ from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, fall
 from benchmarks.stability.records import Record
 from benchmarks.stability.results import Results
-from benchmarks.stability.studies import CONTROL, MAIN, TIGHT, Study
+from benchmarks.stability.studies import CONTROL, MAIN, SPIRAL, TIGHT, Study
 
 BEHIND = 0.05  # accuracy with the full cache below that of dense training with the same prompts
 FALLEN = 0.75  # of the best accuracy so far
-GROUPS = {"main comparison": (MAIN,), "later runs": (TIGHT, *CONTROL)}
-"""Studies with one recipe and the same prompts; the bounds of the signs were chosen on the first."""
+GROUPS = {"main comparison": (MAIN,), "later runs": (TIGHT, *CONTROL), "spiral": (SPIRAL,)}
+"""Studies with one recipe; the bounds of the signs were chosen on the first."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,15 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Judged:
-    """A run beside dense training with the same prompts."""
+    """A run beside what dense training ends at."""
 
     outcome: Outcome
-    dense: Outcome
+    dense: float
 
     @property
     def is_behind(self) -> bool:
         """Whether it ends behind."""
-        return self.dense.dense - self.outcome.dense > BEHIND
+        return self.dense - self.outcome.dense > BEHIND
 
     def is_seen_before(self, sign: Sign) -> bool:
         """Whether a sign comes before the accuracy falls."""
@@ -79,14 +80,17 @@ class Judged:
 
 
 def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
-    """Every run with evictions, once, whose dense counterpart is finished."""
-    dense = results.of(MAIN, DENSE)
+    """Every run with evictions, once, beside dense training with the same prompts, or the mean of it on others."""
+    dense = {seed: run.dense for seed, run in results.of(MAIN, DENSE).items()}
+    if not dense:
+        return []
+    usual = statistics.fmean(dense.values())
     found: dict[str, Judged] = {}
     for study in studies:
         assert study.recipe == MAIN.recipe
         for arm in study.arms:
             own = results.of(study, arm) if arm.evicts else {}
-            found |= {run.record.key: Judged(run, dense[seed]) for seed, run in own.items() if seed in dense}
+            found |= {run.record.key: Judged(run, dense.get(seed, usual)) for seed, run in own.items()}
     return list(found.values())
 
 
