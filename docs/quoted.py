@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.common.tables import Table
 from benchmarks.compressors import records
-from benchmarks.compressors.pages import ACCURACY, SPEED, TAIL, by_budget
+from benchmarks.compressors.pages import ACCURACY, HALF, SPEED, TAIL, by_budget
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks" / "results"
@@ -18,7 +18,6 @@ COMPARED = (
 PAPER = "Sparse-RL (paper)"
 CORRECTED = ("dense", "naive", PAPER, "replay")
 TASKS = ("sums", "reductions", "countdown", "stories")
-HALF = 1  # of the budgets, the smallest first
 Row = dict[str, str]
 
 

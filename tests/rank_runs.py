@@ -21,7 +21,7 @@ from chatter import talk
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tiny_grpo import Recorder, Rows, likes_a, module
+from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning import modules
@@ -201,21 +201,16 @@ class Poison(RolloutCallback):
             part.weights[0] *= float("nan")
 
 
-class Stale(RolloutCallback):
-    """From the third rollout on a token of every bad sequence of one rank was near-impossible before the update."""
+class LongSteps(Stale):
+    """Stale on one rank from the third rollout on, when a guard has seen steps enough to tell of it."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        super().__init__(first=2, rank=rank)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         (guard,) = (callback for callback in trainer.callbacks if isinstance(callback, StepGuard))
         assert guard.watch is not None
         guard.watch.least = 3
-
-    def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
-        if trainer.global_rank == self.rank and module.num_rollouts >= 2:
-            first = part.completion_mask.int().argmax(dim=1)
-            part.old_logprobs[torch.arange(len(part)), first] -= 12 * (part.advantages < 0)
 
 
 class Told(RolloutCallback):
@@ -275,7 +270,7 @@ def asked(job: Job) -> list[Any]:
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
     faults = {
         "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts,
-        "stale": Stale,
+        "long_steps": LongSteps,
     }  # fmt: skip
     for name, kind in faults.items():
         if name in job:

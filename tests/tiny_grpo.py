@@ -14,7 +14,7 @@ from sparse_rl_lightning.compressors import RKV, Compressor
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import GRPOLoss, LearnerOptions, RolloutOptions, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -110,3 +110,15 @@ class Recorder(RolloutCallback):
 
     def on_rollout_scored(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
         self.scored.append(scored)
+
+
+class Stale(RolloutCallback):
+    """From a rollout on a token of every bad sequence was near-impossible before the update, on all ranks or one."""
+
+    def __init__(self, first: int, rank: int | None = None) -> None:
+        self.first, self.rank = first, rank
+
+    def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+        if module.num_rollouts >= self.first and self.rank in (None, trainer.global_rank):
+            token = part.completion_mask.int().argmax(dim=1)
+            part.old_logprobs[torch.arange(len(part)), token] -= 12 * (part.advantages < 0)

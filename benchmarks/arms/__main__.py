@@ -60,10 +60,9 @@ def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
         f"sequences of about 47 tokens, the same prompts for all. Seeds: {', '.join(map(str, seeds))}, told apart by "
         f"a slash. Accuracies are greedy, on the same {settings.num_problems} held-out problems (±{width:.2f} by their "
         f"number alone), mean of the last {LAST} evaluations, {settings.every_n_rollouts} rollouts apart. Rejected "
-        "sequences, tokens whose loss "
-        "is left out or weighs nothing, and tokens whose gradient the clip of the staleness ratio stops are means over "
-        "the run; compression k3 is the distance of the compressed policy from the dense one in nats per "
-        "token, mean of the last quarter. Minutes are those of training without evaluations."
+        "sequences, tokens whose loss is left out or weighs nothing, and tokens whose gradient the clip of the "
+        "staleness ratio stops are means over the run; compression k3 is the distance of the compressed policy from "
+        "the dense one in nats per token, mean of the last quarter. Minutes are those of training without evaluations."
     )
 
 

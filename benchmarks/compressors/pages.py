@@ -103,7 +103,7 @@ def chance_table(results: ByTask) -> Table:
     names = [name for name in methods([q for own in results.values() for q in own]) if name not in (DENSE, FLOOR)]
     lost = {name: [_lost(results, name, kind) for kind in (False, True)] for name in names}
     for name in sorted(names, key=lambda name: lost[name][0][0] / max(1, lost[name][0][1])):
-        speeds = [by_budget(results[task], name, False)[1] for task in timed]
+        speeds = [by_budget(results[task], name, False)[HALF] for task in timed]
         counts = [f"{count} of {total}" if total else "–" for count, total in lost[name]]
         table.add(name, *counts, *(SPEED.text(speed) for speed in speeds))
     return table

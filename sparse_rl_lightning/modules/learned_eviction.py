@@ -159,6 +159,5 @@ class LearnedEvictionGRPO(ReplayGRPO):
 
 
 def _credited(part: Rollout, draws: EvictionDraws) -> torch.Tensor:
-    """The steps (B, E) of draws that the sequence's own choices and rewards depend on, -1 for the others."""
-    first, last = part.prompt_lengths[:, None], (part.lengths - 1)[:, None]
-    return draws.steps.where((draws.steps > first) & (draws.steps < last), -1)
+    """The steps (B, E) of the sequence's own draws, -1 for those at the end of the prompt, which its group shares."""
+    return draws.steps.where(draws.steps > part.prompt_lengths[:, None], -1)

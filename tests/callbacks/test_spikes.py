@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.callbacks import RolloutCallback, StepGuard
+from sparse_rl_lightning.callbacks import StepGuard
 from sparse_rl_lightning.callbacks.guards.spikes import Cause, SpikeWatch
 from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
 from sparse_rl_lightning.losses import policy_loss, top_token_share
-from tests.tiny_grpo import fit, module
+from tests.tiny_grpo import Stale, fit, module
 
 
 def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None:
@@ -89,22 +89,13 @@ def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
     assert "staleness ratio is 91, and ten tokens carry 20%" in told_by([*ranks, [(91.0, 0.2, 0.0)]][::2], grpo)
 
 
-class Stale(RolloutCallback):
-    """From one rollout on a token of every bad sequence was near-impossible before the update."""
-
-    def correct(self, trainer: Any, module: Any, part: Any) -> None:
-        if module.num_rollouts >= 12:
-            first = part.completion_mask.int().argmax(dim=1)
-            part.old_logprobs[torch.arange(len(part)), first] -= 12 * (part.advantages < 0)
-
-
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
     with pytest.warns(
         UserWarning,
         match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
     ):
-        trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale()], accumulate_grad_batches=2)
+        trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale(first=12)], accumulate_grad_batches=2)
     assert guard.watch is not None
     assert guard.watch.spikes == 2
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
@@ -113,7 +104,7 @@ def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
 
 def test_spikes_need_not_be_looked_for() -> None:
     guard = StepGuard(spike_factor=None)
-    fit(module(lr=1e-4), 14, [guard, Stale()])
+    fit(module(lr=1e-4), 14, [guard, Stale(first=12)])
     assert guard.watch is None
     with pytest.raises(ValueError, match="StepGuard: spike_factor must be at least 1"):
         StepGuard(spike_factor=0.5)

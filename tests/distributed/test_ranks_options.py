@@ -58,7 +58,7 @@ def test_a_long_step_is_told_of_with_the_numbers_of_the_rank_that_made_it(tmp_pa
         {
             "name": name,
             "strategy": name,
-            "stale": 1,
+            "long_steps": 1,
             "lr": 1e-4,
             "settings": {"num_iterations": 1},
             "trainer": {"max_steps": 4},

@@ -155,9 +155,8 @@ def test_draws_in_an_answer_of_a_tool_are_credited_with_what_is_sampled_next() -
     new = torch.zeros(1, 7, 2, 1, requires_grad=True)
     found = eviction_loss(new, torch.zeros(1, 7, 2, 1), steps, torch.ones(1), mask)
     (own,) = torch.autograd.grad(found.loss, new)
-    assert (
-        own[0, :, :, 0].tolist() == [[-0.25, -0.25]] * 4 + [[0.0, 0.0]] * 3
-    )  # four tokens; nothing sampled sees the rest
+    # each by four tokens; nothing that was sampled has seen the others
+    assert own[0, :, :, 0].tolist() == [[-0.25, -0.25]] * 4 + [[0.0, 0.0]] * 3
     assert float(found.loss.detach()) == pytest.approx(-8 / 4)
 
 

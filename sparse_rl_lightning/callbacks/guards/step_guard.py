@@ -108,10 +108,9 @@ class StepGuard(Callback):
 
     def _note_micro_batch(self, trainer: Trainer) -> None:
         """Keep what the micro-batch with the largest ratio logged, on its device until it is asked for."""
-        logged, nothing = trainer.callback_metrics, torch.tensor(0.0)
-        own = torch.stack(
-            [logged.get(name, nothing).to(trainer.strategy.root_device, torch.float32) for name in BEHIND]
-        )
+        logged, device = trainer.callback_metrics, trainer.strategy.root_device
+        nothing = torch.zeros((), device=device)  # made there: no copy in every micro-batch
+        own = torch.stack([logged.get(name, nothing).to(device, torch.float32) for name in BEHIND])
         if self._worst is not None:
             worst = torch.where(own[0] >= self._worst[0], own, self._worst)
             own = torch.cat([worst[:2], torch.maximum(own, self._worst)[2:]])
