@@ -15,6 +15,7 @@ from benchmarks.stability.records import SPIKE, Archive
 from benchmarks.stability.studies import (
     CONTROL,
     COUNTDOWN,
+    DELTA,
     DRAWN,
     FOUR,
     MAIN,
@@ -102,7 +103,11 @@ def kept(own: Outcomes, dense: Outcomes) -> str:
 
 def difference(own: Outcomes, other: Outcomes, of: Callable[[Outcome], float]) -> str:
     """Points of accuracy by which an arm is ahead of another, paired by seed."""
-    points = [100 * (of(own[seed]) - of(other[seed])) for seed in sorted(own.keys() & other.keys())]
+    return _points(*({seed: of(run) for seed, run in arm.items()} for arm in (own, other)))
+
+
+def _points(own: Mapping[int, float], other: Mapping[int, float]) -> str:
+    points = [100 * (own[seed] - other[seed]) for seed in sorted(own.keys() & other.keys())]
     return mean(points, 1, signed=True) if points else MISSING
 
 
@@ -137,20 +142,44 @@ def quiet_table(results: Results, studies: Sequence[Study] = QUIET) -> Table:
     return table
 
 
-def steps_table(results: Results, columns: Sequence[Sequence[Study]] = STEPS) -> Table:
-    """Arms by optimizer steps per rollout and learning rate: accuracy with the full cache, and how many collapsed."""
-    recipes = [studies[0].recipe for studies in columns]
-    table = Table("", ["", *(f"{one.steps} x {one.rate:.0e}".replace("e-0", "e-") for one in recipes)])
-    for arm in FOUR:
-        cells = []
-        for studies in columns:
-            own = [run for study in studies for run in results.of(study, arm).values()]
-            collapsed = sum(run.collapsed for run in own)
-            cells.append(
-                COLUMNS["full cache"](own) + (f", {collapsed} collapsed" if collapsed else "") if own else MISSING
-            )
-        table.add(arm.label, *cells)
+def steps_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Table:
+    """Optimizer steps per rollout and learning rates: what each arm comes to by seed, and Sparse-RL's lead."""
+    ahead = [f"{SPARSE_RL.label} ahead of {NAIVE.label}, {cache}" for cache in ENDING]
+    far = (NAIVE, DELTA)  # arms whose staleness ratios are shown
+    heads = [*(arm.label for arm in FOUR), *ahead, *(f"largest w, {arm.label}" for arm in far)]
+    table = Table("", ["steps × rate", *heads])
+    for studies in rows:
+        own = {arm.label: of_any(results, studies, arm) for arm in FOUR}
+        ends = [COLUMNS["full cache, by seed"](list(outcomes.values())) or MISSING for outcomes in own.values()]
+        ours, naive = own[SPARSE_RL.label], own[NAIVE.label]
+        ratios = [COLUMNS["largest w"](list(own[arm.label].values())) if own[arm.label] else MISSING for arm in far]
+        recipe = f"{studies[0].recipe.steps} × {studies[0].recipe.rate:.0e}".replace("e-0", "e-")
+        table.add(recipe, *ends, *(difference(ours, naive, end) for end in ENDING.values()), *ratios)
     return table
+
+
+def fewer_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Table:
+    """Arms by what fewer optimizer steps per rollout change, full cache: the mean over the rates, paired by seed."""
+    by_steps: dict[int, list[Sequence[Study]]] = {}
+    for studies in rows:
+        by_steps.setdefault(studies[0].recipe.steps, []).append(studies)
+    *fewer, most = sorted(by_steps)
+    table = Table("", ["", *(f"{steps} instead of {most}" for steps in fewer)])
+    for arm in (DENSE, NAIVE, SPARSE_RL):
+        ends = {steps: over_rates([of_any(results, one, arm) for one in own]) for steps, own in by_steps.items()}
+        table.add(arm.label, *(_points(ends[steps], ends[most]) for steps in fewer))
+    return table
+
+
+def of_any(results: Results, studies: Sequence[Study], arm: Arm) -> Outcomes:
+    """Outcomes of an arm by seed, from whichever of the studies has it."""
+    return {seed: run for study in studies for seed, run in results.of(study, arm).items()}
+
+
+def over_rates(rates: Sequence[Outcomes]) -> dict[int, float]:
+    """Mean accuracy with the full cache by seed, of the seeds that were run at every rate."""
+    seeds = set.intersection(*(set(own) for own in rates))
+    return {seed: statistics.fmean(own[seed].dense for own in rates) for seed in seeds}
 
 
 def control_table(results: Results, studies: Sequence[Study] = CONTROL) -> Table:
@@ -229,7 +258,8 @@ def tables(results: Results) -> dict[str, str]:
         "how quiet": quiet_table(results), "main": arms_table(results, MAIN),
         "course": course_table(results, MAIN), "leads": leads(results, MAIN),
         "tight": arms_table(results, TIGHT), "tight leads": leads(results, TIGHT),
-        "steps and rates": steps_table(results), "countdown": countdown_table(results),
-        "control": control_table(results), "chance": chance_table(results), "spiral": spiral_table(results),
+        "steps and rates": steps_table(results), "fewer steps": fewer_table(results),
+        "countdown": countdown_table(results), "control": control_table(results), "chance": chance_table(results),
+        "spiral": spiral_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

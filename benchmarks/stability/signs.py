@@ -5,18 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from benchmarks.arms.runs import DENSE
 from benchmarks.common.tables import Table
 from benchmarks.stability.outcomes import Outcome, fall
 from benchmarks.stability.records import Record
 from benchmarks.stability.results import Results
-from benchmarks.stability.studies import CONTROL, MAIN, SPIRAL, TIGHT, Study
+from benchmarks.stability.studies import CONTROL, MAIN, SPIRAL, STEPS, TIGHT, Study
 
 BEHIND = 0.05  # accuracy with the full cache below that of dense training with the same prompts
 FALLEN = 0.75  # of the best accuracy so far
-GROUPS = {"main comparison": (MAIN,), "later runs": (TIGHT, *CONTROL), "spiral": (SPIRAL,)}
-"""Studies with one recipe; the bounds of the signs were chosen on the first."""
+GROUPS = {
+    "main comparison": (MAIN,), "later runs": (TIGHT, *CONTROL), "spiral": (SPIRAL,),
+    "steps and rates": tuple(chain(*STEPS)),
+}  # fmt: skip
+"""Studies to judge; the bounds of the signs were chosen on the first."""
+DENSE_OF = {study.recipe: study for study in (*chain(*STEPS), MAIN) if DENSE in study.arms}
+"""Where dense training by the same recipe is found; main has the most seeds of its own."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,12 @@ class Judged:
 
 def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
     """Every run with evictions, once, beside dense training with the same prompts, or the mean of it on others."""
-    dense = {seed: run.dense for seed, run in results.of(MAIN, DENSE).items()}
-    if not dense:
-        return []
-    usual = statistics.fmean(dense.values())
     found: dict[str, Judged] = {}
     for study in studies:
-        assert study.recipe == MAIN.recipe
+        dense = {seed: run.dense for seed, run in results.of(DENSE_OF[study.recipe], DENSE).items()}
+        if not dense:
+            continue
+        usual = statistics.fmean(dense.values())
         for arm in study.arms:
             own = results.of(study, arm) if arm.evicts else {}
             found |= {run.record.key: Judged(run, dense.get(seed, usual)) for seed, run in own.items()}
