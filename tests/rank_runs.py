@@ -260,10 +260,10 @@ def strategy(name: str, world_size: int) -> Any:
 
 def asked(job: Job) -> list[Any]:
     """The callbacks of a job."""
-    callbacks: list[Any] = [
-        SparsityAwareRejection(threshold=0.5), ImportanceReweighting(clip_max=1.5, normalize="batch"),
-        RankWatch(stuck_after=30),
-    ]  # fmt: skip
+    callbacks: list[Any] = [RankWatch(stuck_after=30)]
+    if job.get("corrected", True):
+        weights = ImportanceReweighting(clip_max=1.5, normalize="batch")
+        callbacks = [SparsityAwareRejection(threshold=0.5), weights, *callbacks]
     if job.get("poison"):
         callbacks.append(Poison())
     if job.get("uneven"):

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.callbacks import StepGuard
-from sparse_rl_lightning.callbacks.guards.spikes import Cause, SpikeWatch
+from sparse_rl_lightning.callbacks import ImportanceReweighting, StepGuard
+from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, SpikeWatch
 from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
 from sparse_rl_lightning.losses import policy_loss, top_token_share
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from tests.tiny_grpo import Stale, fit, module
 
 
@@ -32,7 +33,7 @@ def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
     assert found.startswith(
         "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
     )
-    assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then model.loss.delta: 2, fewer" in found
+    assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then fewer optimizer steps per rollout" in found
     assert "Reweighting" not in Cause(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
     assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo bounds them
     drawn = Cause(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
@@ -73,7 +74,7 @@ def told_by(ranks: list[list[tuple[float, ...]]], module: Any) -> str:
     for _ in range(20):
         guards[0].watch.see(1.0)
     with pytest.warns(UserWarning, match="optimizer step 7 is 90 times as long as usual") as record:
-        guards[0]._look_for_spike(trainer, module, 90.0)
+        guards[0]._look_at_step(trainer, module, 90.0)
     return str(record[0].message)
 
 
@@ -98,8 +99,37 @@ def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
         trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale(first=12)], accumulate_grad_batches=2)
     assert guard.watch is not None
     assert guard.watch.spikes == 2
+    assert guard.ratios == RatioWatch(100.0, told=True)  # with the long step, and not again
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
     assert float(trainer.callback_metrics["top10_token_share"]) > 0.5
+
+
+def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
+    """With delta nothing is long; only evictions that neither weights nor replay account for are told of."""
+    options: dict[str, Any] = {"lr": 1e-4, "steps_per_generation": 2, "delta": 2.0}
+    guard, stale = StepGuard(), Stale(first=4)
+    with pytest.warns(UserWarning, match=r"ratio of optimizer step \d+ is 1.6e\+05.*ImportanceReweighting") as record:
+        fit(module(**options), 6, [guard, stale], accumulate_grad_batches=2)
+    said = [str(one.message) for one in record if "optimizer step" in str(one.message)]
+    assert len(said) == 1
+    assert guard.watch is not None
+    assert guard.watch.spikes == 0
+    again = StepGuard()
+    again.load_state_dict(guard.state_dict())
+    assert again.ratios == RatioWatch(100.0, told=True)  # a run that goes on does not say it again
+    for corrections, kind in (([ImportanceReweighting(clip_max=1.5)], SparseGRPO), ([], ReplayGRPO)):
+        quiet = StepGuard()
+        replay = {"replay_objective": "sparse"} if kind is ReplayGRPO else {}
+        fit(module(kind=kind, **options, **replay), 6, [*corrections, quiet, Stale(4)], accumulate_grad_batches=2)
+        assert quiet.ratios == RatioWatch(100.0)
+
+
+def test_ratio_below_the_limit_or_without_one_is_not_told_of() -> None:
+    assert RatioWatch(100.0).see(Cause(99.0)) is None
+    assert RatioWatch(100.0).see(Cause(float("nan"))) is None
+    with pytest.raises(ValueError, match="StepGuard: max_staleness_ratio must be at least 1"):
+        StepGuard(max_staleness_ratio=0.5)
+    assert StepGuard(max_staleness_ratio=None).ratios is None
 
 
 def test_spikes_need_not_be_looked_for() -> None:

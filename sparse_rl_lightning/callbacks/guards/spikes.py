@@ -1,4 +1,4 @@
-"""Steps far longer than usual, and what their staleness ratios and heaviest tokens say about the cause."""
+"""Steps far longer than usual or on tokens moved far, and what is said of their cause and cure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+MOVED = (
+    "tokens that the policy before the rollout's first step found unlikely, and that steps on the same rollout have "
+    "moved"
+)
+FEWER = "fewer optimizer steps per rollout (steps_per_generation, num_iterations)"
+CORRECTED = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO"
 LARGE_RATIO = 10.0
 """Staleness ratio from which tokens moved far are taken for the cause; naive training's long steps have more."""
 
@@ -66,12 +72,11 @@ class Cause:
             can_correct: Whether the sampler evicts, and neither weights nor replay account for it.
             can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
-        fewer = "fewer optimizer steps per rollout (steps_per_generation, num_iterations)"
         if self.draws >= LARGE_RATIO and self.draws > self.ratio:
             bound = "model.loss.delta: 2, " if can_bound else ""
             return (
                 f"The largest ratio of a drawn eviction is {self.draws:.2g}: steps on the same rollout have changed "
-                f"what is kept. What helps: {bound}a smaller eviction_weight, {fewer}."
+                f"what is kept. What helps: {bound}a smaller eviction_weight, {FEWER}."
             )
         known = f"Its largest staleness ratio is {self.ratio:.2g}" if self.ratio else ""
         if self.ratio < LARGE_RATIO or not can_bound:
@@ -79,9 +84,34 @@ class Cause:
                 f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate "
                 "or gradient_clip_val keeps single steps short."
             )
-        correct = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then " if can_correct else ""
+        correct = f"{CORRECTED}; then " if can_correct else ""
         return (
-            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: tokens that the policy before the "
-            "rollout's first step found unlikely, and that steps on the same rollout have moved. With a negative "
-            f"advantage nothing bounds them. What helps: {correct}model.loss.delta: 2, {fewer}."
+            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: {MOVED}. With a negative "
+            f"advantage nothing bounds them. What helps: {correct}{FEWER}, model.loss.delta: 2."
+        )
+
+
+@dataclass
+class RatioWatch:
+    """Tells once of tokens whose staleness ratio has grown large under a cache that nothing corrects.
+
+    A loss that bounds the ratio keeps such a step short, so that its gradient shows nothing.
+    Of the runs of docs/results.md without weights or replay most that passed 100 ended behind.
+
+    Args:
+        limit: Staleness ratio above which it is told of.
+        told: Whether it has been.
+    """
+
+    limit: float = 100.0
+    told: bool = False
+
+    def see(self, cause: Cause) -> str | None:
+        """A step's largest ratio and what helps, if that is to be told of."""
+        if self.told or not self.limit < cause.ratio:
+            return None
+        self.told = True
+        return (
+            f"is {cause.ratio:.2g}: {MOVED}. Its gradient need not be long, if the loss bounds the ratio, but runs "
+            f"that went so far mostly ended behind. What helps: {CORRECTED}; else {FEWER}."
         )

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.guards.spikes import Cause, SpikeWatch
+from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, SpikeWatch
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
@@ -32,22 +32,30 @@ class StepGuard(Callback):
     any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback themselves.
 
     A step whose gradient is far longer than those before it is not skipped but told of, with its likely cause and what
-    helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it.
+    helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it. Where
+    the sampler evicts and neither weights nor replay account for it, such a ratio is told of by itself, once: a loss
+    that bounds it has no long steps.
 
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.
         spike_factor: Multiple of the median norm of the last 50 steps from which a step is warned of, null for never.
+        max_staleness_ratio: Staleness ratio above which a step without weights or replay is warned of, null for never.
 
     Raises:
         ValueError: If a number is below 1; in training, if that many steps in a row were skipped.
     """
 
-    def __init__(self, max_in_a_row: int = 3, spike_factor: float | None = 20.0) -> None:
+    def __init__(
+        self, max_in_a_row: int = 3, spike_factor: float | None = 20.0, max_staleness_ratio: float | None = 100.0
+    ) -> None:
         check_number("max_in_a_row", max_in_a_row, least=1, owner="StepGuard")
         if spike_factor is not None:
             check_number("spike_factor", spike_factor, least=1, owner="StepGuard")
+        if max_staleness_ratio is not None:
+            check_number("max_staleness_ratio", max_staleness_ratio, least=1, owner="StepGuard")
         self.max_in_a_row = max_in_a_row
         self.watch = None if spike_factor is None else SpikeWatch(spike_factor)
+        self.ratios = None if max_staleness_ratio is None else RatioWatch(max_staleness_ratio)
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
         self._skips_now = False
@@ -71,7 +79,7 @@ class StepGuard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count at the end of an optimizer step."""
-        if self.watch is not None:
+        if self.watch is not None or self.ratios is not None:
             self._note_micro_batch(trainer)
         if trainer.fit_loop._should_accumulate():
             return
@@ -89,7 +97,7 @@ class StepGuard(Callback):
             key = getattr(pl_module, "grad_norm_key", "grad_norm")  # any module may have the guard
             pl_module.log(key, float(self._norm))
             if key == "grad_norm":  # an adapter's steps are of another size
-                self._look_for_spike(trainer, pl_module, float(self._norm))
+                self._look_at_step(trainer, pl_module, float(self._norm))
         self._worst = None
         if self._skips_now:
             self._tell(trainer, pl_module)
@@ -98,13 +106,16 @@ class StepGuard(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
         watched = {} if self.watch is None else {"watch": self.watch.state()}
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row, **watched}
+        told = {} if self.ratios is None else {"told_of_ratio": self.ratios.told}
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, **watched, **told}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
         if self.watch is not None:
             self.watch = replace(self.watch, **state_dict.get("watch", {}))
+        if self.ratios is not None:
+            self.ratios.told = state_dict.get("told_of_ratio", False)
 
     def _note_micro_batch(self, trainer: Trainer) -> None:
         """Keep what the micro-batch with the largest ratio logged, on its device until it is asked for."""
@@ -116,21 +127,24 @@ class StepGuard(Callback):
             own = torch.cat([worst[:2], torch.maximum(own, self._worst)[2:]])
         self._worst = own
 
-    def _look_for_spike(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
+    def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
-        if times is None or self._worst is None:  # on all ranks alike
+        can_correct = _can_correct(module)
+        ratios = self.ratios if can_correct and self.ratios is not None and not self.ratios.told else None
+        if self._worst is None or (times is None and ratios is None):  # on all ranks alike
             return
         ranks = torch.as_tensor(trainer.strategy.all_gather(self._worst)).view(-1, len(BEHIND))
         ratio, share, _ = ranks[ranks[:, 0].argmax()].tolist()
         draws = float(ranks[:, 2].max()) if getattr(module, "eviction_weight", 0) else 0.0
-        loss = getattr(module, "loss", None)  # any module may have the guard
-        can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
-        cause = Cause(ratio, share, draws).told(_can_correct(module), can_bound)
-        warn_of_run(
-            trainer,
-            f"The gradient of optimizer step {trainer.global_step} is {times:,.0f} times as long as usual "
-            f"({norm:.3g}). {cause}",
-        )
+        cause, step = Cause(ratio, share, draws), f"of optimizer step {trainer.global_step}"
+        said = ratios and ratios.see(cause)
+        if times is not None:
+            loss = getattr(module, "loss", None)  # any module may have the guard
+            can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
+            told = cause.told(can_correct, can_bound)
+            warn_of_run(trainer, f"The gradient {step} is {times:,.0f} times as long as usual ({norm:.3g}). {told}")
+        elif said:
+            warn_of_run(trainer, f"The largest staleness ratio {step} {said}")
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
         said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
