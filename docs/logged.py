@@ -114,7 +114,7 @@ HEALTHY = {
     "mismatch/low_ratio_sequences": "the rejection rate at the threshold of 1e-4",
     "sampling/importance_sampling_ratio/max": "large values are what `clip_max` is for",
     "clip_ratio/region_mean": "below 0.01 with few steps per rollout; 0.0005 in Sparse-RL's paper",
-    "staleness_ratio/max": "below 10; `StepGuard` warns of more in a long step, and above 100 if nothing is corrected",
+    "staleness_ratio/max": "below 10; `StepGuard` warns of more in a long step, and of 100 without weights or replay",
     "top10_token_share": "some times ten over the tokens of a micro-batch; near 1 they are the whole step",
     "entropy": "falls slowly; near 0 nothing is explored any more",
     "kl": "grows slowly from 0",

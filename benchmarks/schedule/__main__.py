@@ -218,6 +218,12 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return f"Means over seeds: {'; '.join(parts)}."
 
 
+def configured() -> tuple[dict[str, Any], int]:
+    """Settings of the method that is calibrated, and how many tokens a bin of lengths has."""
+    settings = yaml.safe_load((ROOT / "configs/calibrate.yaml").read_text(encoding="utf-8"))
+    return settings["compressor"]["init_args"], settings["binning"]["bin_size"]
+
+
 def main() -> None:
     """Calibrate, train, and print or save the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -230,9 +236,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder, calibration = given.folder.absolute(), given.calibration.absolute()
-    settings = yaml.safe_load((ROOT / "configs/calibrate.yaml").read_text(encoding="utf-8"))
-    compressor = settings["compressor"]["init_args"]
-    own = plan(calibration, given.fixed, compressor, settings["bin_size"])
+    compressor, bin_size = configured()
+    own = plan(calibration, given.fixed, compressor, bin_size)
     found = tails(calibration, compressor)
     print(own, found, sep="\n\n", flush=True)
     if given.save is not None:

@@ -34,6 +34,11 @@ class Outcome:
         """With the compressed cache."""
         return self.record.end(str(self.budget), LAST)
 
+    def dense_after(self, rollouts: float) -> float:
+        """With the full cache, mean of the last evaluations until so many rollouts."""
+        rows = [row["dense"] for row in self.record.evaluations if 0 < row["rollouts"] <= rollouts]
+        return statistics.fmean(rows[-LAST:])
+
     @property
     def dense_before(self) -> float:
         """With the full cache before training."""

@@ -144,30 +144,42 @@ def quiet_table(results: Results, studies: Sequence[Study] = QUIET) -> Table:
 
 def steps_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Table:
     """Optimizer steps per rollout and learning rates: what each arm comes to by seed, and Sparse-RL's lead."""
-    ahead = [f"{SPARSE_RL.label} ahead of {NAIVE.label}, {cache}" for cache in ENDING]
     far = (NAIVE, DELTA)  # arms whose staleness ratios are shown
-    heads = [*(arm.label for arm in FOUR), *ahead, *(f"largest w, {arm.label}" for arm in far)]
-    table = Table("", ["steps × rate", *heads])
+    updates = min(studies[0].recipe.steps * studies[0].recipe.rollouts for studies in rows)
+    table = Table("", [
+        "steps × rate", *(arm.label for arm in FOUR),
+        *(f"{SPARSE_RL.label} ahead of {NAIVE.label}, {cache}" for cache in ENDING),
+        f"{NAIVE.label} after {updates} updates", *(f"largest w, {arm.label}" for arm in far),
+    ])  # fmt: skip
     for studies in rows:
+        recipe = studies[0].recipe
         own = {arm.label: of_any(results, studies, arm) for arm in FOUR}
         ends = [COLUMNS["full cache, by seed"](list(outcomes.values())) or MISSING for outcomes in own.values()]
         ours, naive = own[SPARSE_RL.label], own[NAIVE.label]
+        early = " / ".join(f"{run.dense_after(updates / recipe.steps):.2f}" for run in naive.values()) or MISSING
         ratios = [COLUMNS["largest w"](list(own[arm.label].values())) if own[arm.label] else MISSING for arm in far]
-        recipe = f"{studies[0].recipe.steps} × {studies[0].recipe.rate:.0e}".replace("e-0", "e-")
-        table.add(recipe, *ends, *(difference(ours, naive, end) for end in ENDING.values()), *ratios)
+        name = f"{recipe.steps} × {recipe.rate:.0e}".replace("e-0", "e-")
+        table.add(name, *ends, *(difference(ours, naive, end) for end in ENDING.values()), early, *ratios)
     return table
 
 
 def fewer_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Table:
-    """Arms by what fewer optimizer steps per rollout change, full cache: the mean over the rates, paired by seed."""
+    """What fewer optimizer steps per rollout bring an arm, full cache: mean over the rates, paired by seed."""
     by_steps: dict[int, list[Sequence[Study]]] = {}
     for studies in rows:
         by_steps.setdefault(studies[0].recipe.steps, []).append(studies)
     *fewer, most = sorted(by_steps)
-    table = Table("", ["", *(f"{steps} instead of {most}" for steps in fewer)])
+    heads = [f"{steps} instead of {most}" for steps in fewer]
+    table = Table("", ["", *heads, *(f"{head}, beyond {DENSE.label}" for head in heads)])
+    dense: dict[int, dict[int, float]] = {}  # its gains by steps
     for arm in (DENSE, NAIVE, SPARSE_RL):
         ends = {steps: over_rates([of_any(results, one, arm) for one in own]) for steps, own in by_steps.items()}
-        table.add(arm.label, *(_points(ends[steps], ends[most]) for steps in fewer))
+        gains = {steps: {seed: ends[steps][seed] - ends[most][seed] for seed in ends[steps].keys() & ends[most].keys()}
+                 for steps in fewer}  # fmt: skip
+        dense = dense or gains
+        nothing = {seed: 0.0 for gain in gains.values() for seed in gain}
+        beyond = [_points(gains[steps], dense[steps]) for steps in fewer]
+        table.add(arm.label, *(_points(gains[steps], nothing) for steps in fewer), *beyond)
     return table
 
 

@@ -22,7 +22,7 @@ GROUPS = {
 }  # fmt: skip
 """Studies to judge; the bounds of the signs were chosen on the first."""
 DENSE_OF = {study.recipe: study for study in (*chain(*STEPS), MAIN) if DENSE in study.arms}
-"""Where dense training by the same recipe is found; main has the most seeds of its own."""
+"""Where dense training on sums by the same recipe is found; the last wins: for the usual one main, with six seeds."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ class Judged:
 
 
 def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
-    """Every run with evictions, once, beside dense training with the same prompts, or the mean of it on others."""
+    """Every run with evictions, once, beside dense training by the same recipe with the same prompts, or on others."""
     found: dict[str, Judged] = {}
     for study in studies:
+        assert study.task == MAIN.task
         dense = {seed: run.dense for seed, run in results.of(DENSE_OF[study.recipe], DENSE).items()}
         if not dense:
             continue

@@ -93,3 +93,9 @@ def test_the_page_says_what_was_found(calibration: Path, tmp_path: Path) -> None
     assert "\nold\n" not in text
     assert "| schedule | 0 | 0.500 | 0.250 | 0.400 | 0.600 | 10.0% | 20.0% | no |" in text
     assert "schedule: accuracy 0.500 with the full cache and 0.250 with the compressed one, 0 of 1 runs" in text
+
+
+def test_settings_are_those_of_the_calibration() -> None:
+    compressor, bin_size = command.configured()
+    assert command.entries_per_token(30, [(12, 40)], compressor) > 0  # R-KV takes them
+    assert bin_size == 4

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_rl_lightning.callbacks import ImportanceReweighting, StepGuard
+from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection, StepGuard
 from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, SpikeWatch
 from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
+from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.losses import policy_loss, top_token_share
-from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.modules import ReplayGRPO
 from tests.tiny_grpo import Stale, fit, module
 
 
@@ -35,7 +36,10 @@ def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
     )
     assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then fewer optimizer steps per rollout" in found
     assert "Reweighting" not in Cause(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
-    assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo bounds them
+    bounded = Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo keeps them from the gradient
+    assert "or ReplayGRPO; then fewer" in bounded
+    assert "delta" not in bounded
+    assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=False, can_bound=False)
     drawn = Cause(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
     assert drawn.startswith("The largest ratio of a drawn eviction is 4e+03")
     assert "model.loss.delta: 2, a smaller eviction_weight" in drawn
@@ -64,7 +68,8 @@ def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
 def told_by(ranks: list[list[tuple[float, ...]]], module: Any) -> str:
     """What the first rank warns of when a long step follows the micro-batches of each."""
     guards = []
-    strategy = SimpleNamespace(root_device="cpu", all_gather=lambda _: torch.stack([one._worst for one in guards]))
+    gather = lambda own: torch.stack([torch.cat([one._worst, own[len(BEHIND) :]]) for one in guards])  # noqa: E731
+    strategy = SimpleNamespace(root_device="cpu", all_gather=gather)
     trainer = SimpleNamespace(callback_metrics={}, strategy=strategy, global_step=7, callbacks=[])
     for batches in ranks:
         guards.append(StepGuard())
@@ -104,24 +109,43 @@ def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     assert float(trainer.callback_metrics["top10_token_share"]) > 0.5
 
 
-def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
-    """With delta nothing is long; only evictions that neither weights nor replay account for are told of."""
-    options: dict[str, Any] = {"lr": 1e-4, "steps_per_generation": 2, "delta": 2.0}
-    guard, stale = StepGuard(), Stale(first=4)
-    with pytest.warns(UserWarning, match=r"ratio of optimizer step \d+ is 1.6e\+05.*ImportanceReweighting") as record:
-        fit(module(**options), 6, [guard, stale], accumulate_grad_batches=2)
-    said = [str(one.message) for one in record if "optimizer step" in str(one.message)]
-    assert len(said) == 1
+BOUNDED: dict[str, Any] = {"lr": 1e-4, "steps_per_generation": 2, "delta": 2.0}
+
+
+def watched(callbacks: list[Any], **options: Any) -> tuple[StepGuard, float]:
+    """A guard that has seen steps enough to judge, and the largest ratio of the last step of a stale run."""
+    guard = StepGuard()
     assert guard.watch is not None
-    assert guard.watch.spikes == 0
-    again = StepGuard()
-    again.load_state_dict(guard.state_dict())
-    assert again.ratios == RatioWatch(100.0, told=True)  # a run that goes on does not say it again
-    for corrections, kind in (([ImportanceReweighting(clip_max=1.5)], SparseGRPO), ([], ReplayGRPO)):
-        quiet = StepGuard()
-        replay = {"replay_objective": "sparse"} if kind is ReplayGRPO else {}
-        fit(module(kind=kind, **options, **replay), 6, [*corrections, quiet, Stale(4)], accumulate_grad_batches=2)
-        assert quiet.ratios == RatioWatch(100.0)
+    guard.watch.least = 3
+    stale = [*callbacks, guard, Stale(first=4)]
+    trainer = fit(module(**BOUNDED, **options), 6, stale, accumulate_grad_batches=2)
+    return guard, float(trainer.callback_metrics["staleness_ratio/max"])
+
+
+def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
+    """With delta nothing is long. Rejection is no cure: what is kept is trained on as it is."""
+    for callbacks in ([], [SparsityAwareRejection()]):
+        match = r"ratio of optimizer step \d+ is 1.6e\+05.*ImportanceReweighting"
+        with pytest.warns(UserWarning, match=match) as record:
+            guard, _ = watched(callbacks)
+        said = [str(one.message) for one in record if "optimizer step" in str(one.message)]
+        assert len(said) == 1
+        assert guard.watch is not None
+        assert guard.watch.spikes == 0
+        again = StepGuard()
+        again.load_state_dict(guard.state_dict())
+        assert again.ratios == RatioWatch(100.0, told=True)  # a run that goes on does not say it again
+
+
+@pytest.mark.parametrize("kind", ["weights", "replay", "full cache"])
+def test_ratio_is_not_told_of_where_evictions_are_accounted_for_or_none(kind: str) -> None:
+    callbacks = [ImportanceReweighting(clip_max=1.5)] if kind == "weights" else []
+    options: dict[str, Any] = {"compressor": FullKV()} if kind == "full cache" else {}
+    if kind == "replay":
+        options = {"kind": ReplayGRPO, "replay_objective": "sparse"}
+    guard, ratio = watched(callbacks, **options)
+    assert guard.ratios == RatioWatch(100.0)
+    assert ratio > 100
 
 
 def test_ratio_below_the_limit_or_without_one_is_not_told_of() -> None:

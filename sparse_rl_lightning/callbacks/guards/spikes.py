@@ -10,7 +10,7 @@ MOVED = (
     "tokens that the policy before the rollout's first step found unlikely, and that steps on the same rollout have "
     "moved"
 )
-FEWER = "fewer optimizer steps per rollout (steps_per_generation, num_iterations)"
+FEWER = "fewer optimizer steps per rollout (a larger accumulate_grad_batches, or a smaller num_iterations)"
 CORRECTED = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO"
 LARGE_RATIO = 10.0
 """Staleness ratio from which tokens moved far are taken for the cause; naive training's long steps have more."""
@@ -79,24 +79,27 @@ class Cause:
                 f"what is kept. What helps: {bound}a smaller eviction_weight, {FEWER}."
             )
         known = f"Its largest staleness ratio is {self.ratio:.2g}" if self.ratio else ""
-        if self.ratio < LARGE_RATIO or not can_bound:
+        if self.ratio < LARGE_RATIO or not (can_correct or can_bound):
             return (
                 f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate "
                 "or gradient_clip_val keeps single steps short."
             )
         correct = f"{CORRECTED}; then " if can_correct else ""
+        free, bound = (
+            (" With a negative advantage nothing bounds them.", ", model.loss.delta: 2") if can_bound else ("", "")
+        )
         return (
-            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: {MOVED}. With a negative "
-            f"advantage nothing bounds them. What helps: {correct}{FEWER}, model.loss.delta: 2."
+            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: {MOVED}.{free} What helps: "
+            f"{correct}{FEWER}{bound}."
         )
 
 
 @dataclass
 class RatioWatch:
-    """Tells once of tokens whose staleness ratio has grown large under a cache that nothing corrects.
+    """Tells once of tokens whose staleness ratio has grown large under eviction without weights or replay.
 
-    A loss that bounds the ratio keeps such a step short, so that its gradient shows nothing.
-    Of the runs of docs/results.md without weights or replay most that passed 100 ended behind.
+    A loss that bounds the ratio keeps such a step short, so that its gradient shows nothing. Most runs of
+    docs/results.md that passed 100 so ended behind dense training.
 
     Args:
         limit: Staleness ratio above which it is told of.
@@ -112,6 +115,6 @@ class RatioWatch:
             return None
         self.told = True
         return (
-            f"is {cause.ratio:.2g}: {MOVED}. Its gradient need not be long, if the loss bounds the ratio, but runs "
-            f"that went so far mostly ended behind. What helps: {CORRECTED}; else {FEWER}."
+            f"is {cause.ratio:.2g}: {MOVED}. The step need not be a long one (with model.loss.delta it is not), but "
+            f"most runs that went so far ended behind dense training. What helps: {CORRECTED}; else {FEWER}."
         )

@@ -17,6 +17,7 @@ from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, Spike
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
+from sparse_rl_lightning.learner.block import RolloutBlock
 
 BEHIND = ("staleness_ratio/max", "top10_token_share", "draws/ratio_max")
 """Numbers of every micro-batch that tell what a long step is made of."""
@@ -129,15 +130,16 @@ class StepGuard(Callback):
 
     def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
-        can_correct = _can_correct(module)
-        ratios = self.ratios if can_correct and self.ratios is not None and not self.ratios.told else None
-        if self._worst is None or (times is None and ratios is None):  # on all ranks alike
+        asks = self.ratios is not None and not self.ratios.told and _evicts(module)
+        if self._worst is None or (times is None and not asks):  # on all ranks alike
             return
-        ranks = torch.as_tensor(trainer.strategy.all_gather(self._worst)).view(-1, len(BEHIND))
-        ratio, share, _ = ranks[ranks[:, 0].argmax()].tolist()
+        own = torch.cat([self._worst.nan_to_num(), self._worst.new_tensor([_can_correct(module)])])
+        ranks = torch.as_tensor(trainer.strategy.all_gather(own)).view(-1, len(own))
+        ratio, share, *_ = ranks[ranks[:, 0].argmax()].tolist()
         draws = float(ranks[:, 2].max()) if getattr(module, "eviction_weight", 0) else 0.0
+        can_correct = bool(ranks[:, 3].min())
         cause, step = Cause(ratio, share, draws), f"of optimizer step {trainer.global_step}"
-        said = ratios and ratios.see(cause)
+        said = self.ratios.see(cause) if self.ratios is not None and can_correct else None
         if times is not None:
             loss = getattr(module, "loss", None)  # any module may have the guard
             can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
@@ -168,14 +170,19 @@ class StepGuard(Callback):
         )
 
 
-def _can_correct(module: LightningModule) -> bool:
-    """Whether the sampler evicts, and neither weights nor replay account for it."""
-    block: Any = getattr(module, "block", None)
-    if block is None or block.rollout.weights is not None:
+def _evicts(module: LightningModule) -> bool:
+    """Whether training follows rollouts with evictions that it does not replay: the same on all ranks."""
+    if not isinstance(getattr(module, "block", None), RolloutBlock):  # any module may have the guard
         return False
     generator: Any = module.generator
     replays = getattr(module, "replay_objective", "dense") != "dense"  # "dense" is the objective of the corrections
     return generator.compressor.evicts and not replays
+
+
+def _can_correct(module: LightningModule) -> bool:
+    """Whether the sampler evicts, and neither weights nor replay account for it."""
+    block: Any = getattr(module, "block", None)
+    return _evicts(module) and block.rollout.weights is None
 
 
 def _seeks_scale(trainer: Trainer) -> bool:
