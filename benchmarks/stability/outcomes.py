@@ -36,8 +36,7 @@ class Outcome:
 
     def dense_after(self, rollouts: float) -> float:
         """With the full cache, mean of the last evaluations until so many rollouts."""
-        rows = [row["dense"] for row in self.record.evaluations if 0 < row["rollouts"] <= rollouts]
-        return statistics.fmean(rows[-LAST:])
+        return self.record.end("dense", LAST, until=rollouts)
 
     @property
     def dense_before(self) -> float:

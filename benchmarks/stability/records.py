@@ -69,9 +69,10 @@ class Record:
             long_steps=long_steps(found.run),
         )  # fmt: skip
 
-    def end(self, cache: str, last: int) -> float:
-        """Mean accuracy of the last evaluations; the cache is ``dense`` or a budget."""
-        return statistics.fmean(row[cache] for row in self.evaluations[-last:])
+    def end(self, cache: str, last: int, until: float = math.inf) -> float:
+        """Mean accuracy of the last evaluations until so many rollouts; the cache is ``dense`` or a budget."""
+        rows = [row[cache] for row in self.evaluations if row["rollouts"] <= until]
+        return statistics.fmean(rows[-last:])
 
     def curve(self, cache: str) -> tuple[list[float], list[float]]:
         """Rollouts and accuracies."""

@@ -103,12 +103,17 @@ def kept(own: Outcomes, dense: Outcomes) -> str:
 
 def difference(own: Outcomes, other: Outcomes, of: Callable[[Outcome], float]) -> str:
     """Points of accuracy by which an arm is ahead of another, paired by seed."""
-    return _points(*({seed: of(run) for seed, run in arm.items()} for arm in (own, other)))
+    return points(paired(*({seed: of(run) for seed, run in arm.items()} for arm in (own, other))))
 
 
-def _points(own: Mapping[int, float], other: Mapping[int, float]) -> str:
-    points = [100 * (own[seed] - other[seed]) for seed in sorted(own.keys() & other.keys())]
-    return mean(points, 1, signed=True) if points else MISSING
+def paired(own: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """Differences by seed, of the seeds that both have."""
+    return {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
+
+
+def points(leads: Mapping[int, float]) -> str:
+    """Differences of accuracies in points."""
+    return mean([100 * lead for lead in leads.values()], 1, signed=True) if leads else MISSING
 
 
 def leads(results: Results, study: Study) -> Table:
@@ -158,8 +163,13 @@ def steps_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Ta
         ours, naive = own[SPARSE_RL.label], own[NAIVE.label]
         early = " / ".join(f"{run.dense_after(updates / recipe.steps):.2f}" for run in naive.values()) or MISSING
         ratios = [COLUMNS["largest w"](list(own[arm.label].values())) if own[arm.label] else MISSING for arm in far]
-        name = f"{recipe.steps} × {recipe.rate:.0e}".replace("e-0", "e-")
-        table.add(name, *ends, *(difference(ours, naive, end) for end in ENDING.values()), early, *ratios)
+        table.add(
+            f"{recipe.steps} × {recipe.rate_text}",
+            *ends,
+            *(difference(ours, naive, end) for end in ENDING.values()),
+            early,
+            *ratios,
+        )
     return table
 
 
@@ -174,12 +184,10 @@ def fewer_table(results: Results, rows: Sequence[Sequence[Study]] = STEPS) -> Ta
     dense: dict[int, dict[int, float]] = {}  # its gains by steps
     for arm in (DENSE, NAIVE, SPARSE_RL):
         ends = {steps: over_rates([of_any(results, one, arm) for one in own]) for steps, own in by_steps.items()}
-        gains = {steps: {seed: ends[steps][seed] - ends[most][seed] for seed in ends[steps].keys() & ends[most].keys()}
-                 for steps in fewer}  # fmt: skip
+        gains = {steps: paired(ends[steps], ends[most]) for steps in fewer}
         dense = dense or gains
-        nothing = {seed: 0.0 for gain in gains.values() for seed in gain}
-        beyond = [_points(gains[steps], dense[steps]) for steps in fewer]
-        table.add(arm.label, *(_points(gains[steps], nothing) for steps in fewer), *beyond)
+        beyond = [paired(gains[steps], dense[steps]) for steps in fewer]
+        table.add(arm.label, *map(points, (*gains.values(), *beyond)))
     return table
 
 

@@ -67,7 +67,12 @@ class Recipe:
     every_n_rollouts: int = 20  # evaluations
 
     def __str__(self) -> str:
-        return f"{self.prompts} x 8, {self.steps} steps, {self.rate:.0e}".replace("e-0", "e-")
+        return f"{self.prompts} x 8, {self.steps} steps, {self.rate_text}"
+
+    @property
+    def rate_text(self) -> str:
+        """The learning rate as one writes it: 2e-4."""
+        return f"{self.rate:.0e}".replace("e-0", "e-")
 
     def options(self) -> dict[str, str]:
         """Of the command line."""

@@ -318,9 +318,13 @@ def test_bounds_of_signs() -> None:
     assert signs.above("rejection_rate", 0.07)(record) is None
 
 
-def test_accuracy_after_some_rollouts_is_of_the_last_evaluations_until_then() -> None:
+def test_accuracy_after_some_rollouts_is_of_the_last_evaluations_until_then(tmp_path: Path) -> None:
+    (run,) = replace(studies.MAIN, arms=(NAIVE,), seeds=(10,)).runs(10, tmp_path)
+    write(run)
+    record = finished(tmp_path).archive.of(run)
+    assert record is not None
     rows = [{"rollouts": 20.0 * place, "dense": place / 10} for place in range(6)]
-    outcome = outcomes.Outcome(SimpleNamespace(evaluations=rows), 30)  # type: ignore[arg-type]
+    outcome = outcomes.Outcome(replace(record, evaluations=rows), 30)
     assert outcome.dense_after(60) == pytest.approx(0.2)  # of 20, 40 and 60, not before training
     assert outcome.dense_after(80) == pytest.approx(0.3)
 

@@ -133,6 +133,7 @@ class StepGuard(Callback):
         asks = self.ratios is not None and not self.ratios.told and _evicts(module)
         if self._worst is None or (times is None and not asks):  # on all ranks alike
             return
+        # whether its rollout has weights is a rank's own: it must not decide who gathers
         own = torch.cat([self._worst.nan_to_num(), self._worst.new_tensor([_can_correct(module)])])
         ranks = torch.as_tensor(trainer.strategy.all_gather(own)).view(-1, len(own))
         ratio, share, *_ = ranks[ranks[:, 0].argmax()].tolist()
