@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data import MathBenchmarks
@@ -303,7 +303,7 @@ class Evaluation(PolicyModule):
             weights=self._digest, cache=self.caches[cache], params=self.params(problems.name), questions=questions,
             end_tokens=self.generator.options.end_tokens, kv_dtype=self.generator.options.kv_dtype,
             chat_template_kwargs=self.generator.options.chat_template_kwargs or {},
-            version=version("sparse-rl-lightning"), **self._said(),
+            version=__version__, **self._said(),
         )  # fmt: skip
 
     def _said(self) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.base import RolloutModule
 from sparse_rl_lightning.callbacks.calls import rollout_callbacks
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
 
-PACKAGES = ("sparse-rl-lightning", "torch", "lightning", "transformers")
+PACKAGES = ("lightning", "transformers")
 
 
 def default_title(module: RolloutModule) -> str:
@@ -103,10 +104,14 @@ def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
 
 def package_versions() -> dict[str, str]:
     """The versions of Python and of packages."""
-    found = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
+    found = {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "sparse-rl-lightning": __version__,  # a checkout on the path of Python has no metadata
+        "torch": torch.__version__,  # with +cpu, +cu130
+    }
     for name in PACKAGES:
         try:
-            found[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)  # +cpu, +cu130
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
