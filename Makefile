@@ -13,7 +13,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-build gpu-test gpu-sanitize gpu-train gpu-bench gpu-wheels docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools test test-slow sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,14 +130,13 @@ bench-launches: $(INSTALLED) ## count launches, bytes and waits of a GPU's host 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= benchmarks/results
 GPU := $(GPU_PYTHON) -m benchmarks.gpu --save $(RESULTS)
-gpu: ## all that a GPU is asked for, 25 minutes; in parts: gpu-build, gpu-test, gpu-sanitize, gpu-train, gpu-bench
+gpu: ## all that a GPU is asked for, 25 minutes and more; docs/gpu.md has it in calls of nine minutes
 	$(GPU)
 
-gpu-build gpu-test gpu-sanitize gpu-train gpu-bench: gpu-%:
-	$(GPU) $* --minutes 8
-
-gpu-wheels: $(INSTALLED) ## wheels for make gpu on a machine without a network, into build/gpu/wheels
+# ARCHS="90" by default, the H100's and H200's compute capability
+gpu-carry: $(INSTALLED) ## wheels and kernels for make gpu on a machine without network and compiler, into build/gpu
 	$(BIN)/python -m benchmarks.gpu.needs --download build/gpu/wheels
+	$(BIN)/python -m benchmarks.gpu.kernels --build build/gpu/kernels --archs "$(or $(ARCHS),90)"
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

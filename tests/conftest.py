@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.gpu_files import in_no_group
+
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 ABSENT = [name for name in LAUNCHERS if name not in os.environ]
@@ -30,12 +32,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; it must be in a group that is run where there is one."""
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if lost := in_no_group(item.path.relative_to(config.rootpath).as_posix() for item in for_gpus):
+        raise pytest.UsageError(f"tests for GPUs that tests/gpu_files.py names in no group: {', '.join(lost)}")
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for item in for_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from sparse_rl_lightning import ops
+from sparse_rl_lightning import __version__, ops
+from sparse_rl_lightning.files import write_whole
 
-PACKAGES = ("torch", "transformers", "sparse-rl-lightning")
 END = "<!-- until here -->"
 
 
@@ -30,7 +30,8 @@ def machine(device: str) -> str:
         model = names[0] if names else model
     gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
     where = f"{model} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    versions = f"{packages}, sparse-rl-lightning {__version__}"  # a checkout need not be installed
     native = "kernels" if ops.has_kernel("decode_attention", device) else "PyTorch reference"
     return f"{datetime.date.today()}, {where}, {versions}, own ops: {native}"
 
@@ -41,9 +42,8 @@ def page_name(what: str, device: str) -> str:
 
 
 def save(folder: Path, name: str, title: str, text: str) -> None:
-    """Write a page of tables."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(f"# {title}\n\n{text}\n", encoding="utf-8")
+    """Write a page of tables; whoever is stopped leaves the last page that was whole."""
+    write_whole(folder / f"{name}.md", f"# {title}\n\n{text}\n")
 
 
 def mark(writer: str, block: str = "") -> str:

@@ -1,17 +1,18 @@
-"""Builds, tests, sanitizes, measures and trains on one GPU, in pieces that go on where they were stopped.
+"""Builds, tests, measures, trains and sanitizes on one GPU, in pieces that go on where they were stopped.
 
-    make gpu                                                       # all of it: 25 minutes on one H100 or H200
-    make gpu-build gpu-test gpu-sanitize gpu-bench gpu-train       # a piece each: 8 minutes
+    make gpu                                     # all of it: 25 minutes and more on one H100 or H200
+    python -m benchmarks.gpu build test --minutes 8.5 --pack gpu.tgz          # some pieces: docs/gpu.md has the calls
 
-It needs no network, and of Python no more than torch, transformers and lightning: `build` names what else is missing
-and installs it from build/gpu/wheels, which `make gpu-wheels` fills on a machine with a network. Every step is a
-process of its own. What has succeeded on this card, with these sources, is not run again; a step that would begin after
---minutes is left to the next call. Pages go to --save: gpu-run.md says how every step ended.
+It needs no network, and of Python no more than torch, transformers and lightning; nothing is installed but what lacks,
+from build/gpu/wheels, and kernels come from build/gpu/kernels: `make gpu-carry` fills both on a machine with a network
+and nvcc. Every step is a process of its own. What has succeeded on this card, with these sources, is not run again; a
+step that would begin after --minutes is left to the next call. Pages go to --save; gpu-run.md says how each step ended.
 
-build: kernels for this card, and that every op has one. test: ops and rollouts against the CPU, every decode step from
-a graph, no wait in it. sanitize: every op under compute-sanitizer. train: the quickstart on the card, which must learn.
-bench: ops, steps and whole rollouts in the shapes of real models, and a profile; what does not fit is left to the next
-call.
+build: packages and kernels, and that every op has one. test: ops, rollouts and replay against the CPU, every step from
+a graph, no wait in it. whole: refilled rollouts of Qwen2.5-1.5B beside `generate`. profile: its steps, kernel by
+kernel. cells: its steps at given lengths, beside their floor. ops: each beside plain PyTorch. train: the quickstart on
+the card, which must learn. invariance: what a sequence's neighbors change. sanitize: every op under compute-sanitizer.
+models: larger ones, and caches of equal memory.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.gpu.steps import PIECES, Ledger, Step, steps
+from benchmarks.gpu.ledger import Ledger, Step
+from benchmarks.gpu.steps import PIECES, steps
 
 
-def run_all(chosen: list[Step], ledger: Ledger, minutes: float) -> bool:
-    """Run what is not done yet; whether all of it has succeeded."""
+def run_all(chosen: list[Step], ledger: Ledger, minutes: float, after_each: Callable[[], object]) -> bool:
+    """Run what is not done yet, up to one that fails and that the others need; whether all of it has succeeded."""
     start, good = time.monotonic(), True
     for step in chosen:
         if ledger.is_done(step):
@@ -37,16 +40,22 @@ def run_all(chosen: list[Step], ledger: Ledger, minutes: float) -> bool:
             print(f"{step.name}: needs up to {step.minutes:g} minutes, {left / 60:.1f} are left: run this again")
             good = False
             continue
-        good &= ledger.run(step)
+        ended_well = ledger.run(step)
+        after_each()
+        good &= ended_well
+        if step.is_needed and not ended_well:
+            print(f"{step.name}: all other steps need it, so none of them is run.", flush=True)
+            return False
     return good
 
 
 def main() -> None:
-    """Run the pieces, write the page of what has been done, and fail if anything did."""
+    """Run the pieces, keep the page of what has been done, and fail if anything did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"{', '.join(PIECES)}; all without")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the pages")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "gpu", help="folder of logs and what is done")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="pages and logs so far as one .tgz, after every step")
     parser.add_argument("--minutes", type=float, default=25, help="no step begins that could end later")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in toy sizes, to see that the steps run")
     args = parser.parse_args()
@@ -56,10 +65,17 @@ def main() -> None:
     device = "cpu" if args.rehearse else "cuda"
     args.save.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(args.state.absolute(), device)
-    chosen = steps(args.pieces or PIECES, device, args.save.absolute(), ledger.folder)
-    good = run_all(chosen, ledger, args.minutes)
     page = args.save / "gpu-run.md"
-    page.write_text(ledger.page(steps(PIECES, device, args.save.absolute(), ledger.folder)), encoding="utf-8")
+
+    def keep() -> None:
+        wanted = steps(PIECES, device, args.save.absolute(), ledger.folder)
+        page.write_text(ledger.page(wanted), encoding="utf-8")
+        if args.pack:
+            ledger.pack(args.pack, args.save)
+
+    chosen = steps(args.pieces or PIECES, device, args.save.absolute(), ledger.folder)
+    good = run_all(chosen, ledger, args.minutes, keep)
+    keep()
     print(f"\n{page.read_text(encoding='utf-8')}\nWritten: {page}")
     sys.exit(not good)
 

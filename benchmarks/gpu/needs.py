@@ -97,7 +97,7 @@ def install(wheels: Path, into: Path) -> None:
         ]  # fmt: skip
         if not new:
             sys.exit(
-                f"Missing: {', '.join(missing)}. Fill {wheels} on a machine with a network by make gpu-wheels and "
+                f"Missing: {', '.join(missing)}. Fill {wheels} on a machine with a network by make gpu-carry and "
                 "bring it here, or install them."
             )
         tried |= {canonicalize_name(path.name.split("-")[0]) for path in new}

@@ -174,15 +174,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     bench = Bench(args.device, args.rounds)
-    rows = []
+    heading, rows = machine(args.device), list[Row]()
+    parts = ["ops"] if args.parts == list(PARTS) else args.parts
     for dtype in (torch.float32, torch.bfloat16):
         for part in args.parts:
             rows += rows_of(part, bench, dtype, args.quick)
-    text = f"{machine(args.device)}\n\n{comparison(rows).untitled}"
+            text = f"{heading}\n\n{comparison(rows).untitled}"
+            if args.save:
+                save(args.save, page_name("-".join(parts), args.device), "benchmarks.ops", text)
     print(text)
-    if args.save:
-        parts = ["ops"] if args.parts == list(PARTS) else args.parts
-        save(args.save, page_name("-".join(parts), args.device), "benchmarks.ops", text)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,7 +83,7 @@ QUICK = Sizes(
 
 
 def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
-    """Part by part."""
+    """Part by part; a part whose rows take long yields its table after every row."""
     setting, dtype = sizes.setting, torch.bfloat16 if args.device == "cuda" else torch.float32
     grid = replace(sizes.grid, models=tuple(args.models or sizes.grid.models))
     parts: dict[str, Callable[[], Iterable[Table]]] = {
@@ -93,8 +93,8 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
         "decoders": lambda: (decoders_table(setting, args.rounds),),
         "vocabulary": lambda: (vocabulary_table(sizes.vocabulary, sizes.few_tokens, args.rounds),),
         "tail": lambda: (tail_table(sizes.tail, setting.compressor(), args.rounds),),
-        "cells": lambda: (cells_table(grid, dtype, args.device),),
-        "memory": lambda: (memory_table(grid, dtype, args.device),),
+        "cells": lambda: cells_table(grid, dtype, args.device),
+        "memory": lambda: memory_table(grid, dtype, args.device),
         "whole": lambda: whole_tables(grid, dtype, args.device),
     }
     for part in args.parts or PARTS[args.device]:
@@ -121,18 +121,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
-    pages = [machine(args.device)]
-    print(pages[0])
-    for table in tables(args, QUICK if args.quick else USUAL):
-        pages.append(str(table))
-        print(f"\n{table}", flush=True)
-        keep(args, pages)  # what is measured stays if a later part fails
-    pages.append(f"All of it took {time.perf_counter() - start:.0f} s.")
-    print(f"\n{pages[-1]}")
-    keep(args, pages)
+    heading = machine(args.device)
+    found: list[Table] = []
+    try:
+        for table in tables(args, QUICK if args.quick else USUAL):
+            found += [] if found and found[-1] is table else [table]
+            keep(args, [heading, *map(str, found)])  # what is measured stays, whatever comes after it
+    finally:
+        print(heading, *found, sep="\n\n", flush=True)
+    took = f"All of it took {time.perf_counter() - start:.0f} s."
+    print(f"\n{took}")
+    keep(args, [heading, *map(str, found), took])
 
 
-def keep(args: argparse.Namespace, pages: list[str]) -> None:
+def keep(args: argparse.Namespace, pages: Sequence[str]) -> None:
     """Write the page where one is wanted."""
     if args.save:
         save(args.save, args.page or page_name("rollout", args.device), "benchmarks.rollout", "\n\n".join(pages))

@@ -7,6 +7,7 @@ there. Steps are timed over one whole buffer: one eviction of every slot is part
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, pla
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
 FLOOR_GOAL, RATIO_GOAL = 0.6, 2.3
-GOAL_CELL = ("1.5B", 16384, 256)  # where the ratio has a goal
+GOAL_CELLS = (("1.5B", 16384, 64), ("1.5B", 16384, 256))  # where the ratio has a goal; an H100 has no room for the last
 WARM_UP, BUFFER = 16, 32  # steps before the clock runs, and those it counts
 NEW_TOKENS = WARM_UP + BUFFER + 2
 SHARE = 0.9  # of the free memory that slots may take; the rest is for results, activations and logits
@@ -128,8 +129,8 @@ def try_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch
         return f"out of memory, slots {slot.of(batch) / 1e9:.1f} GB: {str(failure).split('. ')[0]}"
 
 
-def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
-    """Every model, batch, length and cache."""
+def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
+    """Every model, batch, length and cache; the table after every row."""
     speed = bandwidth(device)
     note = (
         f"Random weights, {label(dtype)}; {BUFFER} steps each after {WARM_UP}, one eviction among them. Floor: weights "
@@ -140,15 +141,16 @@ def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
         policy = random_policy(SHAPES[model], dtype, device)
         for batch in grid.batches:
             for length in grid.lengths:
-                add_cells(table, policy, (model, length, batch), grid.budgets, speed)
+                for row in cell_rows(policy, (model, length, batch), grid.budgets, speed):
+                    table.add(*row)
+                    yield table
         del policy
         free_memory(device)
-    return table
 
 
-def add_cells(
-    table: Table, policy: PreTrainedModel, cell: tuple[str, int, int], budgets: tuple[int, ...], speed: float
-) -> None:
+def cell_rows(
+    policy: PreTrainedModel, cell: tuple[str, int, int], budgets: tuple[int, ...], speed: float
+) -> Iterator[tuple[str, ...]]:
     """The full and every evicting cache in one cell of the grid."""
     model, length, batch = cell
     dense: Step | str = ""
@@ -158,12 +160,12 @@ def add_cells(
         say(f"{model}, batch {batch}, length {length}, {name}: {step}")
         start = (SHAPES[model].name, str(batch), f"{length:,}", name)
         if isinstance(step, str):
-            table.add(*start, step, *[""] * (len(HEADER) - len(start) - 1))
+            yield (*start, step, *[""] * (len(HEADER) - len(start) - 1))
             continue
         share = step.floor / step.seconds
         ratio = dense.seconds / step.seconds if isinstance(dense, Step) and step is not dense else None
-        judged = ratio is not None and cell == GOAL_CELL
-        table.add(
+        judged = ratio is not None and cell in GOAL_CELLS
+        yield (
             *start, f"{1e3 * step.seconds:.2f}", f"{batch / step.seconds:,.0f}", f"{1e3 * step.floor:.2f}",
             f"{100 * share:.0f} %", f">= {100 * FLOOR_GOAL:.0f} %", met(share, FLOOR_GOAL),
             "" if ratio is None else f"{ratio:.2f}",
@@ -172,8 +174,8 @@ def add_cells(
         )  # fmt: skip
 
 
-def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
-    """The same memory for all caches, as many slots as fit into it."""
+def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
+    """The same memory for all caches, as many slots as fit into it; the table after every row."""
     model, length, speed = grid.models[0], grid.memory_length, bandwidth(device)
     policy = random_policy(SHAPES[model], dtype, device)
     title = f"Equal memory: {grid.memory_bytes / 1e9:g} GB, {SHAPES[model].name}, length {length:,}"
@@ -185,10 +187,11 @@ def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Table:
         step = try_step(policy, compressor, length, room.num_slots, speed) if room else "not one slot fits"
         if room is None or isinstance(step, str):
             table.add(name, "", str(step), "", "", "", "")
+            yield table
             continue
         rate = room.num_slots / step.seconds
         dense = rate if name == "FullKV" else dense
         ratio = f"{rate / dense:.2f}" if dense else ""
         times = (f"{1e3 * step.seconds:.2f}", f"{rate:,.0f}", ratio, f"{step.kv_bytes / 1e9:.2f}")
         table.add(name, str(room.num_slots), *times, room.why)
-    return table
+        yield table

@@ -22,6 +22,7 @@ from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.records import Rollout
 
 GOAL = 0.85  # of the speed of steps alone
+TOP_P = 0.95  # as the model cards of Qwen recommend: what drawing from a part costs
 GENERATED = 64  # tokens that generate is timed over: it copies its cache at every step, whole rollouts would take hours
 HEADER = (
     "cache", "seconds", "tokens/s", "times as fast as FullKV", "share of steps alone", "goal", "met", "KV GB",
@@ -29,23 +30,26 @@ HEADER = (
 
 
 def whole_tables(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
-    """A rollout per model and cache, from the first prompt to the last token; the same lengths for all caches."""
+    """A rollout per model and cache, from the first prompt to the last token; a model's table again after every row."""
     for model in grid.models:
-        yield whole_table(grid, model, dtype, device)
+        yield from whole_table(grid, model, dtype, device)
         free_memory(device)
 
 
-def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Table:
-    """The rollouts of one model."""
+def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iterator[Table]:
+    """The rollouts of one model; the table after every row."""
     shape = SHAPES[model]
     countdown = Countdown.log_normal(shape, dtype, device, grid.mean, SIGMA, grid.longest)
     table = Table(f"Whole rollouts, {shape.name}", HEADER)
     dense = None
-    for name, compressor in compressors(grid.budgets).items():
+    cases = [(name, compressor, 1.0) for name, compressor in compressors(grid.budgets).items()]
+    smallest, evicting, _ = cases[1]
+    for name, compressor, top_p in [*cases, (f"{smallest}, top-p {TOP_P:g}", evicting, TOP_P)]:
         free_memory(device)
-        found = rollout(countdown, compressor, grid, device)
+        found = rollout(countdown, compressor, grid, device, top_p)
         if isinstance(found, str):
             table.add(name, found, *[""] * (len(HEADER) - 2))
+            yield table
             continue
         taken, result = found
         assert result.kv is not None
@@ -57,9 +61,10 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Tabl
             *share_of_steps(countdown, compressor, grid, rate), f"{result.kv.peak_bytes / 1e9:.2f}",
         )  # fmt: skip
         table.note = note(grid, result)
+        yield table
         del result, found
     add_generate(table, countdown, grid, device)
-    return table
+    yield table
 
 
 def note(grid: Grid, result: Rollout) -> str:
@@ -72,9 +77,11 @@ def note(grid: Grid, result: Rollout) -> str:
     )
 
 
-def rollout(countdown: Countdown, compressor: Compressor, grid: Grid, device: str) -> tuple[float, Rollout] | str:
+def rollout(
+    countdown: Countdown, compressor: Compressor, grid: Grid, device: str, top_p: float
+) -> tuple[float, Rollout] | str:
     """Seconds and the rollout, or why there is none."""
-    params = SamplingParams(num_generations=grid.num_generations, max_completion_length=grid.longest + 8)
+    params = SamplingParams(num_generations=grid.num_generations, max_completion_length=grid.longest + 8, top_p=top_p)
     slot = needed(countdown.policy, compressor, grid.prompt_length, params)
     room = plan(slot, SHARE, grid.num_slots, device)
     if room is None or room.num_slots < grid.num_slots:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,16 @@ from packaging.requirements import Requirement
 
 from benchmarks import ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import learning, needs
-from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.steps import PIECES, Ledger, Step, steps
+from benchmarks.gpu import kernels, learning, needs
+from benchmarks.gpu import ledger as ledgers
+from benchmarks.gpu.ledger import REFUSED, Ledger, Step
+from benchmarks.gpu.steps import PIECES, steps
+from sparse_rl_lightning import __version__
+from tests.gpu_files import GPU_TESTS, in_no_group
+
+
+def run_all(chosen: list[Step], ledger: Ledger, minutes: float) -> bool:
+    return command.run_all(chosen, ledger, minutes, after_each=lambda: None)
 
 
 def python(name: str, code: str, minutes: float = 1) -> Step:
@@ -29,10 +41,10 @@ def ledger(tmp_path: Path) -> Ledger:
 def test_what_has_succeeded_is_not_run_again(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = python("count", f"print('again', file=open({str(tmp_path / 'count')!r}, 'a'))")
     for _ in range(2):
-        assert command.run_all([step], ledger, minutes=25)
+        assert run_all([step], ledger, minutes=25)
     assert (tmp_path / "count").read_text() == "again\n"
-    monkeypatch.setattr(gpu_steps, "fingerprint", lambda: "other sources")
-    assert command.run_all([step], Ledger(tmp_path, "cpu"), minutes=25)
+    monkeypatch.setattr(ledgers, "fingerprint", lambda folders: "other sources")
+    assert run_all([step], Ledger(tmp_path, "cpu"), minutes=25)
     assert (tmp_path / "count").read_text() == "again\n" * 2
 
 
@@ -40,7 +52,7 @@ def test_a_failure_fails_the_call_and_is_run_again(ledger: Ledger, capsys: pytes
     bad, good = python("bad", "print('reason | why'); raise SystemExit(3)"), python("good", "print('fine')")
     absent = Step("absent", ("no-such-command",), 1)
     endless = python("endless", "while True: pass", minutes=0.01)
-    assert not command.run_all([bad, good, absent, endless], ledger, minutes=25)
+    assert not run_all([bad, good, absent, endless], ledger, minutes=25)
     assert "reason | why" in capsys.readouterr().out
     page = ledger.page([bad, good, absent, endless, python("later", "")])
     assert re.search(r"\| bad \| FAILED \(3\) \| [\d.]+ \| [\d-]+ \| reason \\\| why \|", page)
@@ -53,22 +65,118 @@ def test_a_failure_fails_the_call_and_is_run_again(ledger: Ledger, capsys: pytes
 
 def test_nothing_begins_that_could_end_too_late(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
     long, short = python("long", "", minutes=9), python("short", "", minutes=1)
-    assert not command.run_all([long, short], ledger, minutes=8)
+    assert not run_all([long, short], ledger, minutes=8)
     assert "long: needs up to 9 minutes, 8.0 are left: run this again" in capsys.readouterr().out
     assert ledger.is_done(short)
     assert not ledger.is_done(long)
 
 
-def test_every_step_fits_into_a_part_of_8_minutes(tmp_path: Path) -> None:
+def test_nothing_is_run_behind_a_build_that_failed(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Step("build: kernels", (sys.executable, "-c", "raise SystemExit(2)"), 1, is_needed=True)
+    later = python("later", "print('run')")
+    assert not run_all([broken, later], ledger, minutes=25)
+    assert "build: kernels: all other steps need it, so none of them is run." in capsys.readouterr().out
+    assert ledger.read(later) == {}
+
+
+def test_a_build_is_asked_for_again_by_every_call(ledger: Ledger, tmp_path: Path) -> None:
+    code = f"print('again', file=open({str(tmp_path / 'count')!r}, 'a'))"
+    step = Step("build: kernels", (sys.executable, "-c", code), 1, is_needed=True)
+    for _ in range(2):
+        assert run_all([step], ledger, minutes=25)
+    assert (tmp_path / "count").read_text() == "again\n" * 2
+
+
+def test_what_a_machine_refuses_is_told_and_no_failure(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "========= Error: Device not supported. Please refer to the list"
+    code = f"print({words!r}); print('later line'); raise SystemExit(STATUS)"
+    refused, fine = (
+        Step(name, (sys.executable, "-c", code.replace("STATUS", status)), 1, refusals=("Device not supported",))
+        for name, status in (("refused", "1"), ("fine", "0"))
+    )
+    failed = Step("failed", (sys.executable, "-c", "raise SystemExit(9)"), 1, refusals=("Device not supported",))
+    assert run_all([refused, fine], ledger, minutes=25)
+    assert not run_all([failed], ledger, minutes=25)
+    assert f"refused: left out, this machine does not let it run: {words}" in capsys.readouterr().out
+    page = ledger.page([refused, fine, failed])
+    assert f"| refused | left out: the machine refuses it | {ledger.read(refused)['seconds']} |" in page
+    assert "| fine | well |" in page
+    assert "| failed | FAILED (9) |" in page
+    assert ledger.read(refused)["status"] == REFUSED
+
+
+def test_a_step_is_stopped_with_all_that_it_started(ledger: Ledger, tmp_path: Path) -> None:
+    child = f"import time; time.sleep(1.5); open({str(tmp_path / 'alive')!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert not run_all([python("slow", code, minutes=0.01)], ledger, minutes=25)
+    time.sleep(2)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_results_are_one_file_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = python("one", "print('first')"), python("two", "raise SystemExit(3)")
+    monkeypatch.setattr(command, "steps", lambda *args: [one, two])
+    folders = {"--save": "pages", "--state": "state", "--pack": "out/gpu.tgz"}
+    arguments = [word for option, name in folders.items() for word in (option, str(tmp_path / name))]
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", *arguments])
+    packed, pack = [], Ledger.pack
+
+    def names_of(file: Path) -> set[str]:
+        with tarfile.open(file) as archive:
+            return {member.name for member in archive if member.isfile()}
+
+    def watched(self: Ledger, file: Path, pages: Path) -> None:
+        pack(self, file, pages)
+        packed.append(names_of(file))
+
+    monkeypatch.setattr(Ledger, "pack", watched)
+    with pytest.raises(SystemExit, match="True"):
+        command.main()
+    assert packed[0] == {"pages/gpu-run.md", "steps/one.json", "steps/one.log"}
+    assert packed[-1] == packed[0] | {"steps/two.json", "steps/two.log"}
+
+
+def test_every_call_of_the_page_fits_into_nine_minutes(tmp_path: Path) -> None:
     found = steps(PIECES, "cuda", tmp_path, tmp_path)
     assert len({step.name for step in found}) == len(found)
-    assert max(step.minutes for step in found) < 8
     for step in found:
         for word in step.command:
             if word.startswith("tests/"):
-                assert (ROOT / word).is_file()
-    parts = ("build", "test", "sanitize", "train")
-    assert sum(step.minutes for step in steps(parts, "cuda", tmp_path, tmp_path)) > 25  # limits; it goes on
+                assert (ROOT / word).exists()
+    calls = re.findall(r"benchmarks\.gpu ([a-z ]+) --minutes ([\d.]+)", (ROOT / "docs" / "gpu.md").read_text())
+    assert {piece for pieces, _ in calls for piece in pieces.split()} == set(PIECES)
+    for pieces, minutes in calls:
+        assert pieces.split()[0] == "build"  # each stands alone
+        assert float(minutes) < 9
+        longest = max(step.minutes for step in steps(pieces.split(), "cuda", tmp_path, tmp_path))
+        assert longest <= float(minutes) - 1  # the build of carried kernels takes less
+
+
+def test_every_test_for_gpus_is_in_a_group() -> None:
+    assert in_no_group(["tests/ops/test_draw.py", "tests/callbacks/test_dry_run.py"]) == []
+    assert in_no_group(["tests/new/test_x.py", "tests/operations/test_y.py"]) == [
+        "tests/new/test_x.py", "tests/operations/test_y.py",
+    ]  # fmt: skip
+    marked = re.compile(r"mark\.gpu|on_each_device|from tests\.native_cases|from native_cases")
+    for paths in GPU_TESTS.values():
+        for path in map(ROOT.joinpath, paths):
+            files = [path] if path.is_file() else list(path.glob("*.py"))
+            assert any(marked.search(file.read_text()) for file in files), path
+
+
+def test_collecting_a_test_for_gpus_that_is_in_no_group_is_an_error(tmp_path: Path) -> None:
+    for name in ("conftest.py", "gpu_files.py"):
+        (tmp_path / "tests").mkdir(exist_ok=True)
+        (tmp_path / "tests" / name).write_bytes((ROOT / "tests" / name).read_bytes())
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu: one']\npythonpath = ['.']\n")
+    lost = tmp_path / "tests" / "lost"
+    lost.mkdir()
+    (lost / "test_lost.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(lost)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "names in no group: tests/lost/test_lost.py" in done.stderr
 
 
 def test_there_is_no_gpu_here_or_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +212,7 @@ def test_wheels_are_installed_beside_until_nothing_is_missing(tmp_path: Path, mo
     needs.install(wheels, into)
     assert needs.installed(Requirement("inner-of-test")) is not None
     monkeypatch.setattr(needs, "wanted", lambda: ["outer-of-test>=2"])
-    with pytest.raises(SystemExit, match=r"Missing: outer-of-test>=2. Fill .* by make gpu-wheels and bring it here"):
+    with pytest.raises(SystemExit, match=r"Missing: outer-of-test>=2. Fill .* by make gpu-carry and bring it here"):
         needs.install(wheels, into)
 
 
@@ -113,12 +221,80 @@ def test_a_rise_is_judged_by_its_error() -> None:
     assert learning.rise(0.2, 0.5, 100) == pytest.approx(0.3 / (0.16 / 100 + 0.25 / 100) ** 0.5)
 
 
+def test_kernels_of_other_sources_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried, package = tmp_path / "kernels", tmp_path / "package"
+    package.mkdir()
+    built = list[str]()
+
+    def compile_for(folder: Path, archs: str) -> None:
+        built.append(archs)
+        folder.mkdir(exist_ok=True)
+        (folder / "_cuda.abi3.so").write_text(f"made for {archs}")
+        (folder / kernels.STAMP).write_text(kernels.sources())
+
+    monkeypatch.setattr(kernels, "build", compile_for)
+    monkeypatch.setattr(kernels, "ask_card", lambda what: "9.0")
+    for _ in range(2):  # compiled once
+        kernels.place(carried, package)
+    assert built == ["90"]
+    assert (package / "_cuda.abi3.so").read_text() == "made for 90"
+    (carried / kernels.STAMP).write_text("of other sources")
+    kernels.place(carried, package)
+    assert built == ["90", "90"]
+    assert kernels.is_current(carried)
+
+
+@pytest.fixture(scope="module")
+def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A copy of the tree, and a Python that has every package but this one."""
+    tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
+    for name in ("benchmarks", "configs", "cuda_ext", "sparse_rl_lightning", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy2(ROOT / name, tree)
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "sparse_rl_lightning" not in path.name and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    made = tmp_path_factory.mktemp("python")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
+    (own,) = made.glob("lib/python*/site-packages")
+    (own / "packages.pth").write_text(f"{site}\n")
+    return tree, str(made / "bin" / "python")
+
+
+@pytest.mark.timeout(600)
+def test_every_page_is_written_where_nothing_is_installed(uninstalled: tuple[Path, str], tmp_path: Path) -> None:
+    tree, python = uninstalled
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    asked = "import importlib.metadata as m; m.version('sparse-rl-lightning')"
+    done = subprocess.run([python, "-c", asked], env=environment, cwd=tree, capture_output=True, text=True)
+    assert "PackageNotFoundError" in done.stderr
+    pages = tmp_path / "pages"
+    wanted = steps(PIECES, "cpu", pages, tmp_path / "state")
+    train = next(step for step in wanted if step.name == "train").command[1:]
+    runs = [
+        subprocess.Popen([python, *arguments], env=environment, cwd=tree, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for arguments in (train, ("-m", "tests.rehearsed_pages", str(pages)))
+    ]  # fmt: skip
+    for run in runs:
+        text, _ = run.communicate()
+        assert run.returncode == 0, text[-3000:]
+    named = [step.command for step in wanted if "--save" in step.command]
+    assert len(list(pages.iterdir())) == len(named) == len(set(named))
+    for page in pages.iterdir():
+        assert f"sparse-rl-lightning {__version__}" in page.read_text()
+        assert re.search(r"^\|.*\d", page.read_text(), re.MULTILINE), page
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_all_steps_run_in_a_rehearsal(tmp_path: Path) -> None:
+def test_all_steps_run_in_a_rehearsal(uninstalled: tuple[Path, str], tmp_path: Path) -> None:
+    tree, python = uninstalled
     where = ["--save", str(tmp_path / "pages"), "--state", str(tmp_path / "state")]
-    run = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--minutes", "60", *where]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    run = [python, "-m", "benchmarks.gpu", "--rehearse", "--minutes", "60", *where]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(run, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     page = (tmp_path / "pages" / "gpu-run.md").read_text()
     assert page.startswith("# benchmarks.gpu\n\nA rehearsal on the CPU in toy sizes")

@@ -132,7 +132,8 @@ def test_grid_is_complete(found: dict[str, Rows]) -> None:
     memory = next(rows for title, rows in found.items() if title.startswith("Equal memory"))
     assert int(memory[0]["slots"]) < int(memory[1]["slots"])
     assert all(" slots of " in row["plan"] for row in memory)
-    assert [row["cache"] for row in found["Whole rollouts, tiny"]] == ["FullKV", "16 + 32", "generate"]
+    whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
+    assert whole == ["FullKV", "16 + 32", "16 + 32, top-p 0.95", "generate"]
 
 
 def test_cells_without_room_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,4 +247,5 @@ def test_ratios_are_medians_of_the_rounds() -> None:
 def test_gpu_parts_run(tmp_path: Path) -> None:
     found = tables(run(tmp_path, "--device", "cuda"))
     assert all(float(row["ms per step"]) > 0 for row in found["Steps at given lengths"])
-    assert [row["cache"] for row in found["Whole rollouts, tiny"]] == ["FullKV", "16 + 32", "generate"]
+    whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
+    assert whole == ["FullKV", "16 + 32", "16 + 32, top-p 0.95", "generate"]
