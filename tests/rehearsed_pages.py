@@ -77,6 +77,7 @@ def main() -> None:
             mock.patch.object(sys, "argv", [module, *arguments]),
             mock.patch.object(rollout, "QUICK", replace(rollout.QUICK, grid=few)),
             mock.patch.object(profile, "STEPS", 4),
+            mock.patch.object(invariance, "NUM_COMPARED", 2),
         ):
             COMMANDS[module].main()
 
