@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from inspect import Parameter, signature
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.rewards import compute_rewards
+from sparse_rl_lightning.rollout import RolloutSampler
 
 CLASSES = {thing.__name__: thing for _, _, things in [*listing.GROUPS, *listing.CALLBACK_GROUPS] for thing in things}
 UNBOUNDED = {"high"}
@@ -82,6 +83,26 @@ def test_no_number_is_taken_that_is_not_finite(name: str, argument: str) -> None
 def test_the_classes_that_a_configuration_names_have_numbers() -> None:
     assert len(numbers_of(float)) >= 45  # each in one class
     assert {("GRPOLoss", "beta"), ("SamplingParams", "temperature"), ("TIS", "clip_max")} <= {*numbers_of(float)}
+
+
+def unions(annotation: Any) -> list[set[Any]]:
+    """The members of every union in an annotation."""
+    own = [{*get_args(annotation)}] if isinstance(annotation, UnionType) or get_origin(annotation) is Union else []
+    return own + [found for part in get_args(annotation) for found in unions(part)]
+
+
+@pytest.mark.parametrize("thing", [*CLASSES.values(), RolloutSampler])
+def test_no_setting_depends_on_which_of_two_numbers_a_parser_tries_first(thing: Any) -> None:
+    """Typing keeps ``int | float | None`` and ``float | int | None`` as one, in the order that was seen first."""
+    taken = parameters(thing).items() if inspect.isclass(thing) else typing.get_type_hints(thing).items()
+    hints = {name: hint[0] if inspect.isclass(thing) else hint for name, hint in taken}
+    assert [name for name, hint in hints.items() for each in unions(hint) if len(each & {bool, int, float}) > 1] == []
+
+
+def test_unions_are_found_wherever_they_stand() -> None:
+    assert unions(dict[str, int | float] | None) == [{dict[str, int | float], type(None)}, {int, float}]
+    assert unions(Union[int, list[float]]) == [{int, list[float]}]  # noqa: UP007  # as others write it
+    assert unions(Literal[1, 2.0]) == unions(int) == []
 
 
 @pytest.mark.parametrize("make", [

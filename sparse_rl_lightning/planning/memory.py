@@ -196,7 +196,7 @@ def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
     most, limit = min(job.rollout.num_slots or job.sequences, job.sequences), job.rollout.memory_limit
     if limit is None:
         return most
-    given = limit if isinstance(limit, int) else max(1, round(limit * free))
+    given = limit if limit > 1 else max(2, round(limit * free))  # up to 1 it would be a share again
     return plan_slots(slot, given, most).num_slots
 
 

@@ -31,8 +31,8 @@ class RolloutOptions:
         num_slots: Number of sequences decoded at the same time, null for all.
         end_tokens: Tokens that end a completion besides the model's own, such as ``<|im_end|>`` for a base model that
             is prompted in a chat format.
-        memory_limit: Memory limit of the slots, in bytes or (a float up to 1.0) as a share of the free memory: as many
-            of ``num_slots`` are used as fit.
+        memory_limit: Memory limit of the slots, up to 1 as a share of the free memory, above that in bytes: as many of
+            ``num_slots`` are used as fit.
         decoder: How the policy's layers are run: ``walked`` by this library (Llama, Mistral, Qwen2, Qwen3), ``forward``
             by transformers' own forward pass, ``auto`` the first where possible.
         kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
@@ -65,7 +65,7 @@ class RolloutOptions:
 
     num_slots: int | None = None
     end_tokens: tuple[str, ...] = ()
-    memory_limit: int | float | None = None
+    memory_limit: float | None = None
     kv_dtype: str | None = None
     keep_pool: bool = True
     cuda_graphs: bool | Literal["require"] = True

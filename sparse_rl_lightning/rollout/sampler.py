@@ -53,7 +53,7 @@ class RolloutSampler:
             +-448.
         keep_pool: Whether the cache's memory, and copies of weights made for decoding, are kept between calls; False
             frees them for the learner after each.
-        memory_limit: Memory limit of the slots in bytes, or a float up to 1.0 for a share of the free memory: no more
+        memory_limit: Memory limit of the slots, up to 1 as a share of the free memory, above that in bytes: no more
             slots are used than fit. On a GPU it is also the limit of weights copied for decoding. The choice and its
             reason are logged and available as ``memory_plan``.
         cuda_graphs: Whether to decode with CUDA graphs on a GPU; a step that cannot be captured runs eagerly, with a
@@ -88,7 +88,7 @@ class RolloutSampler:
         kv_dtype: torch.dtype | str | None = None,
         keep_pool: bool = True,
         cuda_graphs: CudaGraphs = True,
-        memory_limit: int | float | None = None,
+        memory_limit: float | None = None,
         retriever: Retriever | None = None,
         decoder: DecoderChoice = "auto",
         head_in_float32: bool = False,

@@ -208,6 +208,7 @@ def test_a_memory_limit_chooses_the_slots(folder: str) -> None:
     slot = slot_size(job(folder))
     given = job(folder, rollout=RolloutOptions(memory_limit=slot.of(3)))
     assert make_plan(given, card_of()).slots == 3
+    assert make_plan(job(folder, rollout=RolloutOptions(memory_limit=float(slot.of(3)))), card_of()).slots == 3
     assert make_plan(job(folder, rollout=RolloutOptions(memory_limit=0.5)), card_of()).slots == given.sequences
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_what_retrieval_reads_is_logged_too() -> None:
 
 
 @given(
-    parts=st.lists(st.integers(0, 10**7), min_size=3, max_size=3), limit=st.integers(1, 10**10),
+    parts=st.lists(st.integers(0, 10**7), min_size=3, max_size=3), limit=st.integers(2, 10**10),
     num_sequences=st.integers(1, 2000), multiple=st.sampled_from([1, 8, 16]),
 )  # fmt: skip
 def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, multiple: int) -> None:
@@ -159,6 +160,17 @@ def test_most_slots_that_fit(parts: list[int], limit: int, num_sequences: int, m
     if plan.num_slots < num_sequences:
         one_more = plan.num_slots + (multiple if plan.num_slots >= multiple else 1)
         assert slot.of(min(one_more, num_sequences)) > limit
+
+
+@pytest.mark.parametrize(("limit", "other"), [(5 * 2**20, 5.0 * 2**20), (1, 1.0)])
+def test_a_limit_is_the_same_as_int_and_as_float(limit: int, other: float) -> None:
+    """A parser that reads ``float`` makes floats of bytes too."""
+    slot = SlotBytes(2**20, 2**20, 0, "")
+    one, two = plan_slots(slot, limit, 64), plan_slots(slot, other, 64)
+    assert one.num_slots == two.num_slots == (64 if limit == 1 else 5)
+    assert type(one.limit) is type(two.limit) is int
+    assert one.limit == pytest.approx(two.limit, rel=0.5)  # free memory comes and goes
+    assert ("free on" in one.origin) == ("free on" in two.origin) == (limit == 1)
 
 
 @given(limit=st.floats(0.01, 1.0))
@@ -212,9 +224,9 @@ def test_refusal_shows_the_arithmetic() -> None:
     assert sum(terms) == slot.total
 
 
-@pytest.mark.parametrize("limit", [0, -5, 0.0, 1.5, -0.1, float("nan")])
+@pytest.mark.parametrize("limit", [0, -5, 0.0, 1.5, -0.1, 1e9 + 0.5, math.inf, math.nan])
 def test_limits_out_of_range_are_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match=r"limit .*got (0|-5|0.0|1.5|-0.1|nan)"):
+    with pytest.raises(ValueError, match=r"limit .*got (0|-5|0.0|1.5|-0.1|1000000000.5|inf|nan)\."):
         plan_slots(SlotBytes(1, 1, 0, ""), limit, 1)
 
 

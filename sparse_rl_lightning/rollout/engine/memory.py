@@ -61,7 +61,7 @@ class MemoryPlan:
     total_bytes: int  # everything that is stored per slot
     limit: int  # limit of total_bytes, in bytes
     why: str  # one sentence for the log
-    given: int | float  # the limit as it was given
+    given: float  # the limit as it was given
     origin: str  # origin of the limit, in words
 
 
@@ -179,7 +179,7 @@ def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
 
 def plan_slots(
     slot: SlotBytes,
-    limit: int | float,
+    limit: float,
     num_sequences: int,
     device: torch.device | str = "cpu",
     multiple: int = ROW_MULTIPLE,
@@ -189,8 +189,7 @@ def plan_slots(
 
     Args:
         slot: Memory of one slot.
-        limit: Limit in bytes if it is a whole number, a share of the memory that is free on ``device`` now if it is a
-            float in (0, 1].
+        limit: Share of the memory that is free on ``device`` now, up to 1, or a whole number of bytes above that.
         num_sequences: Number of sequences of the rollout, prompts x num_generations.
         device: Device of the slots.
         multiple: Divisor of the number of slots if memory is the limit and there are more slots than this, since decode
@@ -211,8 +210,8 @@ def plan_slots(
     if fits < 1:
         raise UserError(
             f"Not even one slot fits: it takes {slot.of(1):,} bytes, the limit is {available:,} ({origin}). A slot is "
-            f"{slot.arithmetic}; {slot.fixed:,} stand beside the slots. Raise the limit (a whole number is bytes, a "
-            "float up to 1.0 a share of the free memory) or lower the compressor's budget, buffer or window, or "
+            f"{slot.arithmetic}; {slot.fixed:,} stand beside the slots. Raise the limit (up to 1 a share of the "
+            "free memory, above that bytes) or lower the compressor's budget, buffer or window, or "
             "max_completion_length."
         )
     rounded = fits - fits % multiple if fits > multiple else fits
@@ -248,28 +247,26 @@ def free_bytes(device: torch.device | str) -> int:
         raise UserError("This system does not say how much memory is free: give the limit in bytes.") from unknown
 
 
-def check_limit(limit: int | float) -> None:
-    """Refuse a memory limit that is neither a number of bytes nor a share.
+def check_limit(limit: float) -> None:
+    """Refuse a memory limit that is neither a share nor a number of bytes, whether it is an int or a float.
 
     Raises:
         ValueError: If it is out of range.
     """
-    if isinstance(limit, float) and not 0 < limit <= 1:
+    if not 0 < limit <= 1 and not (limit > 1 and float(limit).is_integer()):
         raise UserError(
-            f"memory_limit: a limit that is a float is a share of the free memory in (0, 1], got {limit}. Give bytes "
-            "as a whole number."
+            "memory_limit: a limit up to 1 is a share of the free memory, one above it a whole number of bytes, got "
+            f"{limit}."
         )
-    if limit < 1 and not isinstance(limit, float):
-        raise UserError(f"memory_limit: a limit in bytes must be at least 1, got {limit}.")
 
 
-def _resolve(limit: int | float, device: torch.device | str) -> tuple[int, str]:
+def _resolve(limit: float, device: torch.device | str) -> tuple[int, str]:
     """The limit in bytes, and its origin in words."""
     check_limit(limit)
-    if isinstance(limit, float):
+    if limit <= 1:
         free = free_bytes(device)
         return int(limit * free), f"{limit:g} of {_mib(free)} free on {device}"
-    return limit, "given in bytes"
+    return int(limit), "given in bytes"
 
 
 def _mib(count: int) -> str:
