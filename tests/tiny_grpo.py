@@ -122,3 +122,8 @@ class Stale(RolloutCallback):
         if module.num_rollouts >= self.first and self.rank in (None, trainer.global_rank):
             token = part.completion_mask.int().argmax(dim=1)
             part.old_logprobs[torch.arange(len(part)), token] -= 12 * (part.advantages < 0)
+
+
+def is_checkpointing(policy: torch.nn.Module) -> bool:
+    """Whether any layer checkpoints; transformers' own property has two names."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())

@@ -58,15 +58,20 @@ def checkpoint_layers(policy: PreTrainedModel, how: Checkpointing, store: Store 
     """
     if not how:
         return
-    name = "activation_checkpointing_enable"  # gradient_checkpointing_enable in older transformers
-    enable = getattr(policy, name, None) or policy.gradient_checkpointing_enable
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, ATTENTION)} if how == "selective" else {}
-    enable({"use_reentrant": False, **selective})
+    enable_checkpointing(policy, use_reentrant=False, **selective)
     policy.disable_input_require_grads()  # a hook on the embeddings, which the sampler calls too
     if how == "offload":
         layers: list[Any] = [module for module in policy.modules() if hasattr(module, "_gradient_checkpointing_func")]
         for layer in layers:
             layer._gradient_checkpointing_func = _storing(layer._gradient_checkpointing_func, store)
+
+
+def enable_checkpointing(policy: PreTrainedModel, **arguments: Any) -> None:
+    """Let transformers checkpoint the layers, with these arguments of torch's ``checkpoint``, under either name."""
+    name = "activation_checkpointing_enable"  # gradient_checkpointing_enable in older transformers
+    enable = getattr(policy, name, None) or policy.gradient_checkpointing_enable
+    enable(arguments)
 
 
 def _storing(run: Callable[..., Any], store: Store) -> Callable[..., Any]:

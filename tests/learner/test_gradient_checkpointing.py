@@ -10,6 +10,7 @@ from test_replay_grpo import ADAPTERS, part_of
 from test_replay_grpo import module as replay_module
 from test_sparse_grpo import Recorder, fit, weights
 from test_sparse_grpo import module as sparse_module
+from tiny_grpo import is_checkpointing
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV
@@ -119,5 +120,5 @@ def test_what_is_kept_for_the_backward_pass_is_far_less(case: str) -> None:
 def test_the_embeddings_have_no_hook(checkpointing: bool) -> None:
     """The sampler calls them too, and packs what has none."""
     grpo = build("dense", checkpointing)
-    assert bool(grpo.policy.is_activation_checkpointing) == checkpointing
+    assert is_checkpointing(grpo.policy) == checkpointing
     assert not grpo.policy.get_input_embeddings()._forward_hooks

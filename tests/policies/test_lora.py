@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tiny_grpo import is_checkpointing
 from tiny_run import config, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -175,7 +176,7 @@ def test_adapters_from_a_configuration(tmp_path: Path, monkeypatch: pytest.Monke
     assert cli.trainer.global_step == 2
     assert cli.model.policy_source.options["r"] == 4
     assert (cli.model.learner.options.packs, cli.model.learner.options.head_in_float32) == (True, True)
-    assert cli.model.policy.is_activation_checkpointing
+    assert is_checkpointing(cli.model.policy)
     resumed = main(["fit", "--config", write(values), "--trainer.max_steps=3", "--ckpt_path=last"])
     assert resumed.trainer.global_step == 3
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.compressors import RKV, SnapKV
+from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import NEVER
 from sparse_rl_lightning.replay.death_attention import (
@@ -149,7 +150,7 @@ def test_gradient_checkpointing_changes_no_gradient_and_no_sample(use_reentrant:
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+            enable_checkpointing(model, use_reentrant=use_reentrant)
             model.enable_input_require_grads()  # the reentrant kind needs it
         replayed = replay_logprobs(model, rollout)  # two forwards in one graph, as a mixed objective has
         dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]

@@ -10,6 +10,7 @@ from chosen_pages import ChosenPages
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.attention import LearnerPages
@@ -116,7 +117,7 @@ def test_gradient_checkpointing_chooses_the_same_pages_again() -> None:
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            policy.gradient_checkpointing_enable()
+            enable_checkpointing(policy, use_reentrant=False)
         policy.train()
         policy.zero_grad()
         retrieval_logprobs(policy, rollout, retriever, 0.9).logprobs.sum().backward()

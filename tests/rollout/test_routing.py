@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
+from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import ReplayGRPO
@@ -194,7 +195,7 @@ def test_gradients_are_those_of_all_experts_under_fixed_choices(name: str, check
     rollout = drawn(favoring(model, 0), RKV(**SMALL), prompts=PROMPTS[:2])
     learner = favoring(model, 1).train()
     if checkpointing:
-        learner.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(learner, use_reentrant=False)
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
     for _ in range(2):
         learner.zero_grad()
