@@ -26,6 +26,7 @@ from sparse_rl_lightning.output_head import (
     output_head,
     product_dtype,
 )
+from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
 from sparse_rl_lightning.policies.sharding import in_one_call
@@ -149,7 +150,7 @@ def hidden_states(
     """
     check_reachable(model)
     positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
-    with replayed_routing(model, routing):
+    with replayed_routing(model, routing), exact_angles(model):
         outputs = model.get_decoder()(
             input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
         )

@@ -21,7 +21,7 @@ from sparse_rl_lightning.compressors.query_statistics import QueryMoments, Query
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import named_attention, plain_attention, register
@@ -56,7 +56,7 @@ def gather_statistics(
         ids = sequences[start : start + batch_size].to(geometry.device)
         mask = positions < lengths[start : start + batch_size, None].to(geometry.device)
         queries: list[Tensor] = []
-        with eval_mode(model), named_attention(model, RECORD):
+        with eval_mode(model), named_attention(model, RECORD), exact_angles(model):
             # padding is on the right, where no token sees it
             model.get_decoder()(input_ids=ids, use_cache=False, recorded_queries=(queries, windows))
         moments = [

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+"""Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
+
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze the model: no gradients, evaluation mode."""
@@ -61,6 +64,35 @@ def drawing(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(default)
+
+
+@contextmanager
+def exact_angles(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which rotary angles are exact whatever precision float32 products have; all others keep theirs.
+
+    Older transformers multiply positions by frequencies as matrices, and TF32 has 11 bits: it rounds positions beyond
+    2,048, which the sampler does not.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    rounding = [(backend, backend.fp32_precision) for backend in PRODUCTS if backend.fp32_precision in ("tf32", "bf16")]
+    if rotary is None or not rounding:
+        yield
+        return
+
+    def full(*_: Any) -> None:
+        for backend, _own in rounding:
+            backend.fp32_precision = "ieee"
+
+    def own(*_: Any) -> None:
+        for backend, precision in rounding:
+            backend.fp32_precision = precision
+
+    hooks = [rotary.register_forward_pre_hook(full), rotary.register_forward_hook(own, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from sparse_rl_lightning.integrations.trl.checks import check_arguments, check_m
 from sparse_rl_lightning.integrations.trl.correcting import Corrections, factors
 from sparse_rl_lightning.integrations.trl.layout import by_completion, by_token, grouped, rows_of, together
 from sparse_rl_lightning.metrics.rollout import sampling_metrics
+from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.windows import deaths_by_layer
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
@@ -163,12 +164,13 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Log-probs and entropies (B, C) of TRL's own forward pass, under the sampler's evictions if it replays."""
         compute = super()._get_per_token_logps_and_entropies
-        if not self._replays:
-            plain: tuple[Tensor, Tensor | None, Tensor | None] = compute(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
-            )
-            return plain
         rollout, policy = self._active, self._policy(model)
+        if not self._replays:
+            with exact_angles(policy):
+                plain: tuple[Tensor, Tensor | None, Tensor | None] = compute(
+                    model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+                )
+            return plain
         assert rollout is not None
         size = batch_size or len(rollout)
         logprobs: list[Tensor] = []
@@ -176,7 +178,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         for start in range(0, len(rollout), size):
             part = rollout[start : start + size]
             call = partial(_under, model, deaths_by_layer(policy.config, replayable(policy, part)))
-            with attention_implementation(policy, REPLAY):
+            with attention_implementation(policy, REPLAY), exact_angles(policy):
                 both = compute(call, part.sequences, part.completion_mask, part.sequences.shape[1] - 1, **options)[:2]
             for own, found in zip((logprobs, entropies), both, strict=True):
                 own += [] if found is None else [by_completion(F.pad(found, (1, 0)), part, logits_to_keep)]

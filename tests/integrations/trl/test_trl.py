@@ -160,6 +160,28 @@ def test_replay_sees_what_the_sampler_saw(tmp_path: Path, changes: dict[str, Any
     assert min(dense.differences) > 1e-2
 
 
+@pytest.mark.parametrize("more", [{"corrections": [TIS()]}, {"replay": True}], ids=["dense", "replay"])
+def test_rotary_angles_are_exact_under_tf32(
+    tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tmp_path, more={"compressor": evicting(), **more}, max_steps=1)
+    kind, seen = type(trainer.model.model.rotary_emb), set[str]()
+    forward = kind.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.add(torch.backends.cuda.matmul.fp32_precision)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", noted)
+    torch.set_float32_matmul_precision("high")
+    try:
+        trainer.train()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == {"ieee"}
+
+
 def test_replay_of_stale_samples(tmp_path: Path) -> None:
     changes = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "mask_truncated_completions": True}
     trainer = build(tmp_path, Watched, {"compressor": evicting(), "replay": True}, **changes)

@@ -19,6 +19,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.policies.admission import refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.routing import Routers, recording, replayed_routing
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
@@ -59,7 +60,8 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     vocabulary = int(model.config.vocab_size)
     ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
     positions = torch.arange(size, device=device)
-    own, experts = _own_logprobs(model, ids[None])
+    with exact_angles(model):
+        own, experts = _own_logprobs(model, ids[None])
     attend = _Held(geometry, layer_windows(model.config))
     decoder.reach(size)
     states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)

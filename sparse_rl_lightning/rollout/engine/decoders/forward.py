@@ -23,6 +23,7 @@ from sparse_rl_lightning.ops.append import Turn
 from sparse_rl_lightning.output_head import LogitScaling
 from sparse_rl_lightning.policies.admission import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
@@ -85,7 +86,7 @@ class Forward(Decoder):
             rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
             return attend(layer, rows, Turn(), self._hidden, sinks).transpose(0, 1)[None]
 
-        with self._swapped(), named_attention(self.model, ROLLOUT):
+        with self._swapped(), named_attention(self.model, ROLLOUT), exact_angles(self.model):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )

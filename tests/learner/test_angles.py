@@ -1,0 +1,99 @@
+"""Rotary angles are exact whatever precision float32 products have: older transformers compute them by a product.
+
+TF32, which Lightning advises, has 11 bits and no effect on a CPU, so what counts is the precision that is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparse_rl_lightning.calibration.query_statistics import gather_statistics
+from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.policies.modes import PRODUCTS, exact_angles
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.testing import tiny_model
+
+Pass = Callable[[Any, Any], object]
+PASSES: dict[str, Pass] = {
+    "dense": lambda model, rollout: Learner(LearnerOptions()).dense(model, rollout),
+    "checkpointed": lambda model, rollout: checkpointed(model, rollout),
+    "replay": lambda model, rollout: Learner(LearnerOptions(), replays=True).logprobs(model, rollout),
+    "rescored": lambda model, rollout: Learner(LearnerOptions()).rescored(model, [rollout]),
+    "sampler": lambda model, rollout: drawn(model, decoder="forward"),
+    "calibration": lambda model, rollout: gather_statistics(model, rollout.sequences, torch.tensor([9, 9])),
+}
+
+
+def drawn(model: Any, **options: Any) -> Any:
+    sampler = RolloutSampler(model, RKV(budget=8, buffer=3, num_sinks=1, window=2), **options)
+    return sampler.generate([[3, 4, 5], [6, 7]], SamplingParams(max_completion_length=12))
+
+
+def checkpointed(model: Any, rollout: Any) -> None:
+    learner = Learner(LearnerOptions(gradient_checkpointing=True))
+    learner.prepare(model)
+    learner.dense(model.train(), rollout)[0].sum().backward()
+
+
+def in_force() -> tuple[str, ...]:
+    return tuple(backend.fp32_precision for backend in PRODUCTS)
+
+
+@pytest.fixture(params=["high", "medium", "own"])
+def reduced(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
+    torch.set_float32_matmul_precision("highest")
+    before = in_force()
+    if request.param == "own":  # torch's newer setting, of a GPU alone
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(request.param)
+    yield in_force()
+    torch.set_float32_matmul_precision("highest")
+    assert in_force() == before
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_angles_are_computed_in_full_and_all_else_as_the_user_says(
+    name: str, reduced: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(eos_token_id=None)
+    rollout, seen = drawn(model), {"angles": set[Any](), "layers": set[Any]()}
+    for kind, module in (("angles", model.model.rotary_emb), ("layers", model.model.layers[0])):
+        monkeypatch.setattr(type(module), "forward", noting(type(module).forward, seen[kind]))
+    PASSES[name](model, rollout)
+    assert seen == {"angles": {tuple("ieee" for _ in PRODUCTS)}, "layers": {reduced}}
+    assert in_force() == reduced
+    assert not model.model.rotary_emb._forward_hooks
+    assert not model.model.rotary_emb._forward_pre_hooks
+
+
+def noting(forward: Callable[..., Any], seen: set[Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.add(in_force())
+        return forward(*args, **kwargs)
+
+    return noted
+
+
+def test_a_failed_pass_leaves_the_setting_as_it_was(reduced: tuple[str, ...]) -> None:
+    model = tiny_model()
+    for broken in ("x", None):  # in the angles, behind them
+        with pytest.raises((AttributeError, TypeError)), exact_angles(model):
+            model.model.rotary_emb(broken, broken)
+        assert in_force() == reduced
+    assert not model.model.rotary_emb._forward_hooks
+
+
+def test_a_model_in_full_precision_or_without_rotary_positions_is_left_alone() -> None:
+    model = tiny_model()
+    with exact_angles(model):
+        assert not model.model.rotary_emb._forward_hooks
+    del model.model.rotary_emb
+    with exact_angles(model):
+        assert isinstance(model, nn.Module)
