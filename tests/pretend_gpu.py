@@ -145,6 +145,9 @@ class PretendGPU(TorchFunctionMode):
         self._patches.enter_context(replaced)
         self._patches.enter_context(mock.patch.object(torch.cuda, "Event", partial(PretendEvent, self)))
         self._patches.enter_context(self.captures.installed())
+        # newer torch asks the driver whether cuDNN's attention can be used, if it may be, before it is refused
+        self._patches.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
         super().__enter__()
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
-from sparse_rl_lightning.rollout.engine.prefill import packed_attention
+from sparse_rl_lightning.rollout.engine.prefill import HAS_VARLEN, packed_attention
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import HYBRIDS, family
 from tests.pretend_gpu import DeviceTensor, PretendGPU, host
@@ -311,7 +312,10 @@ def test_texts_are_read_late_too() -> None:
 
 
 def test_prompts_are_read_by_one_launch_per_layer() -> None:
-    """Torch's kernel for packed sequences on a GPU in 16 bits, one product after the other elsewhere."""
+    """Torch's kernel for packed sequences on a GPU in 16 bits, one product after the other elsewhere.
+
+    So do older torch releases on a GPU: their kernel is not told to let results be the same in any batch.
+    """
     g, lengths = torch.Generator().manual_seed(0), [3, 7, 4]
     query, key, value = (torch.randn(16, heads, 8, generator=g).bfloat16() for heads in (4, 2, 2))
     borders = torch.tensor([0, 3, 10, 14], dtype=torch.int32)
@@ -320,7 +324,13 @@ def test_prompts_are_read_by_one_launch_per_layer() -> None:
     with PretendGPU() as gpu:
         there = [DeviceTensor(t) for t in (query, key, value)]
         got = packed_attention(*there, lengths, DeviceTensor(borders), 0.3)
-    assert sorted(op for _, op in gpu.launches) == ["_varlen_attn", "copy_", "zeros_like"]
+    launched = Counter[str]()
+    for (_, op), count in gpu.launches.items():
+        launched[op] += count
+    if HAS_VARLEN:
+        assert launched == {"_varlen_attn": 1, "copy_": 1, "zeros_like": 1}
+    else:
+        assert (launched["_varlen_attn"], launched["scaled_dot_product_attention"]) == (0, len(lengths))
     assert not gpu.waits
     torch.testing.assert_close(host(got), want, atol=0.02, rtol=0)
 
