@@ -20,7 +20,7 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parent
 CHOICES = ("auto", "cuda", "cpu", "python")
-OLDEST_SETUPTOOLS = 77  # as pyproject.toml says, which nobody reads without build isolation
+OLDEST_SETUPTOOLS = 78  # as pyproject.toml says, which nobody reads without build isolation
 TARGET = "0x020b000000000000"  # oldest libtorch whose stable ABI is used: 2.11
 
 

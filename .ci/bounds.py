@@ -1,6 +1,8 @@
-"""The oldest versions that pyproject.toml allows, a line of pip's constraints for each package that it names.
+"""The oldest versions that pyproject.toml allows, as pip's constraints: a line for each package that it names.
 
-    python .ci/bounds.py > oldest.txt && pip install -c oldest.txt '.[dev]'
+python .ci/bounds.py > oldest.txt && pip install -c oldest.txt '.[dev]'
+
+Each is a release itself, and they fit together, or pip says which does not.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def requirements(metadata: dict[str, Any]) -> list[Requirement]:
-    """All that a pyproject.toml asks for, of others: to build, to run and for every extra."""
+    """All packages of others that a pyproject.toml asks for: to build, to run and for every extra."""
     project = metadata["project"]
     lists = [metadata["build-system"]["requires"], project["dependencies"], *project["optional-dependencies"].values()]
     found = [Requirement(text) for texts in lists for text in texts]
@@ -25,17 +27,17 @@ def requirements(metadata: dict[str, Any]) -> list[Requirement]:
 
 
 def oldest(metadata: dict[str, Any]) -> dict[str, str]:
-    """Lower bound of every package by its name; one without a bound, or with two of them, is an error."""
-    bounds: dict[str, str] = {}
+    """The lower bound of every package by its name; one that has none, or two of them, ends the program."""
+    bounds: dict[str, set[str]] = {}
     for requirement in requirements(metadata):
-        name = canonicalize_name(requirement.name)
-        lower = [each.version for each in requirement.specifier if each.operator == ">="]
-        if len(lower) != 1 or bounds.get(name, lower[0]) != lower[0]:
-            sys.exit(f"{requirement}: one lower bound is wanted, the same wherever {name} is named ({bounds.get(name)}).")
-        bounds[name] = lower[0]
-    return bounds
+        own = bounds.setdefault(canonicalize_name(requirement.name), set())
+        own |= {each.version for each in requirement.specifier if each.operator == ">="}
+    wrong = {name: sorted(found) for name, found in sorted(bounds.items()) if len(found) != 1}
+    if wrong:
+        sys.exit(f"pyproject.toml: a package has one lower bound, the same wherever it has one; but {wrong}.")
+    return {name: found.pop() for name, found in sorted(bounds.items())}
 
 
 if __name__ == "__main__":
-    pins = oldest(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
-    print("\n".join(f"{name}=={version}" for name, version in sorted(pins.items())))
+    for name, version in oldest(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))).items():
+        print(f"{name}=={version}")
