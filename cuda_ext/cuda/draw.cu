@@ -2,17 +2,19 @@
 //
 // The first kernel reads the logits once: a warp leaves of each chunk its maximum and its sum of exponentials. The
 // second has a block per row: it finds the normalizer and the chunk in which the cumulative probability passes the
-// number, and reads only that chunk again. Top-k, top-p and min-p first find the worst token that stays, by a radix
-// selection over the chunks that can have it; masses are summed as integers, so that their order does not matter.
+// number, and reads only that chunk again. Top-k, top-p and min-p first find the worst token that stays: histograms of
+// steps below the maximum, then of keys within a step, then of tokens with one key narrow it down, over the chunks that
+// can have it. Masses are summed as integers, so that their order does not matter.
 
-#include "choice.cuh"
 #include "draw.h"
+#include "ranks.cuh"
 
 namespace sparse_rl {
 namespace {
 
 constexpr int kPerLane = static_cast<int>(kChunk) / 32;
-constexpr double kWhole = 17592186044416.0;  // 2^44: probability 1 as a mass; the masses of a row fit into 64 bits
+constexpr double kWhole = 4503599627370496.0;  // 2^52: probability 1 as a mass; float64 has the sum of a row exactly
+constexpr double kFarthest = 32;               // in units of the temperature: next to no mass is left beyond
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 using Mass = unsigned long long;
 
@@ -52,28 +54,26 @@ struct Source {
   SPARSE_RL_DEVICE float at(int64_t token) const { return allowed(static_cast<float>(logits[token]), token); }
 };
 
-// Call visit(i, logit) for a lane's logits of a chunk, 16 bytes at a time where they are aligned.
-template <class T, class Visit>
-SPARSE_RL_DEVICE void load_chunk(const Source<T>& source, int64_t first, int64_t vocabulary, Visit visit) {
+// The first of neighboring tokens that a lane has in a part of a chunk. It does not depend on how a row is aligned, on
+// which the order of sums would depend then.
+template <class T>
+SPARSE_RL_DEVICE int64_t own_token(int64_t chunk, int part) {
+  return chunk * kChunk + (part * 32 + static_cast<int>(threadIdx.x) % 32) * kWidth<T>;
+}
+
+// Their logits, in one load of 16 bytes where it is aligned.
+template <class T>
+SPARSE_RL_DEVICE void load_logits(const Source<T>& source, int64_t token, int64_t vocabulary, float (&x)[kWidth<T>]) {
   constexpr int Width = kWidth<T>;
-  const int lane = threadIdx.x % 32;
-  const T* row = source.logits + first;
-  if (first + kChunk <= vocabulary && reinterpret_cast<uintptr_t>(row) % 16 == 0) {
+  const T* from = source.logits + token;
+  if (token + Width <= vocabulary && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    unpack<T>(load16(from), x);
 #pragma unroll
-    for (int part = 0; part < kPerLane / Width; ++part) {
-      const int at = (part * 32 + lane) * Width;
-      float some[Width];
-      unpack<T>(load16(row + at), some);
-#pragma unroll
-      for (int i = 0; i < Width; ++i) visit(part * Width + i, source.allowed(some[i], first + at + i));
-    }
+    for (int i = 0; i < Width; ++i) x[i] = source.allowed(x[i], token + i);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int64_t token = first + i * 32 + lane;
-    visit(i, token < vocabulary ? source.at(token) : kNegInf);
-  }
+  for (int i = 0; i < Width; ++i) x[i] = token + i < vocabulary ? source.at(token + i) : kNegInf;
 }
 
 template <class T>
@@ -84,11 +84,18 @@ __global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> op) {
   const Source<T> source(op, blockIdx.y / parts, blockIdx.y % parts);
   float x[kPerLane], top = kNegInf;
   bool fine = true;
-  load_chunk(source, chunk * kChunk, op.vocabulary, [&](int i, float logit) {
-    x[i] = logit;
-    top = fmaxf(top, logit);
-    fine = fine && logit < -kNegInf;  // neither NaN nor +inf
-  });
+  constexpr int Width = kWidth<T>;
+#pragma unroll
+  for (int part = 0; part < kPerLane / Width; ++part) {
+    float some[Width];
+    load_logits(source, own_token<T>(chunk, part), op.vocabulary, some);
+#pragma unroll
+    for (int i = 0; i < Width; ++i) {
+      x[part * Width + i] = some[i];
+      top = fmaxf(top, some[i]);
+      fine = fine && some[i] < -kNegInf;  // neither NaN nor +inf
+    }
+  }
   top = warp_max(top);
   const bool all_fine = __ballot_sync(kAll, !fine) == 0;
   const float factor = static_cast<float>(1 / op.temperature);
@@ -102,25 +109,19 @@ __global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> op) {
 }
 
 struct Shared {
-  double totals[kWarps];
+  double totals[kWarps], weights[kThreads];
   float exponentials[kChunk];
-  Mass bins[kThreads], left;
-  int tops[kWarps], per_warp[kWarps], bin, count;
+  unsigned low[kThreads], high[kThreads];  // words of the masses in bins
+  Mass sums[kWarps], left, mass;
+  int per_warp[kWarps], bin, count;
   int64_t token;
 };
 
-// The worst token that stays: logits as rank keys, among equal ones the lowest tokens.
-struct Limit {
-  uint32_t key = 0;
-  int64_t token = -1;
-
-  SPARSE_RL_DEVICE bool stays(float logit, int64_t at) const {
-    const uint32_t own = rank_key(logit);
-    return own > key || (own == key && at <= token);
-  }
+// The bin in which a sum of masses reaches a target, what is left of the target there, and the mass of the bin.
+struct Reached {
+  int bin;
+  Mass left, mass;
 };
-
-constexpr int64_t kTies = std::numeric_limits<int64_t>::max();  // as the token of a limit: all with its logit stay
 
 // One row as a distribution over the tokens within a limit. The same in all threads of a block.
 template <class T>
@@ -130,7 +131,7 @@ struct Row {
   ChunkSum* chunks;
   Shared& shared;
   Limit least;
-  float maximum = kNegInf;
+  float maximum = kNegInf, lowest = -kNegInf;  // of the maxima of chunks
   double total = 0;
 
   SPARSE_RL_DEVICE Row(const Draw<T>& op, int64_t b, int64_t part, Shared& shared)
@@ -140,12 +141,14 @@ struct Row {
       const float own = static_cast<float>(chunks[c].maximum);
       broken = broken || own != own;
       maximum = fmaxf(maximum, own);  // drops NaN
+      lowest = fminf(lowest, own);
     }
-    maximum = warp_max(maximum);
+    maximum = warp_max(maximum), lowest = -warp_max(-lowest);
     broken = count_block(broken, shared.per_warp).all > 0;
-    if (threadIdx.x % 32 == 0) shared.exponentials[threadIdx.x / 32] = maximum;
+    float* ends = shared.exponentials;
+    if (threadIdx.x % 32 == 0) ends[threadIdx.x / 32] = maximum, ends[kWarps + threadIdx.x / 32] = lowest;
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.exponentials[w]);
+    for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, ends[w]), lowest = fminf(lowest, ends[kWarps + w]);
     if (broken) maximum = kNan;
     __syncthreads();
     if (is_fine()) add_up();
@@ -163,10 +166,26 @@ struct Row {
   SPARSE_RL_DEVICE uint32_t top_key(int64_t c) const { return rank_key(static_cast<float>(chunks[c].maximum)); }
 
   // exp((logit - maximum of the chunk) / temperature), or 0 outside the limit.
-  SPARSE_RL_DEVICE float relative(int64_t c, int64_t token) const {
-    const float logit = source.at(token), factor = static_cast<float>(1 / op.temperature);
+  SPARSE_RL_DEVICE float relative(int64_t c, float logit, int64_t token) const {
+    const float factor = static_cast<float>(1 / op.temperature);
     const bool stays = least.stays(logit, token) && logit > kNegInf;
     return stays ? expf((logit - static_cast<float>(chunks[c].maximum)) * factor) : 0.0f;
+  }
+
+  // Call visit(logit, token) for a lane's tokens of a chunk that stay so far.
+  template <class Visit>
+  SPARSE_RL_DEVICE void visit_chunk(int64_t c, Visit visit) const {
+    constexpr int Width = kWidth<T>;
+#pragma unroll 1
+    for (int part = 0; part < kPerLane / Width; ++part) {
+      const int64_t token = own_token<T>(c, part);
+      float some[Width];
+      load_logits(source, token, op.vocabulary, some);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        if (token + i < op.vocabulary && least.stays(some[i], token + i)) visit(some[i], token + i);
+      }
+    }
   }
 
   SPARSE_RL_DEVICE void add_up() {
@@ -185,8 +204,8 @@ struct Row {
     least = limit;
     for (int64_t c = threadIdx.x / 32; c < op.num_chunks; c += kWarps) {
       double sum = 0;
-      for (int64_t i = threadIdx.x % 32; top_key(c) >= least.key && i < size(c); i += 32) {
-        sum += relative(c, c * kChunk + i);
+      if (top_key(c) >= least.key) {
+        visit_chunk(c, [&](float logit, int64_t token) { sum += relative(c, logit, token); });
       }
       sum = warp_sum_wide(sum);
       if (threadIdx.x % 32 == 0) chunks[c].sum = sum;
@@ -195,81 +214,102 @@ struct Row {
     add_up();
   }
 
-  // Call visit(logit, token) for the tokens of a warp whose keys may reach `key`, and that stay so far.
+  // Call visit(logit, token) for a warp's tokens that stay so far, of the chunks that reach into ranks.
   template <class Visit>
-  SPARSE_RL_DEVICE void visit_from(uint32_t key, Visit visit) const {
-    for (int64_t c = threadIdx.x / 32; c < op.num_chunks; c += kWarps) {
-      if (top_key(c) < key) continue;
-      for (int64_t token = c * kChunk + threadIdx.x % 32; token < c * kChunk + size(c); token += 32) {
-        const float logit = source.at(token);
-        if (least.stays(logit, token)) visit(logit, token);
-      }
+  SPARSE_RL_DEVICE void visit_from(uint64_t low, uint64_t high, Visit visit) const {
+    const bool one_key = key_of(low) == key_of(high);
+    const uint32_t key = key_of(low) > least.key ? key_of(low) : least.key;
+    const int64_t first = one_key ? token_of(high) : 0, last = one_key ? token_of(low) : op.vocabulary - 1;
+    for (int64_t c = first / kChunk + threadIdx.x / 32; c < op.num_chunks && c <= last / kChunk; c += kWarps) {
+      if (top_key(c) >= key) visit_chunk(c, visit);
     }
   }
 
   SPARSE_RL_DEVICE Mass mass(float logit) const { return static_cast<Mass>(exponential(logit) / total * kWhole); }
 
-  // The worst of the fewest best tokens whose masses (or numbers) reach `target`; four rounds of 256 bins find its key.
+  // Add to a bin. Shared memory adds words of 32 bits; for 64 bits at once it would wait for itself in a loop.
   template <bool Counts>
-  SPARSE_RL_DEVICE Limit end_of(Mass target) {
-    const auto mass_of = [&](float logit) { return Counts ? Mass{1} : mass(logit); };
-    uint32_t prefix = 0, mask = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-      shared.bins[threadIdx.x] = 0;
-      __syncthreads();
-      visit_from(prefix, [&](float logit, int64_t) {
-        const uint32_t key = rank_key(logit);
-        if ((key & mask) == prefix) atomicAdd(&shared.bins[key >> shift & 255], mass_of(logit));
-      });
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        int bin = 255, last = -1;
-        for (; bin >= 0; --bin) {
-          if (!shared.bins[bin]) continue;
-          last = bin;
-          if (shared.bins[bin] >= target) break;
-          target -= shared.bins[bin];
-        }
-        // by rounding the target may exceed all there is: then everything stays
-        shared.bin = last < 0 ? 0 : last, shared.left = bin < 0 ? ~Mass{0} : target;
-      }
-      __syncthreads();
-      target = shared.left;
-      prefix |= static_cast<uint32_t>(shared.bin) << shift;
-      mask |= 255u << shift;
-      __syncthreads();
+  SPARSE_RL_DEVICE void add(int bin, float logit) {
+    if constexpr (Counts) {
+      atomicAdd(&shared.low[bin], 1u);
+    } else {
+      const Mass own = mass(logit);
+      if (own == 0) return;
+      const auto low = static_cast<unsigned>(own);
+      const unsigned sum = atomicAdd(&shared.low[bin], low) + low;
+      const unsigned high = static_cast<unsigned>(own >> 32) + (sum < low ? 1 : 0);  // with the carry
+      if (high) atomicAdd(&shared.high[bin], high);
     }
-    return {prefix, end_of_ties(prefix, target, mass_of)};
   }
 
-  // The last token that stays of those with this key.
-  template <class MassOf>
-  SPARSE_RL_DEVICE int64_t end_of_ties(uint32_t key, Mass target, MassOf mass_of) {
-    if (threadIdx.x == 0) shared.token = kTies;
+  SPARSE_RL_DEVICE Mass in_bin(int bin) const { return Mass{shared.high[bin]} << 32 | shared.low[bin]; }
+
+  // Sort the tokens that stay so far into bins, and find the one in which their number reaches `target` or, not for
+  // Counts, their masses do. The first target of masses is top-p of all there are.
+  template <bool Counts>
+  SPARSE_RL_DEVICE Reached reach(Mass target, const Search& search) {
+    shared.low[threadIdx.x] = shared.high[threadIdx.x] = 0;
     __syncthreads();
-    Mass so_far = 0;
-    for (int64_t c = 0; c < op.num_chunks; ++c) {
-      if (top_key(c) < key) continue;
-      for (int64_t first = c * kChunk; first < c * kChunk + size(c); first += kThreads) {
-        const int64_t token = first + threadIdx.x;
-        const float logit = token < op.vocabulary ? source.at(token) : kNegInf;
-        const bool tied = token < op.vocabulary && rank_key(logit) == key && least.stays(logit, token);
-        const Count count = count_block(tied, shared.per_warp);
-        const Mass before = so_far + count.before * mass_of(logit);
-        if (tied && before < target && before + mass_of(logit) >= target) shared.token = token;
-        if (tied) shared.left = mass_of(logit);
-        __syncthreads();
-        if (count.all) so_far += count.all * shared.left;
-        if (shared.token != kTies) return shared.token;
-        __syncthreads();
-      }
+    visit_from(search.low, search.high, [&](float logit, int64_t token) {
+      const int bin = search.bin(logit, token, maximum);
+      if (bin >= 0) add<Counts>(bin, logit);
+    });
+    __syncthreads();
+    Mass sum = in_bin(threadIdx.x);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor<2>(sum, step);
+    if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) find_bin(Counts || search.shift != kBySteps ? target : share());
+    __syncthreads();
+    const Reached reached{shared.bin, shared.left, shared.mass};
+    __syncthreads();
+    return reached;
+  }
+
+  SPARSE_RL_DEVICE Mass share() const {
+    Mass all = 0;
+    for (int w = 0; w < kWarps; ++w) all += shared.sums[w];
+    return static_cast<Mass>(ceil(op.top_p * static_cast<double>(all)));
+  }
+
+  SPARSE_RL_DEVICE void find_bin(Mass target) {
+    int warp = 0;
+    for (; warp + 1 < kWarps && shared.sums[warp] < target; ++warp) target -= shared.sums[warp];
+    int bin = 32 * warp;
+    for (; bin + 1 < kThreads && in_bin(bin) < target; ++bin) target -= in_bin(bin);
+    shared.bin = bin, shared.left = target, shared.mass = in_bin(bin);
+  }
+
+  // So that most logits lie within as many steps as there are bins.
+  SPARSE_RL_DEVICE float steps_per_unit() const {
+    const double farthest = kFarthest * op.temperature, spread = 4 * (static_cast<double>(maximum) - lowest);
+    return static_cast<float>(fmin(kThreads / (spread > 0 ? fmin(spread, farthest) : farthest), 1e30));
+  }
+
+  // The worst of the `count` best tokens or, not for Counts, of the fewest with top-p of the mass; with it perhaps all
+  // that tie with it.
+  template <bool Counts>
+  SPARSE_RL_DEVICE Limit end_of(int64_t count, bool with_ties) {
+    const int64_t end = op.vocabulary - 1;
+    Search search{rank_of(rank_key(kNegInf), end), rank_of(rank_key(maximum), 0), kBySteps, steps_per_unit()};
+    Mass target = count;
+    for (int finest = 32 + kIdle<T>;; search.sort_by_bits(finest)) {
+      const Reached at = reach<Counts>(target, search);
+      target = at.left;
+      search.narrow(at.bin, maximum);
+      if (search.shift > finest) continue;
+      // the idle bits of positive numbers are 0, of others 1
+      const uint32_t key = key_of(search.low) & 0x80000000u ? key_of(search.low) : key_of(search.high);
+      if (finest == 0) return {key, token_of(search.low)};
+      if (with_ties || target > at.mass - (Counts ? 1 : mass(rank_value(key)))) return {key, kTies};
+      search.low = rank_of(key, end), search.high = rank_of(key, 0), finest = 0;
     }
-    return kTies;
   }
 
   SPARSE_RL_DEVICE void truncate() {
-    if (op.top_k > 0 && op.top_k < op.vocabulary) limit({end_of<true>(op.top_k).key, kTies});
-    if (op.top_p < 1) limit(end_of<false>(static_cast<Mass>(op.top_p * kWhole)));
+    if (op.top_k > 0 && op.top_k < op.vocabulary) limit(end_of<true>(op.top_k, true));
+    if (op.top_p < 1) limit(end_of<false>(0, false));
     if (op.min_p > 0) {
       const double exact = maximum + op.temperature * log(op.min_p);
       float least_logit = static_cast<float>(exact);
@@ -293,18 +333,33 @@ struct Row {
     }
   }
 
+  // Look for the chunk that passes `target` among those with their weights in shared memory. By rounding there may be
+  // none: then it is the end of the last one that has a weight.
+  SPARSE_RL_DEVICE void pass_chunks(int64_t first, double& target, double& left) {
+    for (int i = 0; i < kThreads && !shared.count; ++i) {
+      if (!(shared.weights[i] > 0)) continue;
+      shared.token = first + i, shared.count = target < shared.weights[i];
+      left = shared.count ? target / exponential(chunks[first + i].maximum) : std::numeric_limits<double>::infinity();
+      target -= shared.weights[i];
+    }
+  }
+
   // The token at which the cumulative sum passes `target`, which is below `total`.
   SPARSE_RL_DEVICE int64_t find(double target) {
     __shared__ double left;
-    if (threadIdx.x == 0) {
-      int64_t c = 0;
-      for (; c + 1 < op.num_chunks && weight(c) <= target; ++c) target -= weight(c);
-      while (!(weight(c) > 0)) --c;  // by rounding nothing was left for the last chunks
-      shared.token = c, left = target / exponential(chunks[c].maximum);
+    if (threadIdx.x == 0) shared.count = 0;
+    for (int64_t first = 0; first < op.num_chunks; first += kThreads) {
+      const int64_t own = first + threadIdx.x;
+      shared.weights[threadIdx.x] = own < op.num_chunks ? weight(own) : 0.0;
+      __syncthreads();
+      if (threadIdx.x == 0) pass_chunks(first, target, left);
+      __syncthreads();
+      if (shared.count) break;
     }
-    __syncthreads();
     const int64_t c = shared.token;
-    for (int64_t i = threadIdx.x; i < size(c); i += kThreads) shared.exponentials[i] = relative(c, c * kChunk + i);
+    for (int64_t i = threadIdx.x; i < size(c); i += kThreads) {
+      shared.exponentials[i] = relative(c, source.at(c * kChunk + i), c * kChunk + i);
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
       int64_t last = 0;
@@ -320,11 +375,11 @@ struct Row {
 
   // The most likely tokens, the best first. They fit into one block of threads.
   SPARSE_RL_DEVICE void write_top(int64_t b) {
-    const Limit worst = end_of<true>(op.num_top);
+    const Limit worst = end_of<true>(op.num_top, false);
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
     int64_t* ids = op.top_ids + b * op.num_top;
-    visit_from(worst.key, [&](float logit, int64_t token) {
+    visit_from(rank_of(worst.key, op.vocabulary - 1), ~uint64_t{0}, [&](float logit, int64_t token) {
       if (worst.stays(logit, token)) ids[atomicAdd(&shared.count, 1)] = token;
     });
     __syncthreads();

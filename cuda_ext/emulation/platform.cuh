@@ -291,9 +291,7 @@ inline int atomicCAS(int* place, int expected, int value) {
   return was;
 }
 inline int atomicAdd(int* place, int value) { return (*place += value) - value; }
-inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) {
-  return (*place += value) - value;
-}
+inline unsigned atomicAdd(unsigned* place, unsigned value) { return (*place += value) - value; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(unsigned u) {
   float f;

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import EMULATED, on_each_device
+from native_cases import EMULATED, dtypes_for, kernel, on_each_device
 from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.draw import CHUNK, Drawn, keyed_uniform
-from sparse_rl_lightning.ops.library import REFERENCES
+from sparse_rl_lightning.ops.library import NATIVE_DTYPES, REFERENCES
 
 SIZES = [1, 2, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 NO_ENDS = torch.empty(0, dtype=torch.int64)
@@ -29,11 +30,22 @@ rules = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def emulated_types() -> Iterator[None]:
+    """Of the kernels that are there: emulated ones take float16 too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if EMULATED:
+            patch.setitem(NATIVE_DTYPES, "cpu", set(dtypes_for("cpu")))
+        yield
+
+
 def rows(size: int, kind: str, seed: int, count: int = 6) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, size, generator=g) * {"flat": 0.01, "wide": 9.0}.get(kind, 2.0)
     if kind == "ties":
         logits = logits.round()
+    if kind == "spike":
+        logits[:, seed % size] += 40.0
     if kind == "forbidden":
         logits[torch.rand(logits.shape, generator=g) < 0.3] = -torch.inf
         logits[:, -1] = 0.0
@@ -83,7 +95,10 @@ def check(logits: Tensor, drawn: Drawn, keys: Tensor, steps: Tensor, temperature
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(SIZES), st.sampled_from(["normal", "flat", "wide", "ties", "forbidden"]), rules, st.integers(0, 99)
+    st.sampled_from(SIZES),
+    st.sampled_from(["normal", "flat", "wide", "ties", "spike", "forbidden"]),
+    rules,
+    st.integers(0, 99),
 )
 def test_token_and_probabilities_are_those_by_hand(size: int, kind: str, rule: dict[str, Any], seed: int) -> None:
     logits = rows(size, kind, seed)
@@ -96,11 +111,15 @@ def test_token_and_probabilities_are_those_by_hand(size: int, kind: str, rule: d
 @on_each_device
 @settings(deadline=None, max_examples=30)
 @given(
-    size=st.sampled_from(SIZES), kind=st.sampled_from(["normal", "ties", "forbidden"]), rule=rules, low=st.booleans()
+    size=st.sampled_from(SIZES),
+    kind=st.sampled_from(["normal", "ties", "forbidden"]),
+    rule=rules,
+    dtype=st.integers(0, 2),
 )
-def test_kernel_equals_reference(device: str, size: int, kind: str, rule: dict[str, Any], low: bool) -> None:
-    """bfloat16 and float32, with everything that can be asked for at once."""
-    logits = rows(size, kind, size).to(torch.bfloat16 if low else torch.float32)
+def test_kernel_equals_reference(device: str, size: int, kind: str, rule: dict[str, Any], dtype: int) -> None:
+    """Every type, with everything that can be asked for at once."""
+    types = dtypes_for(device)
+    logits = rows(size, kind, size).to(types[dtype % len(types)])
     keys, steps = keys_of(logits)
     other = rows(size, "normal", size + 1).to(logits.dtype)
     options = {**rule, "end_ids": torch.tensor([0, size // 2]), "min_length": 3, "top_logprobs": min(size, 4)}
@@ -166,6 +185,36 @@ def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
         assert torch.equal(mixed.logprobs, whole.logprobs[order])
         assert torch.equal(one.tokens, whole.tokens[7:8])
         assert torch.equal(one.logprobs, whole.logprobs[7:8])
+
+
+@on_each_device
+def test_sums_do_not_depend_on_how_a_row_is_aligned(device: str) -> None:
+    """With an odd vocabulary neighboring rows are aligned differently; logits so far apart that float64 rounds."""
+    size, ones = 2 * CHUNK + 3, torch.ones(1, dtype=torch.int64, device=device)
+    row = rows(size, "wide", 4, count=1)[0].to(device)
+    for dtype in dtypes_for(device):
+        seen = set()
+        for shift in range(4):
+            place = torch.empty(size + shift, dtype=dtype, device=device)[shift:].copy_(row)
+            chunks = torch.empty(1, 1, 3, 2, dtype=torch.float64, device=device)
+            token, logprob = torch.empty_like(ones), torch.empty(1, device=device)
+            kernel("draw")(
+                place[None], None, ones, ones, ones[:0], 0, 0.4, 0, 1.0, 0.0, token, logprob, None, None, None, chunks
+            )
+            seen.add(str(chunks.tolist()))
+        assert len(seen) == 1
+
+
+@on_each_device
+@pytest.mark.parametrize("top_p", [0.5, 0.75])
+def test_of_equal_tokens_as_many_stay_as_reach_top_p_and_no_more(device: str, top_p: float) -> None:
+    step = torch.ones(1, dtype=torch.int64, device=device)
+    for dtype in dtypes_for(device):
+        for size in (20, 28, 5 * CHUNK, 19 * CHUNK + 12):
+            drawn = ops.draw(torch.full((1, size), -3.0, dtype=dtype, device=device), step, step, top_p=top_p)
+            assert drawn.behavior is not None
+            assert 1 / float(drawn.behavior.exp()) == pytest.approx(top_p * size, rel=1e-6)
+            assert int(drawn.tokens) < top_p * size
 
 
 @on_each_device
