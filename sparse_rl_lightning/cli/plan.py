@@ -79,7 +79,7 @@ def parser(proposes: bool = False) -> argparse.ArgumentParser:
         epilog=f"With --config, --prompt is the longest prompt in tokens (default {PROMPT}), and everything else "
         "overrides the configuration, as for `sparse-rl fit`.",
     )  # fmt: skip
-    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), h200-141gb")
+    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), b200-180gb")
     made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
     if proposes:
         made.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")

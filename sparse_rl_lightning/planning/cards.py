@@ -32,10 +32,14 @@ CARDS = {
     for card in (  # compared with copies of NVIDIA's data sheets, since the sheets themselves were not at hand
         Card("rtx-4090-24gb", 24e9, 1.008e12, 165.2e12),  # waredb.com/processor/nvidia-geforce-rtx-4090
         Card("rtx-3090-24gb", 24e9, 0.936e12, 71e12),  # from NVIDIA's GA102 whitepaper, unverified
+        # from NVIDIA's RTX Blackwell whitepaper; copies list 838, four times as many, with sparsity and float16 sums
+        Card("rtx-5090-32gb", 32e9, 1.792e12, 209.5e12),
         Card("l40s-48gb", 48e9, 0.864e12, 362e12),  # mullet.se, product 355414
         Card("h100-80gb", 80e9, 3.35e12, 989e12),  # SXM; archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html
         Card("a100-80gb", 80e9, 2.039e12, 312e12),  # SXM; glennklockwood.com/garden/processors/A100
         Card("h200-141gb", 141e9, 4.8e12, 989e12),  # SXM; ai-hpc.github.io, which lists 1,979 with sparsity
+        # of an HGX board at 1,000 W; glennklockwood.com/garden/processors/B200. 180 of the 192 GB are for programs
+        Card("b200-180gb", 180e9, 8e12, 2250e12),
     )
 }
 """Cards by name; of those with the same memory the first stands for all."""
@@ -57,7 +61,7 @@ def card_of(name: str | None = None, memory: str | None = None) -> Card:
         return CARDS[name or "h100-80gb"]
     size = parse_memory(memory)
     if name is None:
-        name = next((card.name for card in CARDS.values() if card.memory >= size), "h200-141gb")
+        name = next((card.name for card in CARDS.values() if card.memory >= size), list(CARDS)[-1])
     return replace(CARDS[name], memory=size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,11 @@ def test_folders_are_read_and_unknown_names_refused(tiny: str) -> None:
 
 def test_cards_are_found_by_name_and_by_memory() -> None:
     assert card_of(memory="24GB").name == "rtx-4090-24gb"
+    assert card_of(memory="30GB").name == "rtx-5090-32gb"
     assert card_of(memory="40GB").name == "l40s-48gb"
+    assert card_of(memory="150GB").name == "b200-180gb"
+    assert card_of(memory="300GB") == replace(CARDS["b200-180gb"], memory=300e9)  # the largest there is
+    assert [card.memory for card in CARDS.values()] == sorted(card.memory for card in CARDS.values())
     assert card_of("h200-141gb", "100GiB").memory == 100 * 2**30
     assert card_of().name == "h100-80gb"
     assert all(card.hardware.bandwidth < card.bandwidth for card in CARDS.values())
