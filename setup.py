@@ -1,7 +1,7 @@
 """Builds the native library; all metadata stands in pyproject.toml.
 
 SPARSE_RL_BUILD chooses: "auto" (default) compiles what the machine can, "cuda" and "cpu" insist on it, "python"
-compiles nothing. Further switches: SPARSE_RL_ARCHS (default "80;90"), SPARSE_RL_CFLAGS (appended), CUDA_HOME, MAX_JOBS.
+compiles nothing. Further switches: SPARSE_RL_ARCHS (see ARCHS), SPARSE_RL_CFLAGS (appended), CUDA_HOME, MAX_JOBS.
 """
 
 from __future__ import annotations
@@ -44,14 +44,30 @@ def find_cuda_home() -> Path | None:
 
 
 CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"]  # Python's own flags ask for -g
+PTX = "+PTX"
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"]
 
 
+# A100; RTX 40, L40S; H100, H200; B200; RTX 50. PTX, which drivers compile at the first start, is for cards with code of
+# their own nowhere here: that of 10.0, since 12.0's would leave out 11.0.
+ARCHS = "80;89;90;100+PTX;120"
+
+
+def architectures() -> str:
+    """What to compile for, separated by semicolons: torch cannot guess it where there is no GPU."""
+    named = os.environ.get("SPARSE_RL_ARCHS", ARCHS)
+    return named if PTX in named else named + PTX  # of the last one, if of none
+
+
 def gencode() -> list[str]:
-    """Machine code for each architecture; torch cannot guess them where there is no GPU. The last one also as PTX."""
-    archs = os.environ.get("SPARSE_RL_ARCHS", "80;90").split(";")
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return [*targets, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    """Machine code for each architecture, and PTX where it is asked for."""
+    flags = []
+    for arch in architectures().split(";"):
+        number = arch.removesuffix(PTX)
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if arch != number:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
 
 
 def anonymous() -> list[str]:
@@ -69,7 +85,9 @@ def schema_hash() -> str:
 
 def macros(module: str) -> list[tuple[str, str]]:
     """Preprocessor definitions of one library."""
-    return [("TORCH_TARGET_VERSION", TARGET), ("SPARSE_RL_SCHEMA", f'"{schema_hash()}"'), ("SPARSE_RL_MODULE", module)]
+    archs = [("SPARSE_RL_ARCHS", f'"{architectures()}"')] if module == "_cuda" else []
+    schema = ("SPARSE_RL_SCHEMA", f'"{schema_hash()}"')
+    return [("TORCH_TARGET_VERSION", TARGET), schema, ("SPARSE_RL_MODULE", module), *archs]
 
 
 def sources(folder: str, suffix: str) -> list[str]:

@@ -10,6 +10,12 @@
 extern "C" __attribute__((used, visibility("default"))) const char sparse_rl_schema[] =
     "sparse_rl_schema=" SPARSE_RL_SCHEMA;
 
+#ifdef SPARSE_RL_ARCHS
+// What `sparse-rl doctor` says the library was compiled for.
+extern "C" __attribute__((used, visibility("default"))) const char sparse_rl_archs[] =
+    "sparse_rl_archs=" SPARSE_RL_ARCHS;
+#endif
+
 #define SPARSE_RL_INIT_(name) PyInit_##name
 #define SPARSE_RL_INIT(name) SPARSE_RL_INIT_(name)
 #define SPARSE_RL_TEXT_(name) #name

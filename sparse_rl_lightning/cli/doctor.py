@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 import torch
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.callbacks.outputs.run_facts import package_versions
+from sparse_rl_lightning.ops.architectures import built_architectures, code_for, describe_architectures
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
@@ -31,12 +35,33 @@ def devices() -> list[str]:
     found = torch.backends.cpu.get_cpu_capability()
     clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
     lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]
+    built = built_architectures()
+    known = describe_architectures(built) if built else ops.MISSING["cuda"] or "of a build that does not say what for"
+    lines.append(f"CUDA kernels: {known}")
     if not torch.cuda.is_available():
-        return [*lines, "GPU: none that torch can use"]
+        unused = unused_gpus()
+        return [
+            *lines,
+            f"GPU: {', '.join(unused)}, which torch cannot use" if unused else "GPU: none that torch can use",
+        ]
     for index in range(torch.cuda.device_count()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        lines.append(f"GPU {index}: {name}, sm_{major}{minor}")
+        code = f"; {code_for(built, (major, minor))}" if built else ""
+        lines.append(f"GPU {index}: {name}, sm_{major}{minor}{code}")
     return lines
+
+
+def unused_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """NVIDIA GPUs of this machine by nvidia-smi or, where it is missing or fails, by their driver."""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError):
+            pass
+        else:
+            return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return [f"an NVIDIA GPU at {path.name}" for path in sorted(proc.glob("*"))]
 
 
 def paths() -> list[str]:
@@ -54,15 +79,32 @@ def paths() -> list[str]:
 def advice() -> list[str]:
     """What keeps kernels from running, and the command that changes it."""
     wanted = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    unusable = [] if torch.cuda.is_available() or not unused_gpus() else [why_unused()]
     missing = [f"missing for {device.upper()}: {ops.MISSING[device]}" for device in wanted if ops.MISSING[device]]
     if not missing:
-        return ["Nothing is missing."]
+        return unusable or ["Nothing is missing."]
+    missing = [*unusable, *missing]
     if (PACKAGE.parent / "setup.py").exists():
         missing.append(
             "From a source checkout: SPARSE_RL_BUILD=cpu (or cuda) pip install --no-build-isolation -e . "
             "It needs g++ 11 or newer, for CUDA also nvcc."
         )
     return [*missing, "Everything works without them, slower."]
+
+
+def why_unused() -> str:
+    """Why torch does not use a GPU that is there, and what changes it."""
+    version = torch.__version__.split("+")[0]
+    if torch.version.cuda is None:
+        return (
+            f"There is a GPU, but this torch is a CPU build: pip install --force-reinstall torch=={version} from PyPI, "
+            "whose wheels for Linux are built for CUDA (pytorch.org/get-started has others). Then build the kernels: "
+            "SPARSE_RL_BUILD=cuda pip install --no-build-isolation -e ."
+        )
+    return (
+        f"There is a GPU, but torch, built for CUDA {torch.version.cuda}, cannot use it: CUDA_VISIBLE_DEVICES may hide "
+        "it, or its driver (nvidia-smi) may be older than that."
+    )
 
 
 def main() -> None:
