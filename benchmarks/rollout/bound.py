@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.calibration import Hardware
+
 Call = Callable[[], object]
 STREAM_BYTES = 2**28  # no cache holds so much
+WIDTHS = {"cpu": 1024, "cuda": 8192}  # of matrices whose product is all arithmetic
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 REPEATS = 7
 
@@ -59,6 +62,13 @@ def bandwidth(device: str, count: int = STREAM_BYTES) -> float:
         return count / seconds(source.sum, device)
     target = torch.empty_like(source)
     return 2 * count / seconds(lambda: target.copy_(source), device)
+
+
+def machine(dtype: torch.dtype, device: str) -> Hardware:
+    """The bandwidth, and operations per second of a plain product of square matrices."""
+    width = WIDTHS[device]
+    left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    return Hardware(bandwidth(device), 2 * width**3 / seconds(lambda: left @ right, device))
 
 
 def seconds(call: Call, device: str) -> float:

@@ -1,4 +1,4 @@
-"""Step times at given lengths and batches beside the time that memory needs, and caches of equal memory.
+"""Step times at given lengths and batches beside what memory and arithmetic need, and caches of equal memory.
 
 A slot is filled by reading one prompt of the wanted length and forking it to all samples, so nothing is generated up to
 there. Steps are timed over one whole buffer: one eviction of every slot is part of it.
@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, met
-from benchmarks.rollout.bound import bandwidth
+from benchmarks.rollout.bound import machine
 from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts, weight_bytes
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.calibration import Hardware
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, SlotBytes, plan_slots, slot_bytes
@@ -87,8 +89,15 @@ def plan(slot: SlotBytes, limit: int | float, wanted: int, device: str) -> Memor
         return None
 
 
-def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, speed: float) -> Step:
-    """A decode step of ``batch`` sequences at this length, and what it takes to read weights and cache."""
+def floor_seconds(policy: PreTrainedModel, batch: int, read: float, best: Hardware) -> float:
+    """The least time of a step that reads so many bytes of keys and values; products wait for weights or arithmetic."""
+    numbers = sum(module.weight.numel() for module in policy.modules() if type(module) is nn.Linear)
+    products = max(weight_bytes(policy) / best.bandwidth, 2 * batch * numbers / best.flops)
+    return products + read / best.bandwidth
+
+
+def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, best: Hardware) -> Step:
+    """A decode step of ``batch`` sequences at this length, and its floor."""
     device = policy.device.type
     graphs = "require" if device == "cuda" else True  # an eager step is not what is to be measured
     sampler = RolloutSampler(policy, compressor, end_token_ids=[], cuda_graphs=graphs)
@@ -97,7 +106,7 @@ def time_step(policy: PreTrainedModel, compressor: Compressor, length: int, batc
     rollout = sampler.generate(random_prompts(1, length, policy.config.vocab_size), params, progress=clock)
     assert rollout.kv is not None
     read = float(rollout.kv.stored_integral.sum()) * token_bytes(policy) / (NEW_TOKENS - 1)
-    return Step(clock.seconds, (weight_bytes(policy) + read) / speed, rollout.kv.peak_bytes)
+    return Step(clock.seconds, floor_seconds(policy, batch, read, best), rollout.kv.peak_bytes)
 
 
 def token_bytes(policy: PreTrainedModel) -> int:
@@ -113,7 +122,7 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def try_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, speed: float) -> Step | str:
+def try_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch: int, best: Hardware) -> Step | str:
     """The time, or why there is none."""
     device = policy.device.type
     free_memory(device)
@@ -124,24 +133,25 @@ def try_step(policy: PreTrainedModel, compressor: Compressor, length: int, batch
         have = "not one slot" if room is None else f"{room.num_slots} slots of {room.limit / 1e9:.1f} GB"
         return f"needs {slot.of(batch) / 1e9:.1f} GB, {have} allowed"
     try:
-        return time_step(policy, compressor, length, batch, speed)
+        return time_step(policy, compressor, length, batch, best)
     except torch.OutOfMemoryError as failure:
         return f"out of memory, slots {slot.of(batch) / 1e9:.1f} GB: {str(failure).split('. ')[0]}"
 
 
 def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
     """Every model, batch, length and cache; the table after every row."""
-    speed = bandwidth(device)
+    best = machine(dtype, device)
     note = (
         f"Random weights, {label(dtype)}; {BUFFER} steps each after {WARM_UP}, one eviction among them. Floor: weights "
-        f"and keys and values once, at the {speed / 1e12:.2f} TB/s of a copy."
+        f"and keys and values once, at the {best.bandwidth / 1e12:.2f} TB/s of a copy; for weights their products "
+        f"at the {best.flops / 1e12:.2f} TFLOP/s of a square one, where those take longer."
     )
     table = Table("Steps at given lengths", HEADER, note)
     for model in grid.models:
         policy = random_policy(SHAPES[model], dtype, device)
         for batch in grid.batches:
             for length in grid.lengths:
-                for row in cell_rows(policy, (model, length, batch), grid.budgets, speed):
+                for row in cell_rows(policy, (model, length, batch), grid.budgets, best):
                     table.add(*row)
                     yield table
         del policy
@@ -149,13 +159,13 @@ def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
 
 
 def cell_rows(
-    policy: PreTrainedModel, cell: tuple[str, int, int], budgets: tuple[int, ...], speed: float
+    policy: PreTrainedModel, cell: tuple[str, int, int], budgets: tuple[int, ...], best: Hardware
 ) -> Iterator[tuple[str, ...]]:
     """The full and every evicting cache in one cell of the grid."""
     model, length, batch = cell
     dense: Step | str = ""
     for name, compressor in compressors(budgets).items():
-        step = try_step(policy, compressor, length, batch, speed)
+        step = try_step(policy, compressor, length, batch, best)
         dense = step if name == "FullKV" else dense
         say(f"{model}, batch {batch}, length {length}, {name}: {step}")
         start = (SHAPES[model].name, str(batch), f"{length:,}", name)
@@ -176,7 +186,7 @@ def cell_rows(
 
 def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
     """The same memory for all caches, as many slots as fit into it; the table after every row."""
-    model, length, speed = grid.models[0], grid.memory_length, bandwidth(device)
+    model, length, best = grid.models[0], grid.memory_length, machine(dtype, device)
     policy = random_policy(SHAPES[model], dtype, device)
     title = f"Equal memory: {grid.memory_bytes / 1e9:g} GB, {SHAPES[model].name}, length {length:,}"
     table = Table(title, ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV", "KV GB", "plan"))
@@ -184,7 +194,7 @@ def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]
     for name, compressor in compressors(grid.budgets).items():
         params = SamplingParams(num_generations=grid.memory_sequences, max_completion_length=NEW_TOKENS)
         room = plan(needed(policy, compressor, length, params), grid.memory_bytes, grid.memory_sequences, device)
-        step = try_step(policy, compressor, length, room.num_slots, speed) if room else "not one slot fits"
+        step = try_step(policy, compressor, length, room.num_slots, best) if room else "not one slot fits"
         if room is None or isinstance(step, str):
             table.add(name, "", str(step), "", "", "", "")
             yield table

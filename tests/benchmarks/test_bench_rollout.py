@@ -17,9 +17,11 @@ from benchmarks.rollout import __main__ as command
 from benchmarks.rollout import bound, cells, policies, speed, split
 from benchmarks.rollout.clock import Clock
 from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.calibration import Hardware, ModelShape
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.rollout import Progress
 
+FAST = Hardware(1e9, 1e12)
 PARTS = ("speed", "split", "tail", "state", "vocabulary", "cells", "memory", "whole")
 Rows = list[dict[str, str]]
 
@@ -139,11 +141,21 @@ def test_grid_is_complete(found: dict[str, Rows]) -> None:
 def test_cells_without_room_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policies.random_policy(policies.TINY, torch.float32, "cpu")
     monkeypatch.setattr(cells, "SHARE", 1e-12)
-    assert re.fullmatch(r"needs \d+\.\d GB, not one slot allowed", cells.try_step(policy, FullKV(), 40, 8, 1e9))
+    assert re.fullmatch(r"needs \d+\.\d GB, not one slot allowed", cells.try_step(policy, FullKV(), 40, 8, FAST))
     slot = cells.needed(policy, FullKV(), 40, SamplingParams(max_completion_length=cells.NEW_TOKENS))
     monkeypatch.setattr(cells, "SHARE", slot.of(5))
-    assert "GB, 5 slots of " in cells.try_step(policy, FullKV(), 40, 8, 1e9)
-    assert not isinstance(cells.try_step(policy, FullKV(), 40, 5, 1e9), str)
+    assert "GB, 5 slots of " in cells.try_step(policy, FullKV(), 40, 8, FAST)
+    assert not isinstance(cells.try_step(policy, FullKV(), 40, 5, FAST), str)
+
+
+@pytest.mark.parametrize(("batch", "per_byte"), [(1, True), (4096, False)])
+def test_the_floor_is_what_takes_longer_of_weights_and_their_products(batch: int, per_byte: bool) -> None:
+    policy = policies.random_policy(policies.TINY, torch.float32, "cpu")
+    shape, bytes_read = ModelShape.of(policy), policies.weight_bytes(policy)
+    products = 2 * batch * shape.weights_read / FAST.flops
+    assert (bytes_read / FAST.bandwidth > products) == per_byte
+    want = (bytes_read / FAST.bandwidth if per_byte else products) + 500 / FAST.bandwidth
+    assert cells.floor_seconds(policy, batch, 500, FAST) == pytest.approx(want)
 
 
 def test_rivals_that_fail_are_named_and_own_failures_are_not_hidden() -> None:
