@@ -92,7 +92,7 @@ SPARSE_RL_DEVICE void append_entry(const Append<T, P>& op, int64_t b, int64_t h,
 }
 
 template <class T, class P>
-__global__ void __launch_bounds__(kAppendThreads, 8) append_kernel(Append<T, P> op) {
+__global__ void __launch_bounds__(kAppendThreads, 6) append_kernel(Append<T, P> op) {
   const int64_t b = blockIdx.x, h = blockIdx.y * kAppendWarps + threadIdx.x / 32, H = op.heads.num_heads;
   if (h >= H + op.num_query_heads) return;
   int64_t slot = op.heads.slots[b];

@@ -31,7 +31,10 @@ Variant<float, P> plain_variant(int64_t dim, int64_t group) {
   };
   if (dim <= 64) return pick(attend_plain<float, P, 16, 1, 4, kPaged>, attend_plain<float, P, 16, 1, 8, kPaged>);
   if (dim <= 128) return pick(attend_plain<float, P, 32, 1, 4, kPaged>, attend_plain<float, P, 32, 1, 8, kPaged>);
-  if (dim <= 256) return pick(attend_plain<float, P, 32, 2, 4, kPaged>, attend_plain<float, P, 32, 2, 8, kPaged>);
+  if constexpr (!kPaged) {  // eight such heads and a list of pages are more than there are registers
+    if (dim <= 256 && !few) return {attend_plain<float, P, 32, 2, 8, kPaged>, 8, kAttendThreads};
+  }
+  if (dim <= 256) return {attend_plain<float, P, 32, 2, 4, kPaged>, 4, kAttendThreads};
   return {attend_plain<float, P, 32, 4, 4, kPaged>, 4, kAttendThreads};
 }
 
@@ -53,6 +56,7 @@ void launch_attention(const Attention<T, P>& op, const Tensor& on) {
   }
   const int64_t units = op.heads.num_rows * op.heads.num_heads;
   const int64_t passes = (op.group + variant.heads - 1) / variant.heads;
+  prefer_shared(variant.kernel, on);
   launch(variant.kernel, units, passes * splits, variant.threads, on, op);
   if (splits > 1) launch(combine_splits_kernel<T, P, kPaged>, units, 1, kCombineThreads, on, op);
 }

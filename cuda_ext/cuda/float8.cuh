@@ -1,6 +1,6 @@
 // Pools of float8_e4m3fn: numbers of eight bits, read as floats and written rounded; nothing is computed in them.
 //
-// From compute capability 8.9 on there is an instruction for reading. Older GPUs decode the bits, as the emulation
+// From compute capability 8.9 on there are instructions for both. Older GPUs decode and round the bits, as the emulation
 // does.
 #pragma once
 
@@ -59,7 +59,11 @@ SPARSE_RL_DEVICE P stored(T x) {
     return x;
   } else {
     const float wide = static_cast<float>(x);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    return P(__nv_cvt_float_to_fp8(wide, __NV_SATFINITE, __NV_E4M3), P::from_bits());
+#else
     return narrow<P>(wide > 448 ? 448.0f : wide < -448 ? -448.0f : wide);
+#endif
   }
 }
 

@@ -12,6 +12,15 @@
 
 namespace sparse_rl {
 
+// Leave a kernel all of the shared memory that there is: by itself the driver might leave it room for fewer blocks.
+template <class Args>
+void prefer_shared(void (*kernel)(Args), const Tensor& on) {
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not prepared: ", cudaGetErrorString(error));
+}
+
 // Start a kernel on torch's current stream of the device of `on`.
 template <class Args>
 void enqueue(void (*kernel)(Args), dim3 grid, int threads, const Tensor& on, const Args& args) {

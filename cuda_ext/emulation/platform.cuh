@@ -315,6 +315,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 namespace sparse_rl {
 
 template <class Args>
+void prefer_shared(void (*)(Args), const Tensor&) {}
+
+template <class Args>
 void enqueue(void (*kernel)(Args), dim3 grid, int threads, const Tensor&, const Args& args) {
   emulation::launch(kernel, grid, static_cast<unsigned>(threads), args);
 }
