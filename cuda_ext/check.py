@@ -2,7 +2,9 @@
 
 Prints a table of kernels with registers, shared memory and the blocks that fit on a multiprocessor at the same time.
 Fails on any warning, on register spills and stack frames, and on kernels with fewer blocks than their floor: too few
-hide no latency, and one register more may halve them. Where there is no nvcc it says so and succeeds.
+hide no latency, and one register more may halve them. Fails on atomic operations that the hardware lacks, which become
+loops that try until nobody else was faster; cuobjdump and nvdisasm show them. Where there is no nvcc it says so and
+succeeds.
 
     python cuda_ext/check.py            # SPARSE_RL_ARCHS, CUDA_HOME and MAX_JOBS as for setup.py
     python cuda_ext/check.py fork evict # only these
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,15 +31,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # By compute capability: 32-bit registers, threads, blocks and bytes of shared memory of a multiprocessor.
 LIMITS = {
     "80": (65536, 2048, 32, 164 * 1024), "86": (65536, 1536, 16, 100 * 1024), "89": (65536, 1536, 24, 100 * 1024),
-    "90": (65536, 2048, 32, 228 * 1024), "100": (65536, 2048, 32, 228 * 1024),
+    "90": (65536, 2048, 32, 228 * 1024), "100": (65536, 2048, 32, 228 * 1024), "120": (65536, 1536, 24, 100 * 1024),
 }  # fmt: skip
-# Fewest blocks on a multiprocessor: the first pattern that is found in a kernel's name counts. What is there today on
-# both architectures; a kernel that keeps the memory busy with fewer gets a lower floor, with its reason.
+# Fewest blocks on a multiprocessor: the first pattern that is found in a kernel's name counts. What is there today; a
+# kernel that keeps the memory busy with fewer gets a lower floor, with its reason. Compilers for 10.0 and 12.0 take
+# more registers, and RTX cards (8.6, 8.9, 12.0) have less shared memory and fewer threads.
 FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it differs
-    r"append_kernel": 8,
-    r"attend_tensor<.*, 64, \w+, \w+>": 6,
+    r"append_kernel": {"80": 8, "89": 8, "90": 8, "100": 6, "120": 6},
+    r"attend_tensor<.*, 64, \w+, \w+>": {"80": 6, "86": 4, "89": 4, "90": 6, "100": 6, "120": 4},  # blocks of 24 KiB
     r"attend_tensor<\w+, Float8": 4,
-    r"attend_tensor|attend_wide": {"80": 3, "90": 4},  # blocks of 48 KiB: all that the shared memory holds
+    # blocks of 48 KiB: all that the shared memory holds
+    r"attend_tensor|attend_wide": {"80": 3, "86": 2, "89": 2, "90": 4, "100": 4, "120": 2},
     r"attend_plain": 2,  # float32 and heads above 256, for tests
     r"combine_splits_kernel": 8,
     r"draw_sums_kernel": 4,
@@ -49,9 +54,9 @@ FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it diff
     r"redundancy_kernel<float>": 2,  # 80 registers spill on 8.0; models keep 16 bits
     r"redundancy_kernel": 4,
     r"rms_norm_kernel": 4,
-    r"select_pages_kernel": 3,
+    r"select_pages_kernel": {"80": 3, "89": 3, "90": 3, "100": 2, "120": 2},
     r"silu_mul_kernel": 4,
-    r"summarize_kernel": 5,
+    r"summarize_kernel": {"80": 5, "89": 5, "90": 5, "100": 4, "120": 4},
 }
 
 
@@ -125,6 +130,35 @@ def kernels(source: str, log: str) -> list[Kernel]:
     return found
 
 
+def disassembler(home: Path) -> Path | None:
+    """cuobjdump, of the toolkit, on the PATH, or of the package nvidia-cuda-cuobjdump; nvdisasm lies beside it."""
+    packaged = [folder for path in sys.path for folder in Path(path).glob("nvidia/*/bin")]
+    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, [home / "bin", os.environ["PATH"], *packaged])))
+    return Path(found) if found else None
+
+
+def disassemble(tool: Path, compiled: str) -> str:
+    """The machine code in an object file."""
+    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    call = [str(tool), "--dump-sass", compiled]
+    return subprocess.run(call, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def loops(sass: str) -> list[str]:
+    """Kernel, architecture and number of atomic operations that are compare-and-swap loops."""
+    found: dict[tuple[str, str], int] = {}
+    name = arch = ""
+    for line in sass.splitlines():
+        if header := re.search(r"^\s*arch = (\S+)", line):
+            arch = header[1]
+        elif header := re.search(r"^\s*Function : (\S+)", line):
+            name = header[1]
+        elif "CAST.SPIN" in line:
+            found[name, arch] = found.get((name, arch), 0) + 1
+    names = readable([kernel for kernel, _ in found])
+    return [f"{name} {arch}: {count}" for name, ((_, arch), count) in zip(names, found.items(), strict=True)]
+
+
 def readable(names: list[str]) -> list[str]:
     """The name without mangling, if the binutils are there, and without namespaces."""
     try:
@@ -151,6 +185,37 @@ def table(found: list[Kernel]) -> tuple[str, int]:
     return "\n".join(lines), wrong
 
 
+@dataclass
+class Result:
+    """What came of one source: its name, whether it compiled, the compiler's words, and loops in the machine code."""
+
+    source: str
+    compiled: bool
+    log: str
+    loops: list[str]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Errors and warnings, or all that was said if there is nothing else."""
+        found = [line for line in self.log.splitlines() if re.search(r"\b(error|warning)\b", line, re.IGNORECASE)]
+        return found if self.compiled or found else [self.log]
+
+
+def compile_all(home: Path, setup: dict[str, Any], paths: list[Path], tool: Path | None) -> list[Result]:
+    """Compile the sources, and look into the machine code if there is a tool."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def compile_one(path: Path) -> Result:
+            target = f"{folder}/{path.stem}.o"
+            done = subprocess.run(command(setup, home, path, target), capture_output=True, text=True)
+            compiled = done.returncode == 0
+            spinning = loops(disassemble(tool, target)) if tool and compiled else []
+            return Result(path.name, compiled, done.stdout + done.stderr, spinning)
+
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+            return list(pool.map(compile_one, paths))
+
+
 def main() -> int:
     """Compile, print, and judge."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
@@ -158,30 +223,22 @@ def main() -> int:
     if home is None:
         print("cuda-check: nvcc was not found (set CUDA_HOME), the CUDA kernels were not compiled.")
         return 0
-    wanted = sys.argv[1:]
+    wanted, tool = sys.argv[1:], disassembler(home)
     paths = [p for p in sorted((ROOT / "cuda_ext" / "cuda").glob("*.cu")) if not wanted or p.stem in wanted]
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-
-        def compile_one(path: Path) -> subprocess.CompletedProcess[str]:
-            call = command(setup, home, path, f"{folder}/{path.stem}.o")
-            return subprocess.run(call, capture_output=True, text=True)
-
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            results = list(pool.map(compile_one, paths))
-    found: list[Kernel] = []
-    failed = False
-    for path, done in zip(paths, results, strict=True):
-        log = done.stdout + done.stderr
-        found += kernels(path.name, log)
-        complaints = [line for line in log.splitlines() if re.search(r"\b(error|warning)\b", line, re.IGNORECASE)]
-        if done.returncode or complaints:
-            failed = True
-            print(f"{path.name}:\n" + "\n".join(complaints or [log]))
+    results = compile_all(home, setup, paths, tool)
+    for result in results:
+        if result.complaints:
+            print(f"{result.source}:\n" + "\n".join(result.complaints))
+        for loop in result.loops:
+            print(f"{result.source}: atomic operations that are loops, {loop}")
+    found = [kernel for result in results for kernel in kernels(result.source, result.log)]
     lines, wrong = table(sorted(found, key=lambda kernel: (kernel.source, kernel.name, kernel.arch)))
     seconds = time.monotonic() - start
     print(f"{lines}\n{len(found)} kernels in {seconds:.0f} s, {wrong} with a stack frame, spills or too few blocks")
-    return int(failed or wrong > 0 or not found)
+    if tool is None:
+        print("loops were not looked for: no cuobjdump (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)")
+    return int(any(result.complaints or result.loops for result in results) or wrong > 0 or not found)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,31 @@ ptxas info    : Function properties for fork_kernel
     16 bytes stack frame, 20 bytes spill stores, 44 bytes spill loads
 ptxas info    : Used 255 registers
 """
+SASS = """\
+Fatbin elf code:
+================
+arch = sm_90
+		Function : draw_kernel
+        /*0a10*/                   ATOMS.ADD R9, [R4], R6 ;
+        /*0a20*/                   ATOMG.E.CAS.STRONG.GPU PT, R2, [R2], R4, R5 ;
+		Function : count_kernel
+        /*0a10*/                   ATOMS.CAST.SPIN.64 R6, [R5], R6, R8 ;
+        /*0a90*/                   ATOMS.CAST.SPIN R6, [R5], R6, R8 ;
+"""
+ATOMICS = """\
+__global__ void adds_words(unsigned* out) {
+  __shared__ unsigned sum;
+  atomicAdd(&sum, out[threadIdx.x]);
+  __syncthreads();
+  out[0] = sum;
+}
+__global__ void adds_pairs(unsigned long long* out) {
+  __shared__ unsigned long long sum;
+  atomicAdd(&sum, out[threadIdx.x]);
+  __syncthreads();
+  out[0] = sum;
+}
+"""
 
 
 CHECK = runpy.run_path(str(ROOT / "cuda_ext" / "check.py"))
@@ -66,7 +91,9 @@ def test_a_kernel_below_its_floor_is_found() -> None:
     assert kernel(130).complaint(name, 128) == "at least 4 blocks should fit"  # one register more, one block less
     assert kernel(130, arch="80").complaint(name, 128) == ""  # its shared memory would not hold four
     assert kernel(170, arch="80").complaint(name, 128) == "at least 3 blocks should fit"
-    assert kernel(130, arch="120").complaint(name, 128) == ""  # limits that are not known
+    assert kernel(120, 49152, arch="89").complaint(name, 128) == ""  # the shared memory of RTX cards holds two
+    assert kernel(170, 52000, arch="120").complaint(name, 128) == "at least 2 blocks should fit"
+    assert kernel(130, arch="75").complaint(name, 128) == ""  # limits that are not known
     assert "needs __launch_bounds__ and a floor" in kernel(40).complaint("new_kernel<float>", 256)
     assert "needs __launch_bounds__ and a floor" in kernel(40).complaint(name, None)
 
@@ -78,6 +105,24 @@ def test_every_kernel_has_a_block_size_and_a_floor() -> None:
     assert len(names) == len(sizes) > 0
     assert set(names) == set(sizes)
     assert [name for name in names if not any(re.search(pattern, f"{name}<") for pattern in CHECK["FLOORS"])] == []
+
+
+def test_loops_are_found_in_machine_code() -> None:
+    assert CHECK["loops"](SASS) == ["count_kernel sm_90: 2"]
+
+
+def test_an_addition_of_64_bits_in_shared_memory_is_a_loop_and_of_32_bits_is_none(tmp_path: Path) -> None:
+    home = runpy.run_path(str(ROOT / "setup.py"))["find_cuda_home"]()
+    tool = home and CHECK["disassembler"](home)
+    if not tool:
+        pytest.skip("no nvcc or no cuobjdump")
+    source, compiled = tmp_path / "atomics.cu", f"{tmp_path}/atomics.o"
+    source.write_text(ATOMICS, encoding="utf-8")
+    call = [str(home / "bin" / "nvcc"), "-c", "-arch=sm_90", "-o", compiled, str(source)]
+    subprocess.run(call, check=True, capture_output=True)
+    found = CHECK["loops"](CHECK["disassemble"](tool, compiled))
+    assert len(found) == 1
+    assert re.fullmatch(r"adds_pairs sm_90: [1-9]\d*", found[0])
 
 
 @pytest.mark.skipif(ops.MISSING["cuda"] != "", reason=f"no compiled CUDA kernels: {ops.MISSING['cuda']}")
