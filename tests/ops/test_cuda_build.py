@@ -146,6 +146,7 @@ def test_the_cuda_library_builds_and_loads_on_any_torch(tmp_path: Path) -> None:
     )
     code = (
         "from sparse_rl_lightning import ops; from sparse_rl_lightning.ops.schemas import SCHEMAS; "
+        "from sparse_rl_lightning.ops.architectures import built_architectures; print(built_architectures()); "
         "print(ops.__file__, ops.MISSING, all(ops.has_kernel(n, d) for n in SCHEMAS for d in ('cpu', 'cuda')))"
     )
     environment["SPARSE_RL_NATIVE"] = "1"
@@ -154,3 +155,4 @@ def test_the_cuda_library_builds_and_loads_on_any_torch(tmp_path: Path) -> None:
     )
     assert str(tmp_path) in done.stdout
     assert "{'cpu': '', 'cuda': ''} True" in done.stdout
+    assert "Architecture(major=9, minor=0, suffix='', ptx=True)" in done.stdout
