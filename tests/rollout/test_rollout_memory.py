@@ -126,8 +126,10 @@ def test_what_splits_of_long_heads_leave_counts_on_a_gpu() -> None:
 def test_what_is_drawn_from_is_counted_at_its_peak(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel needs the logits, and a maximum and a sum of every 512; the reference has copies in float64."""
     count, plain, penalized = 4 * 5000, SamplingParams(), SamplingParams(repetition_penalty=2.0)
+    known = "sparse_rl_lightning.rollout.engine.memory.has_kernel"  # whether or not one has been built
+    monkeypatch.setattr(known, lambda op, device: False)
     without = drawing_bytes(4, 5000, plain, dtype)
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.memory.has_kernel", lambda op, device: True)
+    monkeypatch.setattr(known, lambda op, device: True)
     assert drawing_bytes(4, 5000, plain, dtype) == pytest.approx(count * dtype.itemsize, rel=0.03)
     assert without > drawing_bytes(4, 5000, plain, dtype) + 16 * count
     # logits as they are and in float32, which tokens have occurred; of those that have, all in float32 again
