@@ -2,7 +2,8 @@
 
 There are three ways to the same numbers. Small inputs use one mask. Long ones on the CPU are cut into chunks of
 queries, so that no mask exceeds :data:`MASK_BYTES`, and the backward pass computes each chunk's mask again. On CUDA
-FlexAttention needs no mask: blocks in which everything is dead are skipped, and fully visible ones need no check.
+FlexAttention needs no mask: blocks in which everything is dead are skipped, and fully visible ones need no check. It is
+compiled, for whatever shapes a training meets, or an error: without its kernel it would store all scores.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_atten
 
 BLOCK = 128
 """Number of queries and keys in a block of FlexAttention."""
+MAX_COMPILES = 64
+"""Kernels of FlexAttention in one process; torch's own limit, 8, is for mistakes."""
 
 
 def death_attention(
@@ -27,11 +30,13 @@ def death_attention(
 ) -> Tensor:
     """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
+    A single block has a mask on CUDA too: nothing could be skipped, and it would need kernels of its own.
+
     ``death`` (B, H, T) is the first query that no longer sees each key, ``sinks`` (Hq) are the layer's learned ones, if
     it has some; the other arguments are as in
     :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
     """
-    if query.is_cuda:
+    if query.is_cuda and query.shape[2] > BLOCK:
         return flex_death_attention(query, key, value, death, scale, compiled=True, sinks=sinks)
     return sdpa_death_attention(query, key, value, death, scale, sinks=sinks)
 
@@ -64,7 +69,12 @@ def flex_death_attention(
         return (k <= q) & (q < death[b, h // group, k])
 
     blocks = death_blocks(death, group, alive)
-    flex: Any = _compiled_flex() if compiled else flex_attention
+    flex: Any = flex_attention
+    if compiled:
+        flex = _compiled_flex()
+        for tensor in (query, key, value, death, *blocks.as_tuple()):
+            if isinstance(tensor, Tensor):  # or a batch of as many sequences as there are heads would be another case
+                torch._dynamo.mark_static(tensor, 1)
     options = {"block_mask": blocks, "scale": scale, "enable_gqa": group > 1}
     if sinks is None:
         plain: Tensor = flex(query, key, value, **options)
@@ -97,6 +107,15 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(dim=-1).to(torch.int32), order.to(torch.int32)
 
 
+def compile_flex(backend: Any = "inductor") -> Any:
+    """FlexAttention as kernels, one for one sequence and one for more, of each type and with gradients or without.
+
+    What cannot be compiled, or not once more, raises an error.
+    """
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    return torch._dynamo.config.patch(recompile_limit=MAX_COMPILES)(compiled)
+
+
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    return compile_flex()
