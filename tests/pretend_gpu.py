@@ -1,8 +1,9 @@
-"""A pretend GPU: tensors that claim the device cuda:0 and hold CPU values, to rehearse what the host does with a GPU.
+"""A pretend GPU: tensors that claim a device cuda:0 and hold CPU values, to rehearse what the host does with a GPU.
 
 Every torch function that meets such a tensor, or is asked for the device cuda, runs on the values inside. On the way
 
-- tensors of two devices in one function are refused,
+- tensors of two devices in one function are refused; there is a cuda:1, too, and what is launched on a device that is
+  not the current one is counted by file and line (Triton's kernels would be launched on the wrong one),
 - waits for the device (reads, and copies from host memory) are counted by file and line; a copy to the host that does
   not wait has its numbers once an event behind it is waited for, which counts as a wait if the device then idles,
 - launches, and the bytes that torch's own ops move, are counted by file and line,
@@ -36,9 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.ops import library
 from sparse_rl_lightning.ops.pools import FLOAT8
-from tests.pretend_graph import Captures, poison
+from tests.pretend_graph import CUDA, Captures, poison
 
-CUDA = torch.device("cuda", 0)
 ROOT = str(Path(library.__file__).resolve().parents[2]) + "/"
 PACKAGE = ROOT + "sparse_rl_lightning/"
 OUTSIDE = ("/site-packages/", "/dist-packages/", "tests/pretend_g", "/contextlib.py", "<")
@@ -49,22 +49,23 @@ NO_INPUT = {"fill_", "zero_", "full", "zeros", "ones", "arange", "scalar_tensor"
 LOOKUPS = {"index", "embedding", "gather", "index_select"}  # read as much as they return, not all of the first argument
 PARTIAL_WRITES = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_ATTRIBUTES = {"device": CUDA, "is_cuda": True, "is_cpu": False, "is_meta": False}
+_ATTRIBUTES = {"is_cuda": True, "is_cpu": False, "is_meta": False}
 Place = tuple[str, str]  # file and line, and what happened there
 
 
 class DeviceTensor(Tensor):
-    """A tensor that claims to be on the pretend GPU; ``inner`` has its values."""
+    """A tensor that claims to be on the pretend GPU; ``inner`` has its values, ``home`` is its device."""
 
     inner: Tensor
+    home: torch.device
 
     @staticmethod
-    def __new__(cls: type[Self], inner: Tensor) -> Self:
+    def __new__(cls: type[Self], inner: Tensor, home: torch.device = CUDA) -> Self:
         made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device="meta",
         )  # fmt: skip
-        made.inner = inner
+        made.inner, made.home = inner, home
         return made
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -84,8 +85,10 @@ class DeviceTensor(Tensor):
 def attribute(func: Any, tensor: DeviceTensor) -> Any:
     """What ``tensor.shape``, ``tensor.device`` and the like return; the host knows it."""
     name = func.__self__.__name__
+    if name == "device":
+        return tensor.home
     value = _ATTRIBUTES[name] if name in _ATTRIBUTES else func(tensor.inner)
-    return DeviceTensor(value) if isinstance(value, Tensor) else value
+    return DeviceTensor(value, tensor.home) if isinstance(value, Tensor) else value
 
 
 def host(value: Any) -> Any:
@@ -135,6 +138,7 @@ class PretendGPU(TorchFunctionMode):
         self.late: Counter[Place] = Counter()  # waits for an event with work queued behind it: the device never idles
         self.log: list[tuple[Place, int]] = []  # every launch, and the bytes that it moves if it is one of torch's
         self.num_launched = 0  # in all, graphs left out
+        self.strays: Counter[Place] = Counter()  # launches on a device that was not the current one
         self.in_flight: list[tuple[Tensor, Tensor]] = []  # host memory, and what a copy will have written there
         self.captures = Captures(place)
         self._ops, self._patches = _Ops(self), contextlib.ExitStack()
@@ -159,6 +163,7 @@ class PretendGPU(TorchFunctionMode):
         """Begin to count anew."""
         self.waits.clear()
         self.late.clear()
+        self.strays.clear()
         self.log.clear()
 
     @property
@@ -171,14 +176,14 @@ class PretendGPU(TorchFunctionMode):
         """Launches and replays of graphs so far."""
         return self.num_launched + sum(graph.replays for graph in self.captures.graphs)
 
-    def copy_of(self, model: Any) -> Any:
+    def copy_of(self, model: Any, home: torch.device = CUDA) -> Any:
         """A copy of a model on the pretend GPU; tied weights stay tied."""
         moved, done = copy.deepcopy(model), dict[int, Any]()
         for module in moved.modules():
             for own in (module._parameters, module._buffers):
                 for name, tensor in own.items():
                     if tensor is not None:
-                        inner = DeviceTensor(tensor.detach().clone())
+                        inner = DeviceTensor(tensor.detach().clone(), home)
                         new = nn.Parameter(inner, requires_grad=False) if isinstance(tensor, nn.Parameter) else inner
                         own[name] = done.setdefault(id(tensor), new)
         return moved
@@ -195,6 +200,7 @@ class PretendGPU(TorchFunctionMode):
         on_gpu = any(isinstance(leaf, DeviceTensor) for leaf in leaves)
         if func is torch.device or not (on_gpu or any(map(is_gpu, leaves))):
             return func(*args, **kwargs)
+        self.captures.running_on = self._home(leaves, name)
         handler = getattr(self, f"_on_{name.strip('_')}", None)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -202,6 +208,19 @@ class PretendGPU(TorchFunctionMode):
         if on_gpu and any(_is_on_cpu(leaf) and (leaf.dim() > 0 or is_own) for leaf in leaves):
             raise RuntimeError(f"Expected all tensors on one device, found cuda:0 and cpu: {name} at {place()}")
         return self.run(func, args, kwargs)
+
+    def _home(self, leaves: list[Any], name: str) -> torch.device:
+        """The device that a function runs on: the one it is asked for, or that of its tensors."""
+        asked = [self.captures.device(leaf) for leaf in leaves if is_gpu(leaf)]
+        held = [leaf.home for leaf in leaves if isinstance(leaf, DeviceTensor)]
+        if len(set(held)) > 1 and name not in ("copy_", "to"):
+            found = " and ".join(sorted({str(one) for one in held}))
+            raise RuntimeError(f"Expected all tensors on one device, found {found}: {name} at {place()}")
+        return asked[0] if asked else held[-1 if name == "to" else 0]
+
+    def there(self, inner: Tensor) -> DeviceTensor:
+        """A tensor with these values where what runs now does."""
+        return DeviceTensor(inner, self.captures.running_on)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function on the values inside, its ops counted and recorded."""
@@ -213,7 +232,7 @@ class PretendGPU(TorchFunctionMode):
         def outside(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return wrappers.get(id(leaf)) if id(leaf) in wrappers else DeviceTensor(leaf)
+            return wrappers.get(id(leaf)) if id(leaf) in wrappers else self.there(leaf)
 
         with self._ops:
             out = func(*mapped(inside, args), **mapped(inside, kwargs))
@@ -229,7 +248,7 @@ class PretendGPU(TorchFunctionMode):
     def _upload(self, values: Tensor, kwargs: Any) -> DeviceTensor:
         self.wait("copy from host memory")
         self._count("copy_", [values], [values])
-        return DeviceTensor(values.to(self.backing, **kwargs))
+        return self.there(values.to(self.backing, **kwargs))
 
     def _on_tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
         rest = {name: value for name, value in kwargs.items() if name != "device"}
@@ -244,7 +263,8 @@ class PretendGPU(TorchFunctionMode):
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if isinstance(source, DeviceTensor):
             if not named or isinstance(named[0], DeviceTensor) or is_gpu(named[0]):
-                return self.run(func, (source, *rest), kwargs)
+                moves = self.captures.running_on != source.home
+                return self.run(func, (source, *rest), {**kwargs, "copy": True} if moves else kwargs)
             if kwargs.pop("non_blocking", False):
                 return self._download(func(source.inner, *rest, **{**kwargs, "copy": True}))
             self.wait("copy to host memory")
@@ -254,7 +274,7 @@ class PretendGPU(TorchFunctionMode):
             values = func(source, *rest, **kwargs).to(self.backing, copy=True)
             self._count("copy_", [source], [values])
             self.captures.refuse("copy from host memory")
-            return DeviceTensor(values)
+            return self.there(values)
         return self._upload(func(source, *rest, **kwargs).clone(), {})
 
     def _download(self, values: Tensor) -> Tensor:
@@ -309,7 +329,7 @@ class PretendGPU(TorchFunctionMode):
         out = func(*inside[0], **inside[1])
         self._count(func.__name__, [leaf for leaf in leaves_of(inside) if isinstance(leaf, Tensor)], [out])
         self.captures.record(func, *inside, [out])
-        return DeviceTensor(out)
+        return self.there(out)
 
     def _on_varlen_attn(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Torch's own kernel, which no CPU has: causal attention of packed sequences, one after the other."""
@@ -323,7 +343,7 @@ class PretendGPU(TorchFunctionMode):
             attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
             out[start:stop] = attended.transpose(0, 1)
         self._count("_varlen_attn", [query, key, value], [out])
-        return DeviceTensor(out), None, None
+        return self.there(out), None, None
 
     def _on_mm(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A product of 16 bits into float32 is CUDA's alone; float32 products of the same numbers are exact."""
@@ -340,11 +360,13 @@ class PretendGPU(TorchFunctionMode):
         out = product(left, right)
         self._count("mm", [left, right], [out])
         self.captures.record(product, (left, right), {}, [out])
-        return DeviceTensor(out)
+        return self.there(out)
 
     def _count(self, name: str, tensors: list[Tensor], outs: list[Tensor]) -> None:
         is_own = name.startswith(library.NAMESPACE)
         self.num_launched += 1
+        if self.captures.running_on != self.captures.current:
+            self.strays[place(), name] += 1
         self.log.append(((place(), name), 0 if is_own else moved(name, tensors, outs)))
 
     def _check_index(self, target: Any, index: Any) -> None:

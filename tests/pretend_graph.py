@@ -2,7 +2,9 @@
 
 Like real ones they read and write the tensors they were recorded with. What is recorded has not run when the capture
 ends, memory of a graph that is not written from outside is anybody's after a replay (it is poisoned), and what makes
-the host wait, or copies from its memory, spoils the capture.
+the host wait, or copies from its memory, spoils the capture. A capture is of one stream: what is done on another device
+meanwhile runs, and is not recorded. Without a stream of its own a capture gets torch's, which is on the device that was
+the current one when the first of all was made.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.rollout.engine.engine import capture_stream
+
+CUDA = torch.device("cuda", 0)
 REFUSED, SPOILED = 900, 901  # cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated
 
 
@@ -76,6 +81,16 @@ class PretendGraph:
             poison(tensor)
 
 
+@dataclass(eq=False)
+class PretendStream:
+    """What ``torch.cuda.Stream`` is on the pretend GPU: a name, since everything is done in order."""
+
+    device: torch.device
+
+    def wait_stream(self, other: PretendStream) -> None:
+        """Nothing to do."""
+
+
 class Captures:
     """The part of ``torch.cuda`` that graphs are made with; at most one capture at a time.
 
@@ -85,15 +100,30 @@ class Captures:
 
     def __init__(self, place: Callable[[], str]) -> None:
         self.place = place
+        self.current = CUDA  # the current device
+        self.running_on = CUDA  # where what runs now does
+        self._streams: dict[torch.device, PretendStream] = {}  # the current one of each device
+        self._default: PretendStream | None = None  # of captures that are given none
         self.graphs: list[PretendGraph] = []
         self.refused: list[tuple[str, str]] = []  # file and line, and what happened there
         self._graph: PretendGraph | None = None
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory that the capture wrote to, and what it held
         self._is_spoiled = False
 
+    def device(self, which: Any = None) -> torch.device:
+        """The device of this number or name, by default the current one."""
+        named = torch.device("cuda", which) if isinstance(which, int) else torch.device(which or "cuda")
+        return named if named.index is not None else self.current
+
+    @property
+    def _captured(self) -> PretendGraph | None:
+        """The graph that what runs now becomes a part of."""
+        is_here = self._graph is not None and self._streams.get(self.running_on) is self._stream
+        return self._graph if is_here else None
+
     def before_writing(self, tensors: list[Tensor]) -> None:
         """Remember what memory holds that is about to be written."""
-        for tensor in tensors if self._graph is not None else ():
+        for tensor in tensors if self._captured is not None else ():
             memory = tensor.untyped_storage()
             if memory._cdata not in self._before and not tensor.is_meta:
                 whole = torch.empty(0, dtype=torch.uint8).set_(memory)
@@ -101,14 +131,14 @@ class Captures:
 
     def allocated(self, tensors: list[Tensor]) -> None:
         """Count tensors as memory of the graph, if there is a capture."""
-        if self._graph is not None:
-            self._graph.temporaries += tensors
+        if self._captured is not None:
+            self._captured.temporaries += tensors
 
     def record(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], outs: list[Tensor]) -> None:
         """Add an op that has run to the graph, if there is a capture."""
         self.allocated(outs)
-        if self._graph is not None:
-            self._graph.nodes.append(Node(func, args, kwargs, outs))
+        if self._captured is not None:
+            self._captured.nodes.append(Node(func, args, kwargs, outs))
 
     def refuse(self, what: str) -> None:
         """Spoil the capture, if there is one."""
@@ -118,12 +148,17 @@ class Captures:
             raise error(REFUSED, f"operation not permitted when stream is capturing ({what} at {self.place()})")
 
     @contextlib.contextmanager
-    def capture(self, graph: PretendGraph, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(
+        self, graph: PretendGraph, pool: Any, stream: PretendStream | None = None, *, capture_error_mode: str
+    ) -> Iterator[None]:
         """Like ``torch.cuda.graph``: what ran in it has not run afterwards, and an error in it comes first."""
         assert self._graph is None, "a capture in a capture"
-        self._graph, self._before, self._is_spoiled = graph, {}, False
+        if stream is None:
+            stream = self._default = self._default or PretendStream(self.current)
+        self._graph, self._stream, self._before, self._is_spoiled = graph, stream, {}, False
         try:
-            yield
+            with self.on_stream(stream):
+                yield
         finally:
             self._graph = None
             for memory, held in self._before.values():
@@ -134,17 +169,42 @@ class Captures:
         self.graphs.append(graph)
 
     @contextlib.contextmanager
+    def on_device(self, which: Any) -> Iterator[None]:
+        """Like ``torch.cuda.device``."""
+        before, self.current = self.current, self.device(which)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: PretendStream) -> Iterator[None]:
+        """Like ``torch.cuda.stream``: its device becomes the current one."""
+        before = self.current_stream(stream.device)
+        with self.on_device(stream.device):
+            self._streams[stream.device] = stream
+            try:
+                yield
+            finally:
+                self._streams[stream.device] = before
+
+    def current_stream(self, which: Any = None) -> PretendStream:
+        """Like ``torch.cuda.current_stream``."""
+        device = self.device(which)
+        return self._streams.setdefault(device, PretendStream(device))
+
+    @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """``torch.cuda`` as far as the package uses it."""
-        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: self.refuse("synchronize"))
+        """``torch.cuda`` as far as the package uses it, with two devices."""
         generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda state: None)
+        capture_stream.cache_clear()
         with (
             mock.patch.multiple(
                 torch.cuda, create=True, CUDAGraph=PretendGraph, graph=self.capture, graph_pool_handle=lambda: (0, 1),
-                Stream=lambda device: stream, current_stream=lambda device=None: stream,
-                stream=lambda stream: contextlib.nullcontext(), default_generators=(generator,),
-                mem_get_info=lambda device=None: (2**30, 2**30), memory_reserved=lambda device=None: 0,
-                memory_allocated=lambda device=None: 0,
+                Stream=lambda device=None: PretendStream(self.device(device)), current_stream=self.current_stream,
+                stream=self.on_stream, device=self.on_device, current_device=lambda: self.current.index,
+                default_generators=(generator, generator), mem_get_info=lambda device=None: (2**30, 2**30),
+                memory_reserved=lambda device=None: 0, memory_allocated=lambda device=None: 0,
             ),
             mock.patch.multiple(
                 torch._C, create=True, _cuda_endAllocateToPool=lambda index, pool: None,
@@ -152,3 +212,4 @@ class Captures:
             ),
         ):  # fmt: skip
             yield
+        capture_stream.cache_clear()

@@ -157,6 +157,38 @@ def test_a_graph_replays_its_ops_without_python(gpu: PretendGPU) -> None:
     assert len(graph.nodes) == 3  # type: ignore[attr-defined]
 
 
+def test_a_second_device_has_tensors_of_its_own(gpu: PretendGPU) -> None:
+    here, there = on_gpu(1, 2), torch.ones(2, device="cuda:1")
+    assert (here.device, there.device, (2 * there)[1:].device) == (CUDA, *[torch.device("cuda", 1)] * 2)
+    with pytest.raises(RuntimeError, match=r"found cuda:0 and cuda:1: add at tests/test_pretending\.py"):
+        here + there
+    assert (here + there.to(here.device)).tolist() == [2, 3]
+    assert here.copy_(there).device == CUDA
+    gpu.reset()
+    with torch.cuda.device(1):
+        assert torch.zeros(1, device="cuda").device == there.device
+        there.mul_(2)
+        here.add_(1)
+    assert [what for (_, what) in gpu.strays] == ["add_"]
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_capture_is_of_one_stream(gpu: PretendGPU) -> None:
+    """Torch's own is on the device that was current when it was made: on any other, nothing is captured."""
+    here, there = on_gpu(1), torch.ones(1, device="cuda:1")
+
+    def capture(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> int:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None, stream=stream, capture_error_mode="thread_local"):
+            tensor.add_(1)
+        return len(graph.nodes)  # type: ignore[attr-defined]
+
+    assert (capture(here), host(here).item()) == (1, 1)
+    with torch.cuda.device(1):
+        assert (capture(there), host(there).item()) == (0, 2)
+    assert (capture(there, torch.cuda.Stream(1)), host(there).item()) == (1, 2)
+
+
 def test_without_values_reads_are_answered() -> None:
     with PretendGPU("meta", lambda name, tensor: 5) as gpu:
         tensor = torch.zeros(1000, 1000, device="cuda")

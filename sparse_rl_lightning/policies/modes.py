@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,10 +55,11 @@ def drawing(model: PreTrainedModel) -> Iterator[None]:
 
     Tensors allocated under ``inference_mode`` could not be written by the next call, and half precision or float64 as
     torch's default type (Lightning's ``bf16-true``, ``64-true``) would become the type of sums and of quotients of
-    integers.
+    integers. The model's GPU is the current one: Triton's kernels run there, wherever their tensors are.
     """
     default = torch.get_default_dtype()
-    with torch.inference_mode(False), torch.no_grad(), eval_mode(model):
+    on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), eval_mode(model), on_device:
         torch.set_default_dtype(torch.float32)
         try:
             yield

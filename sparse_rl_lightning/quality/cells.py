@@ -150,6 +150,6 @@ class Bench:
             favorites[slots, at] = logits.argmax(dim=-1)
             logs.note_end(slots, at, at == last[slots])
 
-        start = now()
+        start = now(self.model.device)
         force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)
-        return favorites, now() - start
+        return favorites, now(self.model.device) - start

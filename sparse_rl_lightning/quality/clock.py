@@ -38,9 +38,10 @@ class TimedCompression(Compression):
         turn_starts: list[list[int]] | None = None,
     ) -> None:  # fmt: skip
         """Compress, and count the seconds."""
-        start = now()
+        device = cache.geometry.device
+        start = now(device)
         super().compress(cache, slots, lengths, room, turn_starts)
-        self.clock.cuts.append((now() - start) / len(slots))
+        self.clock.cuts.append((now(device) - start) / len(slots))
         self.clock.events += len(slots)
 
     def note_step(
@@ -48,13 +49,13 @@ class TimedCompression(Compression):
         weights: Tensor | None,
     ) -> None:  # fmt: skip
         """Note and count the seconds of a step in one layer."""
-        start = now()
+        start = now(hidden.device)
         super().note_step(cache, layer, slots, positions, probs, hidden, weights)
-        self.clock.notes.append((now() - start) / len(slots))
+        self.clock.notes.append((now(hidden.device) - start) / len(slots))
 
 
-def now() -> float:
-    """Seconds, when everything that was queued on a GPU is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def now(device: torch.device) -> float:
+    """Seconds, when everything that was queued on this device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

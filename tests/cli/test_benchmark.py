@@ -28,6 +28,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.quality import page
 from sparse_rl_lightning.quality.cells import Bench, Cell
+from sparse_rl_lightning.quality.clock import now
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 LENGTH, PROBLEMS, BUDGET, BUFFER = 24, 10, 16, 4
@@ -274,7 +275,7 @@ def test_reading_the_clock_is_not_in_the_ratio(policy: str, folder: Path, monkey
     """On a clock that goes on by a second whenever it is read, as a GPU waits for it, nothing else takes time."""
     ticks = itertools.count(0.0)
     for module in ("cells", "clock"):
-        monkeypatch.setattr(f"sparse_rl_lightning.quality.{module}.now", lambda: next(ticks))
+        monkeypatch.setattr(f"sparse_rl_lightning.quality.{module}.now", lambda device: next(ticks))
     *_, cell = main(["H2O", *options(policy)])
     assert cell.time_ratio == 1
     assert cell.event_ms is not None
@@ -351,3 +352,11 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     code = "import sys, sparse_rl_lightning.cli.benchmark; print([m for m in sys.modules if '_lightning.quality' in m])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_clocks_wait_for_the_device_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one."""
+    waits = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    assert now(torch.device("cpu")) < now(torch.device("cuda", 1))
+    assert waits == [torch.device("cuda", 1)]

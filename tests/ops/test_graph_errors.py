@@ -18,6 +18,7 @@ from sparse_rl_lightning.rollout.engine.engine import (
     StepRows,
     bucket,
     buckets,
+    capture_stream,
     first_error,
     is_of_capture,
 )
@@ -64,7 +65,8 @@ class Cuda:
             self.stream = before
 
     @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        assert stream is capture_stream(torch.device("cuda", 0))
         self.captured, before = True, self.stream
         self.stream = "capture"
         try:
@@ -82,10 +84,12 @@ def graphed(cuda: Cuda, step: Callable[[bool], None], required: bool = False) ->
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     on_cpu = lambda slots, count, num_slots, device: StepRows(torch.zeros(count), torch.zeros(count), slots)  # noqa: E731
     monkeypatch.setattr(StepRows, "of", on_cpu)
-    return Cuda(monkeypatch)
+    capture_stream.cache_clear()
+    yield Cuda(monkeypatch)
+    capture_stream.cache_clear()
 
 
 ROWS = StepRows(torch.zeros(8), torch.zeros(8), [])

@@ -26,7 +26,7 @@ from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.prefill import HAS_VARLEN, packed_attention
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import HYBRIDS, family
-from tests.pretend_gpu import DeviceTensor, PretendGPU, host
+from tests.pretend_gpu import CUDA, DeviceTensor, PretendGPU, host
 
 PROMPTS = [([5 + i, 9, 11, 40, 22] * 9)[: 3 + 11 * i] for i in range(3)]
 SMALL: dict[str, Any] = {"budget": 16, "buffer": 8, "num_sinks": 2, "window": 4}
@@ -270,6 +270,23 @@ def test_greedy_and_sampled_decoding_in_turns_keep_the_graphs_of_both() -> None:
         sampler.release()
         sampler.generate(PROMPTS, SamplingParams(**PARAMS))
         assert len(gpu.captures.graphs) == 4
+
+
+def test_a_sampler_on_another_device_than_the_current_one_has_graphs_there() -> None:
+    """After one on the first device, where torch's own stream for captures then is."""
+    model, params = policy(), SamplingParams(**PARAMS)
+    want = RolloutSampler(model, RKV(**SMALL), num_slots=4).generate(PROMPTS, params)
+    with PretendGPU() as gpu:
+        for device in (CUDA, torch.device("cuda", 1)):
+            moved = gpu.copy_of(model, device)
+            gpu.reset()
+            got = RolloutSampler(moved, RKV(**SMALL), num_slots=4, cuda_graphs="require").generate(PROMPTS, params)
+            assert got.sequences.device == device
+            assert gpu.strays == {}  # the device is the current one while a rollout is drawn
+            assert torch.cuda.current_device() == 0
+            assert_same(got.to("cpu"), want)
+        first, second = gpu.captures.graphs
+        assert len(first.nodes) == len(second.nodes) > 20
 
 
 def test_graphs_that_are_required_and_impossible_are_refused() -> None:
