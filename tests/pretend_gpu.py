@@ -50,6 +50,7 @@ LOOKUPS = {"index", "embedding", "gather", "index_select"}  # read as much as th
 PARTIAL_WRITES = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ATTRIBUTES = {"is_cuda": True, "is_cpu": False, "is_meta": False}
+IDLE = "an event with nothing queued behind it"
 Place = tuple[str, str]  # file and line, and what happened there
 
 
@@ -388,7 +389,7 @@ class PretendGPU(TorchFunctionMode):
                 return self._answered(name, func, args, kwargs)
         written = written_arguments(func._schema, args, kwargs)
         self.captures.before_writing(written)
-        if own and any(isinstance(arg, Tensor) and arg.dtype == FLOAT8 for arg in args):
+        if own and any(isinstance(arg, Tensor) and arg.dtype in (FLOAT8, torch.float16) for arg in args):
             func = library.REFERENCES[name]
         out = func(*args, **kwargs)
         outs = [t for t in leaves_of(out) if isinstance(t, Tensor)]
@@ -438,7 +439,7 @@ class PretendEvent:
         if self._gpu.num_queued > self._queued:
             self._gpu.late[place(), "an event"] += 1
         else:
-            self._gpu.wait("an event with nothing queued behind it")
+            self._gpu.wait(IDLE)
         for memory, values in self._before:
             memory.copy_(values)
         done = {id(memory) for memory, _ in self._before}

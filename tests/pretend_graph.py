@@ -203,7 +203,8 @@ class Captures:
                 torch.cuda, create=True, CUDAGraph=PretendGraph, graph=self.capture, graph_pool_handle=lambda: (0, 1),
                 Stream=lambda device=None: PretendStream(self.device(device)), current_stream=self.current_stream,
                 stream=self.on_stream, device=self.on_device, current_device=lambda: self.current.index,
-                default_generators=(generator, generator), mem_get_info=lambda device=None: (2**30, 2**30),
+                synchronize=lambda device=None: self.refuse("synchronize"), default_generators=(generator, generator),
+                mem_get_info=lambda device=None: (2**30, 2**30),
                 memory_reserved=lambda device=None: 0, memory_allocated=lambda device=None: 0,
             ),
             mock.patch.multiple(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pretend_gpu import CUDA, DeviceTensor, PretendGPU, host
+from tests.pretend_gpu import CUDA, IDLE, DeviceTensor, PretendGPU, host
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_copy_that_does_not_wait_has_its_numbers_behind_an_event(gpu: PretendG
     event.record()
     event.synchronize()
     assert later.tolist() == [0, 0]
-    assert waits(gpu) == ["an event with nothing queued behind it"]
+    assert waits(gpu) == [IDLE]
 
 
 def test_launches_and_bytes_are_counted_and_views_are_free(gpu: PretendGPU) -> None:

@@ -3,7 +3,7 @@
 A rule in the syntax tree, since no GPU is needed to break it: every function that can be reached from a step by name is
 read, and what torch answers with a wait for the device or a copy from host memory (forbidden while capturing) is found
 by its form. A step has no exception, an event the list of today. What has no form of its own is found by
-``tests/rollout/test_pretend_gpu.py``.
+``tests/rollout/test_on_gpu.py``.
 """
 
 from __future__ import annotations
