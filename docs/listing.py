@@ -50,7 +50,10 @@ mappings are merged, lists replaced, and `callbacks+` appends ([example](quickst
 `logger`, `CSVLogger` writes `metrics.csv` into a `version_*` folder of `trainer.default_root_dir`.
 
 Beside them there are two keys of the whole process: `seed_everything` (default 0), and `num_threads`, the CPU threads
-of torch (default: torch's own choice). A class of yours is named by its import path and has its own keys."""
+of torch (default: torch's own choice). A `seed` that is null takes that of `seed_everything`, in Python that of
+`lightning.seed_everything`: prompts, samples, adapters and tiny policies of two runs with different ones differ, and
+`run_config.yaml`, the report and checkpoints say which were taken. A class of yours is named by its import path and has
+its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
 WRAPPERS = [compressors.Combined, compressors.Drawn]

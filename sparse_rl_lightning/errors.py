@@ -73,12 +73,12 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "") -> Non
 
 
 def check_seed(value: object, name: str = "seed") -> None:
-    """Refuse a seed that no generator takes.
+    """Refuse a seed that no generator takes; None is the process's.
 
     Raises:
         ValueError: If it is no whole number of 64 bits.
     """
-    if not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
+    if value is not None and not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
         given = f"{name.rpartition('.')[2]}={value}"
         raise UserError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
 

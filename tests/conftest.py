@@ -51,6 +51,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Every test draws the same numbers, alone or in any order."""
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of a run before it
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -94,6 +94,10 @@ class RolloutModule(Protocol):
         """The trainer that fits the module."""
 
     @property
+    def seeds(self) -> dict[str, int]:
+        """The seeds of all that is drawn, by the keys that set them."""
+
+    @property
     def device(self) -> torch.device:
         """The device of this process."""
 

@@ -149,6 +149,11 @@ class SaveRunConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Deferred to ``on_train_start``."""
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the seeds that were not set into the configuration."""
+        for name, seed in pl_module.seeds.items() if isinstance(pl_module, PolicyModule) else ():
+            checks.note_seed(self.config, name.split("."), seed)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file, unless the disk is full."""
         folder = trainer.log_dir  # a collective: all ranks must call it

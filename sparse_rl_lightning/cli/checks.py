@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,6 +24,19 @@ from sparse_rl_lightning.errors import UserError, check_number
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """Values that Lightning's ``ckpt_path`` allows instead of a path, except ``last``."""
+
+
+def note_seed(config: Any, name: list[str], seed: int) -> None:
+    """Set a seed where the configuration has none, so that what is written of a run has those that it drew by."""
+    at = config if name[0] == "data" else config["model"]["init_args"]
+    for part in name[:-1]:
+        at = at[int(part)] if isinstance(at, list) else at.get(part)
+        if isinstance(at, Namespace):
+            at = at.get("init_args", at)
+        elif not isinstance(at, list):
+            return  # a path, or an object that Python has made
+    if at.get(name[-1], seed) is None:
+        at[name[-1]] = seed
 
 
 def check_process_seed(config: Any) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_position
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.files import write_files
+from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 FILE = "learned_score.safetensors"
@@ -34,13 +35,14 @@ class ScoreNetwork(nn.Module):
     Args:
         sizes: Sizes of the model.
         width: Hidden units M.
+        seed: Seed of the initial weights.
     """
 
-    def __init__(self, sizes: ModelSizes, width: int) -> None:
+    def __init__(self, sizes: ModelSizes, width: int, seed: int = 0) -> None:
         super().__init__()
         heads = (sizes.num_layers, sizes.num_kv_heads)
-        # the same for everybody, whatever was drawn before: ranks and repeated runs start alike
-        generator = torch.Generator("cpu").manual_seed(0)
+        # whatever was drawn before: ranks and repeated runs start alike
+        generator = torch.Generator("cpu").manual_seed(seed)
         bound = 1 / math.sqrt(2 * sizes.head_dim + sizes.hidden_size)
 
         def uniform(inputs: int) -> nn.Parameter:
@@ -86,6 +88,7 @@ class LearnedScore(Compressor):
         weights: File of a trained network, ``learned_score.safetensors`` in the folder of an exported policy; null to
             begin anew.
         width: Hidden units of a new network.
+        seed: Seed of a new network, null for that of ``seed_everything``.
         **sizes: Further arguments of :class:`Compressor`.
 
     Raises:
@@ -97,11 +100,13 @@ class LearnedScore(Compressor):
     num_queries = 0
 
     def __init__(
-        self, budget: int | LengthSchedule, *, weights: str | None = None, width: int = 16, **sizes: Any
-    ) -> None:
+        self, budget: int | LengthSchedule, *, weights: str | None = None, width: int = 16, seed: int | None = None,
+        **sizes: Any,
+    ) -> None:  # fmt: skip
         super().__init__(budget, **sizes)
         check_number("width", width, least=1, owner="LearnedScore")
-        self.weights, self.width = weights, width
+        check_seed(seed, "LearnedScore.seed")
+        self.weights, self.width, self.seed = weights, width, seed
         self._network: ScoreNetwork | None = None if weights is None else load_network(weights)
 
     @property
@@ -121,7 +126,7 @@ class LearnedScore(Compressor):
             ValueError: If there is none yet and none is to be made, or it is for a model of other sizes.
         """
         if self._network is None and anew:
-            self._network = ScoreNetwork(sizes, self.width)
+            self._network = ScoreNetwork(sizes, self.width, seed_of(self.seed))
         network = self._learned()
         if network.sizes != sizes:
             raise UserError(

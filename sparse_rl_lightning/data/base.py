@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
+from sparse_rl_lightning.ops.keyed_random import seed_of
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
@@ -29,7 +30,7 @@ class PromptDataModule(LightningDataModule):
             over ``steps_per_generation`` micro-batches.
         val_batch_size: Prompts per validation batch.
         max_val_prompts: Number of rows to validate on, from the first. None takes all.
-        seed: Seed of the order of the training prompts.
+        seed: Seed of the order of the training prompts, null for that of ``seed_everything``.
 
     Raises:
         ValueError: If a number is out of range.
@@ -40,7 +41,7 @@ class PromptDataModule(LightningDataModule):
         prompts_per_rollout: int = 16,
         val_batch_size: int = 64,
         max_val_prompts: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         numbers = {"prompts_per_rollout": prompts_per_rollout, "val_batch_size": val_batch_size}
@@ -52,9 +53,26 @@ class PromptDataModule(LightningDataModule):
         self.prompts_per_rollout = prompts_per_rollout
         self.val_batch_size = val_batch_size
         self.max_val_prompts = max_val_prompts
-        self.seed = seed
+        self._seed = seed
+        self._resolved: int | None = None
         self._train: list[Row] | None = None
         self._val: list[Row] | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed given, or that of the process when it was first asked for, or when a trainer set this up."""
+        if self._resolved is None:
+            self._resolved = seed_of(self._seed)
+        return self._resolved
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        self._seed, self._resolved = seed, None
+
+    def setup(self, stage: str) -> None:
+        """Take the seed of the process if none was given, and forget the rows of another."""
+        if self.seed != seed_of(self._seed):
+            self._resolved = self._train = self._val = None
 
     def train_rows(self) -> list[Row]:
         """The training prompts, the same on every rank and in every run."""

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from sparse_rl_lightning.records import KVUsage, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.conversations import Conversations, converse
+from sparse_rl_lightning.rollout.generator import VALIDATION
 
 Draw: TypeAlias = Callable[[Rows], ScoredRollout]
 """Completes a batch of rows; the batches come in order."""
@@ -103,6 +104,16 @@ def evaluate(draw: Draw, rows: Rows, judge: Judge | None = None, batch_size: int
         rewards = torch.full((len(scored.rollout),), math.nan) if judge is None else judge(scored)
         parts.append(Scores.of(scored, rewards))
     return Scores.cat(parts)
+
+
+def draw_by_place(generate: Callable[..., ScoredRollout], **settings: Any) -> Draw:
+    """Draw by ``Generator.generate`` with these settings, rows numbered in the order in which they are asked for."""
+    left = itertools.count()
+
+    def draw(rows: Rows) -> ScoredRollout:
+        return generate(rows, first=VALIDATION, places=list(itertools.islice(left, len(rows))), **settings)
+
+    return draw
 
 
 def draw_from(

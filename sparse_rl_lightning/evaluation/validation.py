@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -23,10 +24,16 @@ class ValidationLog:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
+        self._places = itertools.count()
 
-    def begin(self) -> None:
-        """Forget the batches of a validation that was interrupted."""
+    def begin(self, rank: int = 0, world_size: int = 1) -> None:
+        """Forget the batches of a validation that was interrupted, and number this rank's rows anew."""
         self._intervals.clear()
+        self._places = itertools.count(rank, world_size)  # as Lightning deals them out
+
+    def places(self, count: int) -> list[int]:
+        """Places in the data of the next rows of this rank."""
+        return list(itertools.islice(self._places, count))
 
     def batch(self, scores: Scores, key: str, by_benchmark: bool) -> None:
         """Log a batch under ``key``, ``{}`` being the measure, and if wanted every benchmark beside the whole."""

@@ -34,6 +34,7 @@ from sparse_rl_lightning.learner.resuming import (
     take_over,
 )
 from sparse_rl_lightning.learner.training_state import TrainingState
+from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
@@ -95,9 +96,15 @@ class PolicyModule(LightningModule):
         self.tokenizer: PreTrainedTokenizerBase = None  # type: ignore[assignment]
         self.training_state = TrainingState()
         self.same_on_ranks: dict[str, str] = {}
+        self.run_state: RunState = RunState(self)
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
         self._description: Configured | None = None
         self._resumed: tuple[int, list[str]] | None = None  # steps done, and settings changed since
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """The seeds of all that is drawn, by the keys that set them, once the trainer has set this up."""
+        return self.run_state.seeds
 
     @property
     def _world_size(self) -> int:
@@ -125,6 +132,7 @@ class PolicyModule(LightningModule):
             ValueError: If a number that the trainer does not check itself is out of range.
         """
         self._resumed = None  # from an earlier fit without any step
+        self.run_state.set_up()
         if self.trainer.world_size > 1:
             end_group_at_exit()
         check_number("trainer.accumulate_grad_batches", self.trainer.accumulate_grad_batches, least=1)
@@ -222,9 +230,11 @@ class PolicyModule(LightningModule):
             self._check_weights(other)
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self._check_resumed(checkpoint)
+        self.run_state.load(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration, so that a resumed run knows what was changed."""
+        """Store the state of the run, and the configuration, so that a resumed run knows what was changed."""
+        self.run_state.save(checkpoint)
         if self._description is not None:
             checkpoint[KEY] = asdict(self._description)
 
@@ -245,6 +255,7 @@ class PolicyModule(LightningModule):
         """Refuse a checkpoint that training cannot continue from, and note the settings that have changed."""
         own = ["optimizer_states"] if self.trainer.strategy.lightning_restore_optimizer else []
         check_parts(checkpoint, ["loops", "lr_schedulers", *own, *self.resumed_parts])
+        self.run_state.check(checkpoint)
         if type(self).configure_optimizers is not PolicyModule.configure_optimizers:
             return  # a user's own way
         optimizer, schedule = self._configured()

@@ -32,6 +32,7 @@ class SparseAdapter:
         lr: Learning rate of the adapter, null for the policy's.
         kl_coef: Factor of the KL divergence from the sparse to the dense policy.
         policy_gradient: Whether it learns from rewards too; False trains it on the divergence alone.
+        seed: Seed of the adapter's initial weights, null for that of ``seed_everything``.
 
     Raises:
         ValueError: If a number is out of range, or it would learn nothing.
@@ -43,9 +44,10 @@ class SparseAdapter:
     lr: float | None = None
     kl_coef: float = 0.001
     policy_gradient: bool = True
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_adapter(self.r, self.lora_alpha)
+        check_adapter(self.r, self.lora_alpha, self.seed)
         if self.lr is not None:
             check_number("adapter.lr", self.lr, least=0)
         check_number("adapter.kl_coef", self.kl_coef, least=0)
@@ -110,7 +112,7 @@ class DistillSparse(SparseGRPO):
             raise UserError("DistillSparse trains the policy's own weights: give a policy without adapters.")
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         options = {"r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "lora_dropout": 0.0}
-        add_adapter(self.policy, self.adapter.target_modules, **options)
+        add_adapter(self.policy, self.adapter.target_modules, self.adapter.seed, **options)
         self.policy.disable_adapters()
         for parameter in trainable:
             parameter.requires_grad_(True)

@@ -132,6 +132,12 @@ class Evaluation(PolicyModule):
 
     # ---------------------------------------------------------------- Lightning
 
+    def setup(self, stage: str) -> None:
+        """Take the seed of the process where none was given, and set up like the base class."""
+        self.sampling = self.generator.sampling = self.sampling.seeded
+        self.sampling_of = {name: params.seeded for name, params in self.sampling_of.items()}
+        super().setup(stage)
+
     def on_test_start(self) -> None:
         """Check early that results can be written."""
         super().on_test_start()

@@ -33,17 +33,19 @@ from sparse_rl_lightning.environments import Environment
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.modules.run_state import RolloutState
 from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, SamplingParams
+from sparse_rl_lightning.rollout.generator import VALIDATION
 
 
 class SparseGRPO(PolicyModule):
@@ -67,8 +69,8 @@ class SparseGRPO(PolicyModule):
         steps_per_generation: Number of micro-batches in a rollout.
         num_iterations: Number of passes over a rollout.
         scale_rewards: Deviation that divides advantages, of the ``group`` or the ``batch``; ``none`` for no division.
-        val_sampling: Sampling parameters of validation, with a seed of its own; null is greedy with the length and the
-            stop strings of ``sampling``.
+        val_sampling: Sampling parameters of validation, which draws numbers of its own; null is greedy with the length
+            and the stop strings of ``sampling``.
         optimizer: Function from the parameters to the optimizer.
         lr_scheduler: Function from the optimizer to the learning-rate schedule.
 
@@ -121,12 +123,14 @@ class SparseGRPO(PolicyModule):
         self.block: RolloutBlock | None = None
         self._unreported: ScoredRollout | None = None  # until the first optimizer step on it
         self.num_rollouts = 0
+        self.num_sequences: int | None = 0  # drawn on all ranks, None if a checkpoint does not say
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
         self.scale_rewards: ScaleRewards = scale_rewards
         self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
         )
         self._validation = ValidationLog(self.log)
+        self.run_state = RolloutState(self)
         self._reference: list[PreTrainedModel] = []  # in a list, so that it is in no checkpoint and no optimizer
 
     # ---------------------------------------------------------------- the algorithm
@@ -154,13 +158,17 @@ class SparseGRPO(PolicyModule):
         self.rewards.check(rows)
         # where this rank's prompts stand in the whole block fixes their random numbers
         places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
-        scored = self.generator.roll_out(rows, self.num_rollouts, places, self._report_progress)  # sparse policy
+        drawn = len(rows) * self.generator.sampling.num_generations * self._world_size
+        first = self.num_rollouts * drawn if self.num_sequences is None else self.num_sequences
+        numbers = (self.num_rollouts, places, self._report_progress, first)
+        scored = self.generator.roll_out(rows, *numbers)  # sparse policy
         for callback in callbacks:
             callback.on_rollout_drawn(self.trainer, self, scored)
         self.score(scored)  # rewards and advantages
         self.rescore(scored)  # dense policy, corrections
         if scored.is_complete:
             report(self, scored)
+        self.num_sequences = first + drawn
         return scored
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
@@ -190,7 +198,7 @@ class SparseGRPO(PolicyModule):
             correct(self, rollout)
         else:
             plan = self.plan(len(rollout) // self.group_size)
-            for rows in plan.later(self.num_rollouts, self.generator.sampling.seed, rollout.sequences.device):
+            for rows in plan.later(self.num_rollouts, self.generator.seed, rollout.sequences.device):
                 part = rollout.uncorrected(rows)
                 part.old_logprobs = self.learner.rescored(self.policy, [part])
                 correct(self, part)
@@ -221,7 +229,7 @@ class SparseGRPO(PolicyModule):
             wanted = max(1, round(len(scored.rows) / oversampling))
             rollout = rollout[most_informative(rollout.rewards, self.group_size, wanted)]
         plan = self.plan(len(rollout) // self.group_size)
-        seed, index, complete = self.generator.sampling.seed, self.num_rollouts, scored.is_complete
+        seed, index, complete = self.generator.seed, self.num_rollouts, scored.is_complete
         block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
         self._unreported = None if complete else scored
         self.num_rollouts += 1
@@ -277,27 +285,29 @@ class SparseGRPO(PolicyModule):
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
         """Complete with the sparse and with the full cache: what was trained, and what is deployed."""
-        self._evaluate(batch, "val", batch_idx)
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Run validation, logged under ``test/``."""
-        self._evaluate(batch, "test", batch_idx)
+        self._evaluate(batch, "test")
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with the first ``completion`` under the module's compressor, drawn as in validation."""
-        texts = self.generator.generate(batch, self.val_sampling, index=batch_idx).texts
+        places = self._validation.places(len(batch))
+        texts = self.generator.generate(batch, self.val_sampling, first=VALIDATION, places=places).texts
         first = texts[:: self.val_sampling.num_generations]
         return [row | {"completion": text} for row, text in zip(batch, first, strict=True)]
 
-    def _evaluate(self, batch: Rows, stage: str, index: int) -> None:
+    def _evaluate(self, batch: Rows, stage: str) -> None:
+        numbers: Any = {"first": VALIDATION, "places": self._validation.places(len(batch))}
         for name in ("dense", "sparse") if self.generator.is_sparse else ("dense",):
-            draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", index=index)
+            draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", **numbers)
             scores = evaluate(draw, batch, self.rewards)
             self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
 
     def on_validation_epoch_start(self) -> None:
         """Count only this validation's rows, even if the last one was interrupted."""
-        self._validation.begin()
+        self._validation.begin(self.global_rank, self._world_size)
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
@@ -311,9 +321,10 @@ class SparseGRPO(PolicyModule):
     # ---------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Set up like the base class, and pass the rank to the generator."""
-        super().setup(stage)
+        """Pass the rank and the seeds to the generator, and set up like the base class."""
         self.generator.rank, self.generator.world_size = self.global_rank, self._world_size
+        self.generator.sampling, self.val_sampling = self.generator.sampling.seeded, self.val_sampling.seeded
+        super().setup(stage)
 
     def on_policy_loaded(self) -> None:
         """Pass the policy to generator and learner; load the reference policy if the loss needs one."""
@@ -357,7 +368,7 @@ class SparseGRPO(PolicyModule):
         """Restore block and random state after a resume, only now, because loading the data used random numbers."""
         state = self.training_state.resume()
         if state is not None:
-            plan, seed = self.plan(len(state["rollout"]["sequences"]) // self.group_size), self.generator.sampling.seed
+            plan, seed = self.plan(len(state["rollout"]["sequences"]) // self.group_size), self.generator.seed
             self.block = RolloutBlock.from_state(plan, state, seed, self.denominators)
             self.block.rollout = self.block.rollout.to(self.device)
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
@@ -373,48 +384,6 @@ class SparseGRPO(PolicyModule):
         """End the processes of the reward functions."""
         super().teardown(stage)
         self.rewards.close()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store block, unfinished sequences, number of rollouts and random state, as tensors, numbers and texts."""
-        super().on_save_checkpoint(checkpoint)
-        if self.block is not None and self.block.cursor % self._accumulate:
-            rank_zero_warn(
-                "This checkpoint falls between two optimizer steps: the gradient accumulated so far is not in it. For "
-                "an exact resume, save with ModelCheckpoint.every_n_train_steps."
-            )
-        own = {
-            "num_rollouts": self.num_rollouts,
-            "block": None if self.block is None or self.block.is_spent else self.block.state(),
-            "partial": self.generator.partial_state(),
-            "random_state": self.training_state.random(),
-        }
-        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, self._world_size)[1:]}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check the weights in the base class, and keep the rest for the first batch."""
-        super().on_load_checkpoint(checkpoint)
-        if self.generator.shadow is not None:
-            self.generator.shadow.version = None  # its weights are outdated, even from the same step
-        state = checkpoint.get("sparse_rl")
-        if state is None:
-            return
-        self.num_rollouts = state["num_rollouts"]
-        states = [state, *state.get("other_ranks", [])]
-        if len(states) != self._world_size:
-            rank_zero_warn(
-                f"The checkpoint is of {len(states)} rank(s), this run has {self._world_size}: the rest of its last "
-                "rollout and its random state are dropped, training goes on with a new rollout."
-            )
-            return
-        state = states[self.global_rank]
-        self.training_state.load(state)
-        if self.generator.partial is not None:
-            self.generator.partial.load_state(state.get("partial"))
-        elif state.get("partial") is not None:
-            rank_zero_warn(
-                "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
-                "partial_rollout_steps is null now."
-            )
 
     # ---------------------------------------------------------------- inside
 
@@ -442,9 +411,3 @@ class SparseGRPO(PolicyModule):
                 "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
                 "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
             )
-
-    def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
-        """Note which checkpoint training continues from, for all ranks to compare."""
-        if self._world_size > 1:
-            self.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
-        super()._check_resumed(checkpoint)

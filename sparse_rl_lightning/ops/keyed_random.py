@@ -7,11 +7,34 @@ state, so a rollout can be resumed, regrouped or refilled without changing a sin
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.errors import UserError
+
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as int64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+VARIABLE = "PL_GLOBAL_SEED"
+"""Where Lightning's ``seed_everything`` keeps the seed of the process, for the processes it starts too."""
+
+
+def seed_of(given: int | None) -> int:
+    """The seed given, or that of the process if none is; 0 where ``seed_everything`` was never called.
+
+    Raises:
+        ValueError: If the process's seed is no number.
+    """
+    if given is not None:
+        return given
+    text = os.environ.get(VARIABLE) or "0"
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{VARIABLE} must be a whole number, the seed of the process, got {VARIABLE}={text}.") from None
 
 
 def hash_bits(*keys: Tensor | int) -> Tensor:

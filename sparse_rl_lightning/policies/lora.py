@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.errors import UserError, check_choice, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number, check_seed
+from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.quantized import Quantization, QuantizedLinear, dequantize, quantize
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
@@ -29,6 +30,7 @@ class LoraPolicy(PolicySource):
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
         quantization: The frozen linear layers in 4 bits (``nf4``, QLoRA, arXiv 2305.14314; needs ``pip install
             'sparse-rl-lightning[quantization]'``) or in 8 (``int8``), for sampler and learner alike. Null leaves them.
+        seed: Seed of the adapters' initial weights, null for that of ``seed_everything``.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class LoraPolicy(PolicySource):
         lora_dropout: float = 0.0,
         target_modules: list[str] | str = "all-linear",
         quantization: Quantization | None = None,
+        seed: int | None = None,
     ) -> None:
-        check_adapter(r, lora_alpha)
+        check_adapter(r, lora_alpha, seed)
         if quantization is not None:
             check_choice("quantization", quantization, Quantization, "LoraPolicy")
         check_number("lora_dropout", lora_dropout, least=0, below=1)
@@ -49,6 +52,7 @@ class LoraPolicy(PolicySource):
         self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
         self.quantization = quantization
+        self.seed = seed
         self._model: PreTrainedModel | None = None
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -62,7 +66,7 @@ class LoraPolicy(PolicySource):
         """Quantize a model, if asked to, and add fresh adapters, in place; works for a model of shapes alone."""
         if self.quantization is not None:
             quantize(model, self.quantization)
-        add_adapter(model, self.target_modules, **self.options)
+        add_adapter(model, self.target_modules, self.seed, **self.options)
 
     def load_reference(self) -> PreTrainedModel:
         """The model of the last :meth:`load` with its adapters switched off, for log-probs only."""
@@ -106,14 +110,15 @@ class _AdaptersOff:
                 self.model.enable_adapters()
 
 
-def check_adapter(r: int, lora_alpha: float) -> None:
-    """Refuse an adapter that would train nothing."""
+def check_adapter(r: int, lora_alpha: float, seed: int | None) -> None:
+    """Refuse an adapter that would train nothing, or cannot be drawn."""
+    check_seed(seed, "adapter.seed")
     check_number("r", r, least=1)
     check_number("lora_alpha", lora_alpha, above=0)
 
 
-def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **options: Any) -> None:
-    """Freeze a model under fresh adapters, the same in every call, whose output is zero until they are trained.
+def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, seed: int | None, **options: Any) -> None:
+    """Freeze a model under fresh adapters, the same for the same seed, whose output is zero until they are trained.
 
     Arguments are those of :class:`LoraPolicy`.
     """
@@ -123,7 +128,7 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, **optio
         raise UserError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
     _check_targets(model, target_modules)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed_of(seed))
         model.add_adapter(LoraConfig(**options, target_modules=target_modules))
         if model.device.type == "meta" or any(isinstance(module, QuantizedLinear) for module in model.modules()):
             for parameter in adapters(model):  # peft gives them their layer's type, but not here

@@ -11,7 +11,8 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_seed
+from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.source import PolicySource
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {  # configuration and model classes, whose arguments differ
@@ -40,7 +41,7 @@ class TinyPolicy(PolicySource):
         num_heads: Number of query heads.
         num_kv_heads: Number of KV heads.
         max_position_embeddings: Context length in tokens.
-        seed: Seed of the initial weights.
+        seed: Seed of the initial weights, null for that of ``seed_everything``.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class TinyPolicy(PolicySource):
         num_heads: int = 4,
         num_kv_heads: int = 2,
         max_position_embeddings: int = 128,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
+        check_seed(seed, "TinyPolicy.seed")
         self.architecture = architecture
         self.alphabet = alphabet
         self.sizes = {
@@ -66,8 +68,9 @@ class TinyPolicy(PolicySource):
         """Build the model; the same seed gives the same weights."""
         tokenizer = character_tokenizer(self.alphabet)
         # weights of this size learn sums much faster than transformers' default of 0.02
+        seed = seed_of(self.seed)
         model = tiny_model(
-            self.architecture, vocab_size=len(tokenizer), seed=self.seed, initializer_range=0.06, **self.sizes
+            self.architecture, vocab_size=len(tokenizer), seed=seed, initializer_range=0.06, **self.sizes
         )
         return model, tokenizer
 

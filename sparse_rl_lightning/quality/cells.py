@@ -86,7 +86,7 @@ class Bench:
     def draw(self, compressor: Compressor, seed: int = 0) -> Rollout:
         """Completions of every problem under a cache; ``seed`` is added to that of the parameters."""
         top = min(TOP_LOGPROBS, self.model.config.vocab_size)
-        params = replace(self.params, top_logprobs=top, seed=self.params.seed + seed)
+        params = replace(self.params, top_logprobs=top, seed=(self.params.seed or 0) + seed)
         return self.sampler(compressor).generate(self.prompts(), params)
 
     def measure(self, compressor: Compressor) -> dict[str, Any]:

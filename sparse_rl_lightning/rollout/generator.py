@@ -32,6 +32,8 @@ from sparse_rl_lightning.rollout.storable import check_storable
 
 logger = logging.getLogger(__name__)
 ReportProgress = Callable[[Progress], None]
+VALIDATION = 2**62
+"""Number of a validation's first sequence: training never counts so far, so none of its random numbers are shared."""
 
 
 class Generator:
@@ -103,6 +105,11 @@ class Generator:
         return self._tokenizer
 
     @property
+    def seed(self) -> int:
+        """The seed of training rollouts."""
+        return self.sampling.seed or 0
+
+    @property
     def is_sparse(self) -> bool:
         """Whether rollouts see less than a full cache."""
         return self.compressor.evicts or self.retriever is not None
@@ -139,6 +146,7 @@ class Generator:
         index: int = 0,
         places: Sequence[int] | None = None,
         progress: ReportProgress | None = None,
+        first: int | None = None,
     ) -> ScoredRollout:
         """Draw completions for rows of a data set and decode them to text; rewards come later.
 
@@ -146,9 +154,11 @@ class Generator:
             rows: Rows with a ``prompt`` column.
             params: Sampling parameters, default those of training.
             dense: Whether to use the full cache.
-            index: Number of the rollout: with the seed and the prompts' places it determines the random numbers.
+            index: Number of the rollout.
             places: Indices of the prompts among those of all ranks, default one rank's after the other's.
             progress: Function called after every decode step.
+            first: Number of the first sequence, with which seed and places determine the random numbers; default as
+                after ``index`` rollouts of this size.
         """
         start, params = time.perf_counter(), params or self.sampling
         if self.shadow is not None:
@@ -159,7 +169,7 @@ class Generator:
             if progress is not None:
                 progress(now)
 
-        sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places)
+        sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places, first)
         with self.dense_mode() if dense else self.sparse_mode():
             if self.environment is None:
                 rollout = sampler.generate(self.encode(rows), params, progress=report, sequence_ids=ids)
@@ -168,15 +178,16 @@ class Generator:
         return self.decode(rollout, rows, index, start, talks)
 
     def roll_out(
-        self, rows: Rows, index: int, places: Sequence[int] | None = None, progress: ReportProgress | None = None
-    ) -> ScoredRollout:
+        self, rows: Rows, index: int, places: Sequence[int] | None = None, progress: ReportProgress | None = None,
+        first: int | None = None,
+    ) -> ScoredRollout:  # fmt: skip
         """Draw the next training rollout: of these rows, or in partial rollouts of those with all samples finished."""
         if self.partial is None:
-            scored = self.generate(rows, index=index, places=places, progress=progress)
+            scored = self.generate(rows, index=index, places=places, progress=progress, first=first)
             check_not_all_failed(scored.conversations or ())
             return scored
         start, sampler = time.perf_counter(), self.sampler()
-        ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places)
+        ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
         talk = self.partial.talk
         opening = Opening(rows, self.encode(rows), []) if talk is None else talk.begin(rows, len(ids) // len(rows))
         rollout, complete, talks = self.partial.draw(sampler, self.sampling, opening, ids, progress)
@@ -244,11 +255,13 @@ class Generator:
     def _tools(self) -> list[Callable[..., Any]]:
         return [] if self.environment is None else list(self.environment().tools)
 
-    def _sequence_ids(self, index: int, prompts: int, generations: int, places: Sequence[int] | None) -> list[int]:
+    def _sequence_ids(
+        self, index: int, prompts: int, generations: int, places: Sequence[int] | None, first: int | None
+    ) -> list[int]:
         """Ids of this rank's sequences in rollout ``index``, different in every rollout and rank."""
         own = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
-        first = index * prompts * self.world_size
-        return [(first + place) * generations + sample for place in own for sample in range(generations)]
+        first = index * prompts * self.world_size * generations if first is None else first
+        return [first + place * generations + sample for place in own for sample in range(generations)]
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
         """Report once per cache how many slots the memory limit allows, during the first rollout."""

@@ -276,7 +276,7 @@ def test_settings_given_in_part_keep_the_other_defaults(folder: Path, policy: Pa
     (folder / "own.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     only = "--data.benchmarks=[gsm8k]"
     model = main(["test", "--config", str(folder / "own.yaml"), only, "--model.sampling.top_p=0.9"]).model
-    assert model.sampling == SamplingParams(max_completion_length=6, temperature=0.8, top_p=0.9)
+    assert model.sampling == SamplingParams(max_completion_length=6, temperature=0.8, top_p=0.9, seed=0)
     assert model.params("gsm8k") == dataclasses.replace(model.sampling, top_k=5, stop_strings=("#",))
     assert model.params("aime24") == model.sampling
     assert Evaluation("nowhere").sampling == SamplingParams(max_completion_length=8192, temperature=0.8, top_p=0.95)

@@ -15,6 +15,7 @@ from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.generator import VALIDATION
 
 SAMPLED = SamplingParams(num_generations=4, max_completion_length=6, temperature=1.0, seed=77)
 CACHES = ("dense", "sparse")
@@ -149,7 +150,7 @@ def test_validation_within_training_numbers_its_own_rows() -> None:
     fit(module(kind=Watched), 1, data=Dealt(prompts_per_rollout=4, val_batch_size=4),
         limit_val_batches=1.0, val_check_interval=1)  # fmt: skip
     training, validation = ([p for is_training, p in seen if is_training is kind] for kind in (True, False))
-    assert validation == [[0, 1, 2, 3]] * 2
+    assert validation == [[0, 2, 4, 6]] * 2
     assert training
     assert training[0] != [0, 1, 2, 3]
 
@@ -157,7 +158,7 @@ def test_validation_within_training_numbers_its_own_rows() -> None:
 def test_sampled_validation_has_pass_at_k_without_bias() -> None:
     grpo, data = module(has_a, val_sampling=SAMPLED), Named(val_batch_size=6)
     metrics = validated(grpo, data)
-    scored = grpo.generator.generate(data.val_rows(), SAMPLED, dense=True)
+    scored = grpo.generator.generate(data.val_rows(), SAMPLED, dense=True, first=VALIDATION)
     correct = torch.tensor(has_a([], scored.completions)).view(6, 4) == 1
     assert 0 < correct.float().mean() < 1
     for k in (1, 2, 4):

@@ -43,6 +43,7 @@ def describe(module: RolloutModule) -> dict[str, str]:
         "corrections": ", ".join(corrections) or "none",
         "samples per prompt": samples,
         "temperature": str(generator.sampling.temperature),
+        "seeds": ", ".join(f"{name.removesuffix('.seed')} {seed}" for name, seed in module.seeds.items()),
         "longest completion": f"{generator.sampling.max_completion_length} tokens",
         "reward functions": ", ".join(reward_names(module.rewards.functions)),
     }

@@ -7,7 +7,6 @@ import time
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.evaluation.evaluate import Scores, evaluate
+from sparse_rl_lightning.evaluation.evaluate import Scores, draw_by_place, evaluate
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
@@ -252,7 +251,7 @@ class RunSummary(RolloutCallback):
         greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
         found = {}
         for cache in ("dense", "sparse") if module.generator.is_sparse else ("dense",):
-            draw = partial(module.generator.generate, params=greedy, dense=cache == "dense")
+            draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense")
             found[cache] = evaluate(draw, rows, module.rewards, self.batch_size)
             module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
         return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.errors import UserError, check_seed
 from sparse_rl_lightning.ops.draw import Drawn
-from sparse_rl_lightning.ops.keyed_random import hash_bits
+from sparse_rl_lightning.ops.keyed_random import hash_bits, seed_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class SamplingParams:
             prompt or the completion so far, before the temperature; 1 for no penalty, above 1 makes them less likely.
         top_logprobs: Number of most likely tokens to report at every position with their log-probabilities.
         stop_strings: Texts that end a completion; it is cut after the token that completes one. Needs a tokenizer.
-        seed: Seed; the same seed, sequence id and step give the same random numbers in any batch.
+        seed: Seed; the same seed, sequence id and step give the same random numbers in any batch. A module takes that
+            of ``seed_everything`` if it is null, a sampler by itself 0.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -49,7 +50,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     top_logprobs: int = 0
     stop_strings: tuple[str, ...] = ()
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -76,6 +77,11 @@ class SamplingParams:
                 raise UserError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         check_seed(self.seed)
+
+    @property
+    def seeded(self) -> SamplingParams:
+        """The parameters with a seed: their own, or that of the process."""
+        return replace(self, seed=seed_of(self.seed))
 
     @property
     def for_drawing(self) -> SamplingParams:
@@ -154,12 +160,12 @@ def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
     return found.scatter_(1, tokens.where(held, vocabulary), True)[:, :vocabulary]
 
 
-def sequence_keys(seed: int, sequence_ids: Sequence[int] | Tensor) -> Tensor:
-    """The keys (B,), int64, of the sequences with these ids under this seed."""
-    return hash_bits(seed, torch.as_tensor(sequence_ids))
+def sequence_keys(seed: int | None, sequence_ids: Sequence[int] | Tensor) -> Tensor:
+    """The keys (B,), int64, of the sequences with these ids under this seed; None is 0."""
+    return hash_bits(seed or 0, torch.as_tensor(sequence_ids))
 
 
-def prompt_key(seed: int, prompt: list[int]) -> int:
+def prompt_key(seed: int | None, prompt: list[int]) -> int:
     """The key of a prompt's compression, from its content, so that it is the same for all samples in any batch."""
-    content = b"".join(token.to_bytes(8, "little") for token in [seed & (2**63 - 1), *prompt])
+    content = b"".join(token.to_bytes(8, "little") for token in [(seed or 0) & (2**63 - 1), *prompt])
     return int.from_bytes(sha256(content).digest()[:8], "little", signed=True)
