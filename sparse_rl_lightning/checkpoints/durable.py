@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning.checkpoints.files import incomplete, instead_of_folder, save_tensors, save_weights
+from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.files import own_folder, remove, write_files
 
@@ -34,7 +35,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
         self._to_remove: list[Path] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write all of it or nothing; on remote file systems as Lightning does."""
+        """Write all of it or nothing; on remote file systems as Lightning does.
+
+        Raises:
+            ValueError: If it could not be read again.
+        """
+        checkpoint = readable(checkpoint)
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

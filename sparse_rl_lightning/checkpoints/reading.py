@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sparse_rl_lightning.checkpoints.manifest import NAME
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.text import printable
 
 PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
 """The entries of every Lightning checkpoint."""
@@ -31,8 +33,9 @@ def read_checkpoint(
         found = torch.load(path, map_location, weights_only=weights_only)
     except pickle.UnpicklingError:
         raise UserError(
-            f"{given} holds pickled objects, which could run any code, and is not read: checkpoints of this package "
-            "hold tensors, numbers and texts. Give one of those."
+            f"{given} holds pickled objects{_named(path)}, which could run any code, and is not read: what this "
+            "package saves now is tensors, numbers and texts. Give another checkpoint, or start anew from weights: an "
+            "earlier save has its policy's in the folder weights/ beside it."
         ) from None
     except MemoryError:
         raise
@@ -46,6 +49,15 @@ def read_checkpoint(
         )
     checkpoint: dict[str, Any] = found
     return checkpoint
+
+
+def _named(path: Path) -> str:
+    """The classes and functions that a file asks for, which are not looked up."""
+    try:
+        names = get_unsafe_globals_in_checkpoint(str(path))
+    except Exception:  # torch may raise anything on made-up bytes
+        return ""
+    return f" ({printable(', '.join(sorted(names)), 100)})" if names else ""
 
 
 def check_whole(path: Path) -> None:

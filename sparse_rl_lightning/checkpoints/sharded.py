@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
 from sparse_rl_lightning.policies.sharding import gathered, of_all_ranks, whole_weights
@@ -38,7 +39,11 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
     """Write a checkpoint folder; if that fails on any rank the run continues with the old one.
 
     All ranks call this, with the same path; the strategy is attached to a module with a ``policy``.
+
+    Raises:
+        ValueError: If it could not be read again.
     """
+    own = readable({key: value for key, value in checkpoint.items() if key not in LEFT_OUT})
     attempt = _Attempt(strategy)
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
@@ -47,7 +52,6 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
         with _watched_engine(engine, new, attempt):
             engine.save_checkpoint(str(new), tag=TAG, client_state={}, save_latest=False)
         weights = _whole_policy(strategy)
-        own = {key: value for key, value in checkpoint.items() if key not in LEFT_OUT}
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
     if attempt.is_alive:

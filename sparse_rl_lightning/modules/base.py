@@ -21,6 +21,7 @@ from sparse_rl_lightning.callbacks.guards.last_save import LastSave
 from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
+from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
@@ -237,6 +238,8 @@ class PolicyModule(LightningModule):
         self.run_state.save(checkpoint)
         if self._description is not None:
             checkpoint[KEY] = asdict(self._description)
+        if isinstance(self.trainer.strategy.checkpoint_io, TorchCheckpointIO):  # ours, or what FSDP2 writes with
+            checkpoint.update(readable(checkpoint))  # on all ranks, of which one writes
 
     def on_train_start(self) -> None:
         """Apply changes in the configuration of optimizer and schedule to a resumed run."""

@@ -42,7 +42,7 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a bare pickle": (lambda _: pickle.dumps(Planted()), "is no checkpoint"),
 }
 OBJECTS: dict[str, tuple[Any, str]] = {
-    "planted code": ({"state_dict": {}, "x": Planted()}, "holds pickled objects, .*is not read"),
+    "planted code": ({"state_dict": {}, "x": Planted()}, r"holds pickled objects \(.*\), .*is not read"),
     "a tensor": (torch.zeros(3), "no checkpoint of Lightning: it has no 'state_dict'"),
     "a list": ([1, 2], "no checkpoint of Lightning"),
     "weights alone": ({"w": torch.zeros(3)}, "no checkpoint of Lightning"),
