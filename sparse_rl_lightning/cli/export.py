@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from safetensors.torch import load_file
 
@@ -12,7 +13,7 @@ from sparse_rl_lightning.callbacks.guards.preemption import last_path
 from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
-from sparse_rl_lightning.checkpoints.sharded import WEIGHTS
+from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule
 
@@ -69,6 +70,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
             f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is a folder of FSDP2, or not whole. Give a checkpoint of "
             "one device, DDP or DeepSpeed; for one of FSDP2 resume with that strategy and ExportPolicy instead."
         )
+    module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
     state = load_file(path / WEIGHTS)
     own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
     differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})

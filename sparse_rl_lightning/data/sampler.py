@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence, Sized
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -13,6 +16,9 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Rows
+
+CONTENT = "content of the prompts"
+"""Name of the hash of all rows in a sampler's state."""
 
 
 class RepeatedBlockSampler(DistributedSampler[Any]):
@@ -28,7 +34,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     the sampler learns the epoch. Lightning does not replace it because it is a ``DistributedSampler``.
 
     Args:
-        dataset: The prompts; only their number is read.
+        dataset: The prompts; only their number is read, and all of them for a checkpoint.
         block_size: Prompts per rank and rollout.
         repeats: Batches per rollout: steps_per_generation x num_iterations.
         num_replicas: Number of ranks.
@@ -117,7 +123,8 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             ValueError: If it was saved with other prompts or another seed, or on as many ranks with other blocks.
         """
         saved, mine = state["layout"], self._layout()
-        kept = ("number of prompts", "seed")
+        kept = ("number of prompts", "seed", CONTENT)
+        saved = {CONTENT: mine[CONTENT], **saved}  # older checkpoints have none
         if saved["ranks"] != mine["ranks"] and all(saved[name] == mine[name] for name in kept):
             self.epoch, self.position = state["epoch"], self._position_after(state["position"], saved)
         elif saved != mine:
@@ -125,11 +132,18 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
                 f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
             )
             raise UserError(
-                f"The checkpoint's place in the data fits another run: {changed}. Resume with the same numbers, "
-                "or start a new run from the checkpoint's weights."
+                f"The checkpoint's place in the data fits another run: {changed}. Resume with the same data and "
+                "numbers, or start a new run from the checkpoint's weights."
             )
         else:
             self.epoch, self.position = state["epoch"], state["position"]
+
+    @cached_property
+    def _content(self) -> str:
+        digest, rows = hashlib.sha256(), cast("Sequence[Any]", self.dataset)
+        for index in range(self.num_rows):
+            digest.update(json.dumps(rows[index], default=lambda other: type(other).__name__).encode())
+        return digest.hexdigest()[:12]
 
     def _position_after(self, position: int, saved: dict[str, int]) -> int:
         """The start of the first block whose prompts are all new; a block that was begun counts as done."""
@@ -137,13 +151,14 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         prompts = math.ceil(position / (size * saved["steps per rollout"])) * size * saved["ranks"]
         return math.ceil(prompts / (self.block_size * self.num_replicas)) * self.block_size * self.repeats
 
-    def _layout(self) -> dict[str, int]:
+    def _layout(self) -> dict[str, Any]:
         return {
             "number of prompts": self.num_rows,
             "prompts per rollout": self.block_size,
             "steps per rollout": self.repeats,
             "ranks": self.num_replicas,
             "seed": self.seed,
+            CONTENT: self._content,
         }
 
 

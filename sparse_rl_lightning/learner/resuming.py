@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.pretrained import check_finite
 
 KEY = "sparse_rl_optimizer"
 
@@ -57,6 +58,35 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
             "is of another module, or was written with save_weights_only. Give another, or start anew from its "
             "weights: sparse-rl export, and model.policy."
         )
+
+
+def check_weights(other: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Refuse weights of another model, NaN or infinite ones.
+
+    Args:
+        other: A checkpoint's weights.
+        own: The module's.
+
+    Raises:
+        ValueError: If names or shapes differ, or a weight is no finite number.
+    """
+    unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
+    shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
+    differing = [*unknown, *missing, *shapes]
+    if differing and not any(name.startswith("policy.") for name in differing):
+        raise UserError(
+            f"ckpt_path: this checkpoint is of another compressor's network, for example {min(differing)!r}. "
+            "Resume with the LearnedScore it was trained with, width included. Elsewhere use what `sparse-rl "
+            "export` writes: the folder as policy, and LearnedScore with weights: FOLDER/learned_score.safetensors."
+        )
+    if differing:
+        example = shapes[0] if shapes else (unknown or missing)[0]
+        raise UserError(
+            f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
+            f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
+            "named under model.policy, or change model.policy."
+        )
+    check_finite(other.items(), "ckpt_path: this checkpoint")
 
 
 def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:

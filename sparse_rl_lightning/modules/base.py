@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,19 +23,10 @@ from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.resuming import (
-    KEY,
-    Configured,
-    advance,
-    check_optimizer,
-    check_parts,
-    schedule_change,
-    take_over,
-)
+from sparse_rl_lightning.learner.resuming import Configured
 from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
-from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 
@@ -99,8 +88,6 @@ class PolicyModule(LightningModule):
         self.same_on_ranks: dict[str, str] = {}
         self.run_state: RunState = RunState(self)
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
-        self._description: Configured | None = None
-        self._resumed: tuple[int, list[str]] | None = None  # steps done, and settings changed since
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -132,7 +119,6 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If a number that the trainer does not check itself is out of range.
         """
-        self._resumed = None  # from an earlier fit without any step
         self.run_state.set_up()
         if self.trainer.world_size > 1:
             end_group_at_exit()
@@ -149,6 +135,7 @@ class PolicyModule(LightningModule):
         if self.policy is not None:
             return
         self.policy, self.tokenizer = self.policy_source.load()
+        self.run_state.see_policy()
         self._rotary = [
             (module, name, value.clone())
             for module in self.policy.modules()
@@ -198,13 +185,13 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If the optimizer or this module refuses one of its numbers.
         """
-        optimizer, schedule = self._configured()
-        self._description = Configured.of(optimizer, schedule)
+        optimizer, schedule = self.configured()
+        self.run_state.optimizer = Configured.of(optimizer, schedule)
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _configured(self) -> tuple[torch.optim.Optimizer, Any]:
+    def configured(self) -> tuple[torch.optim.Optimizer, Any]:
         """An optimizer and its schedule, None if there is none, as they are before the first step."""
         groups = self.parameter_groups()
         try:
@@ -219,77 +206,34 @@ class PolicyModule(LightningModule):
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another optimizer.
+        """Refuse a checkpoint of another model before a single tensor is overwritten; in ``fit``, of another run.
 
         Raises:
             ValueError: If names or shapes of the weights differ, one is NaN or infinite, or training cannot continue
                 from it.
         """
         self.configure_model()
-        other = checkpoint.get("state_dict", {})
-        if other:  # sharded strategies bring their own checks
-            self._check_weights(other)
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._check_resumed(checkpoint)
         self.run_state.load(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the state of the run, and the configuration, so that a resumed run knows what was changed."""
+        """Store the state of the run, and its configuration, so that a resumed run knows what was changed."""
         self.run_state.save(checkpoint)
-        if self._description is not None:
-            checkpoint[KEY] = asdict(self._description)
         if isinstance(self.trainer.strategy.checkpoint_io, TorchCheckpointIO):  # ours, or what FSDP2 writes with
             checkpoint.update(readable(checkpoint))  # on all ranks, of which one writes
 
     def on_train_start(self) -> None:
-        """Apply changes in the configuration of optimizer and schedule to a resumed run."""
-        if self._resumed is None:
-            return
-        (steps, changes), self._resumed = self._resumed, None
-        optimizer, schedule = self._configured()
-        advance(schedule, steps)
-        changes = take_over(self.trainer.optimizers[0], optimizer) + changes
-        if schedule is not None:
-            self.trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
-        if changes:
-            rank_zero_info(f"Resumed as configured now, not as the checkpoint was: {', '.join(changes)}.")
+        """Apply changes in the configuration to a resumed run, and tell of them."""
+        self.run_state.apply()
 
-    def _check_resumed(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint that training cannot continue from, and note the settings that have changed."""
-        own = ["optimizer_states"] if self.trainer.strategy.lightning_restore_optimizer else []
-        check_parts(checkpoint, ["loops", "lr_schedulers", *own, *self.resumed_parts])
-        self.run_state.check(checkpoint)
-        if type(self).configure_optimizers is not PolicyModule.configure_optimizers:
-            return  # a user's own way
-        optimizer, schedule = self._configured()
-        check_optimizer(checkpoint, optimizer)
-        was, now = checkpoint.get(KEY, {}), Configured.of(optimizer, schedule)
-        if was == asdict(now) and now.is_told_apart:
-            return  # everything is the checkpoint's, bit by bit
-        states = checkpoint["lr_schedulers"]
-        steps = states[0].get("last_epoch") if states else None
-        self._resumed = (checkpoint["global_step"] if steps is None else steps), schedule_change(was, now)
-        checkpoint["lr_schedulers"] = []  # the schedule has changed: on_train_start applies it
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the optimizer is the configured one, and not of a subclass."""
+        return type(self).configure_optimizers is PolicyModule.configure_optimizers
 
-    def _check_weights(self, other: dict[str, Any]) -> None:
-        own = self.state_dict()
-        unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
-        shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
-        differing = [*unknown, *missing, *shapes]
-        if differing and not any(name.startswith("policy.") for name in differing):
-            raise UserError(
-                f"ckpt_path: this checkpoint is of another compressor's network, for example {min(differing)!r}. "
-                "Resume with the LearnedScore it was trained with, width included. Elsewhere use what `sparse-rl "
-                "export` writes: the folder as policy, and LearnedScore with weights: FOLDER/learned_score.safetensors."
-            )
-        if differing:
-            example = shapes[0] if shapes else (unknown or missing)[0]
-            raise UserError(
-                f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "
-                f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
-                "named under model.policy, or change model.policy."
-            )
-        check_finite(other.items(), "ckpt_path: this checkpoint")
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the loss reads the policy that training began with, from somewhere else than the checkpoint."""
+        return False
 
     def export(self, folder: str | Path) -> None:
         """Write policy and tokenizer as a plain Hugging Face folder (safetensors).

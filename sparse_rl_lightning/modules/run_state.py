@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from operator import attrgetter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.distributed.ranks import gather_to_zero
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import fingerprint
-from sparse_rl_lightning.ops.keyed_random import seed_of
+from sparse_rl_lightning.learner.resuming import (
+    KEY as OPTIMIZER,
+)
+from sparse_rl_lightning.learner.resuming import (
+    Configured,
+    advance,
+    check_optimizer,
+    check_parts,
+    check_weights,
+    schedule_change,
+    take_over,
+)
+from sparse_rl_lightning.modules.run_rules import Rule, rule_of
+from sparse_rl_lightning.modules.run_settings import policy_facts, seeds_of, settings_of
 
 if TYPE_CHECKING:
     from sparse_rl_lightning.modules.base import PolicyModule
@@ -21,18 +35,13 @@ if TYPE_CHECKING:
 KEY = "sparse_rl_run"
 """Entry of a checkpoint."""
 
-PLACES = {
-    "policy": "policy_source", "compressor": "generator.compressor", "retriever": "generator.retriever",
-    "environment": "generator.environment", "sampling": "generator.sampling", "rollout": "generator.options",
-    "reward_funcs": "rewards.functions", "reward_weights": "rewards.weights", "learner": "learner.options",
-}  # fmt: skip
-"""Where a module keeps arguments of which it has no attribute of the same name."""
-
 
 class RunState:
     """The description of a run, which its checkpoints hold and a resumed run is compared with.
 
-    The module calls it from its hooks, the one for loading before a single tensor is overwritten.
+    The module calls it from its hooks, :meth:`load` before a single tensor is overwritten: a callback's hook would come
+    too late. What changed is applied with a notice, refused by name, or irrelevant (``run_rules.py``); entries that an
+    older checkpoint does not have are not compared.
 
     Args:
         module: Module that is trained.
@@ -41,37 +50,151 @@ class RunState:
     def __init__(self, module: PolicyModule) -> None:
         self.module = module
         self.seeds: dict[str, int] = {}
+        self.settings: dict[str, str] = {}
+        self.policy: dict[str, Any] = {}
+        self.optimizer: Configured | None = None
+        self._changes: list[str] = []
+        self._steps: int | None = None  # done by a schedule that has changed
+
+    @property
+    def _trains(self) -> bool:
+        return self.module._trainer is not None and self.module.trainer.state.fn == TrainerFn.FITTING
 
     def set_up(self) -> None:
-        """Describe the module, when the trainer sets it up."""
-        data = getattr(self.module.trainer, "datamodule", None)
-        parts = [*parts_of(self.module).items(), ("data", data)]
-        self.seeds = dict(found for name, part in parts for found in _seeds_in(name, part))
+        """Describe settings and seeds, when the trainer sets the module up."""
+        self._changes, self._steps = [], None  # from an earlier fit without any step
+        self.seeds, self.settings = seeds_of(self.module), settings_of(self.module)
         self.module.same_on_ranks["seeds"] = str(self.seeds)
+
+    def see_policy(self) -> None:
+        """Describe the policy that was just loaded."""
+        self.policy = policy_facts(self.module, with_weights=self._trains)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the description."""
-        checkpoint[KEY] = {"seeds": self.seeds}
+        checkpoint[KEY] = {"seeds": self.seeds, "settings": self.settings, "policy": self.policy}
+        if self.optimizer is not None:
+            checkpoint[OPTIMIZER] = asdict(self.optimizer)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what training continues with."""
-
-    def check(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to continue training where a change would make another run of it.
+        """Refuse a checkpoint of another policy, or in ``fit`` of a run that this one cannot go on with.
 
         Raises:
-            ValueError: If it would.
+            ValueError: If it is one of these.
         """
-        if self.module.trainer.world_size > 1:  # for all ranks to compare
-            self.module.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
-        was, own = checkpoint.get(KEY, {}).get("seeds", {}), self.seeds
-        changed = [f"{name} was {was[name]} and is {now}" for name, now in own.items() if was.get(name, now) != now]
+        other, m = checkpoint.get("state_dict", {}), self.module
+        if other:  # sharded strategies bring their own checks
+            check_weights(other, m.state_dict())
+        self.check_policy(checkpoint)
+        if not self._trains:
+            return
+        if m.trainer.world_size > 1:  # for all ranks to compare
+            m.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
+        own = ["optimizer_states"] if m.trainer.strategy.lightning_restore_optimizer else []
+        check_parts(checkpoint, ["loops", "lr_schedulers", *own, *m.resumed_parts])
+        self._check_seeds(checkpoint)
+        self._check_reference(checkpoint)
+        self._check_data(checkpoint)
+        self._check_settings(checkpoint)
+        if m.has_own_optimizer:
+            self._check_optimizer(checkpoint)
+
+    def apply(self) -> None:
+        """Apply what has changed to optimizer and schedule, and tell of all that has, when training begins."""
+        changes, self._changes = self._changes, []
+        if self._steps is not None:
+            trainer, (optimizer, schedule) = self.module.trainer, self.module.configured()
+            advance(schedule, self._steps)
+            changes = take_over(trainer.optimizers[0], optimizer) + changes
+            if schedule is not None:
+                trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
+            self._steps = None
+        if changes:
+            rank_zero_info(f"Resumed as configured now, not as the checkpoint was: {', '.join(changes)}.")
+
+    def check_policy(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse weights that would make another policy under this configuration.
+
+        Raises:
+            ValueError: If they would.
+        """
+        was = checkpoint.get(KEY, {})
+        changed = _changes(was.get("policy", {}).get("config", {}), self.policy["config"])
+        if was.get("policy", {}).get("vocabulary", self.policy["vocabulary"]) != self.policy["vocabulary"]:
+            changed.append("its tokenizer has another vocabulary")
+        now = settings_of(self.module)
+        changed += _changes(was.get("settings", {}), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
+        if changed:
+            raise UserError(
+                f"ckpt_path: with this configuration the checkpoint's weights would make another policy: "
+                f"{', '.join(changed)}. Give model.policy as it was trained."
+            )
+
+    def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
+        """The rules that a setting may not have now if it has changed."""
+        return set()
+
+    def _check_seeds(self, checkpoint: dict[str, Any]) -> None:
+        changed = _changes(checkpoint.get(KEY, {}).get("seeds", {}), self.seeds)
         if changed:
             raise UserError(
                 f"ckpt_path: this checkpoint is of a run with other seeds: {', '.join(changed)}. Resume with the same, "
                 "seed_everything included, which decides those that are not set; or start anew from the checkpoint's "
                 "weights: sparse-rl export, and model.policy."
             )
+
+    def _check_reference(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another policy as the KL penalty's reference than the one that the run began with."""
+        was, now = checkpoint.get(KEY, {}).get("policy", {}).get("weights"), self.policy.get("weights")
+        if was is not None and was != now and self.module.compares_with_start:
+            raise UserError(
+                "ckpt_path: model.policy has other weights, or another dtype, than the policy that this run began "
+                "with, and loss.beta compares with that one. Name it again (the trained weights come from the "
+                "checkpoint), set model.loss.beta to 0, or start anew from the checkpoint's weights."
+            )
+        self.policy["weights"] = was or now
+
+    def _check_data(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a place in other data, which the loader itself would find out only when weights are loaded."""
+        data = getattr(self.module.trainer, "datamodule", None)
+        loaders = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or [None]
+        state = ((loaders[0] or {}).get("_sampler_iter_state") or {}).get("sampler_state")
+        if state is not None and isinstance(data, PromptDataModule):
+            sampler = getattr(data.train_dataloader(), "sampler", None)  # made for this
+            if isinstance(sampler, RepeatedBlockSampler):
+                sampler.load_state_dict(state)
+
+    def _check_settings(self, checkpoint: dict[str, Any]) -> None:
+        was, now, forbidden = checkpoint.get(KEY, {}).get("settings", {}), self.settings, self.within(checkpoint)
+        changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
+        mixed = [text for name, text in changed.items() if rule_of(name) in forbidden]
+        accumulated = changed.get("trainer.accumulate_grad_batches")
+        done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        processed, every = done.get("current", {}).get("processed", 0), self.module.trainer.accumulate_grad_batches
+        if accumulated and processed % every and not done["is_last_batch"]:
+            raise UserError(
+                f"ckpt_path: {accumulated}, and {processed} micro-batches of this epoch are done, no multiple of it: "
+                "the next optimizer step would have a part of its gradient. Resume as it was, or from another one."
+            )
+        if mixed:
+            raise UserError(
+                f"ckpt_path: this checkpoint is from within a rollout, or has unfinished sequences, and the rest would "
+                f"mix with what changed: {', '.join(mixed)}. Resume as it was and change it after a checkpoint between "
+                "two rollouts, or start anew from the checkpoint's weights: sparse-rl export, and model.policy."
+            )
+        self._changes = list(changed.values())
+
+    def _check_optimizer(self, checkpoint: dict[str, Any]) -> None:
+        optimizer, schedule = self.module.configured()
+        check_optimizer(checkpoint, optimizer)
+        was, now = checkpoint.get(OPTIMIZER, {}), Configured.of(optimizer, schedule)
+        if was == asdict(now) and now.is_told_apart:
+            return  # everything is the checkpoint's, bit by bit
+        states = checkpoint["lr_schedulers"]
+        steps = states[0].get("last_epoch") if states else None
+        self._steps = checkpoint["global_step"] if steps is None else steps
+        self._changes = schedule_change(was, now) + self._changes
+        checkpoint["lr_schedulers"] = []  # the schedule has changed: apply() does it
 
 
 class RolloutState(RunState):
@@ -97,59 +220,46 @@ class RolloutState(RunState):
         }
         checkpoint["sparse_rl"] = own | {"other_ranks": gather_to_zero(own, m._world_size)[1:]}
 
+    def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
+        """What a rollout was drawn by, within one; what its slots depend on, where sequences are stored in them."""
+        state = self._of_rank(checkpoint) or {}
+        partial = state.get("partial") if self.module.generator.partial is not None else None
+        in_slots = partial is not None and bool(partial["session"]["slots"])
+        drawn = {Rule.DRAWN} if state.get("block") is not None or in_slots else set()
+        return drawn | ({Rule.SLOTS} if in_slots else set())
+
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep it for the first batch."""
+        """Check it, and keep it for the first batch."""
+        super().load(checkpoint)
         m, state = self.module, checkpoint.get("sparse_rl")
         if m.generator.shadow is not None:
             m.generator.shadow.version = None  # its weights are outdated, even from the same step
         if state is None:
             return
         m.num_rollouts, m.num_sequences = state["num_rollouts"], state.get("num_sequences")
-        states, ranks = [state, *state.get("other_ranks", [])], m._world_size
-        if len(states) != ranks:
+        own = self._of_rank(checkpoint)
+        if own is None:
             rank_zero_warn(
-                f"The checkpoint is of {len(states)} rank(s), this run has {ranks}: the rest of its last rollout and "
-                "its random state are dropped, training goes on with a new rollout."
+                f"The checkpoint is of {1 + len(state.get('other_ranks', []))} rank(s), this run has {m._world_size}: "
+                "the rest of its last rollout and its random state are dropped, training goes on with a new rollout."
             )
             return
-        state = states[m.global_rank]
-        m.training_state.load(state)
+        m.training_state.load(own)
         if m.generator.partial is not None:
-            m.generator.partial.load_state(state.get("partial"))
-        elif state.get("partial") is not None:
+            m.generator.partial.load_state(own.get("partial"))
+        elif own.get("partial") is not None:
             rank_zero_warn(
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
                 "partial_rollout_steps is null now."
             )
 
-
-def arguments_of(kind: type) -> Iterator[str]:
-    """Names of the arguments that a class and its bases take."""
-    for base in kind.__mro__:
-        if "__init__" in vars(base):
-            for name, parameter in list(inspect.signature(base.__init__).parameters.items())[1:]:  # type: ignore[misc]
-                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                    yield name
+    def _of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """What the checkpoint has of this rank, None if it is of another number of them."""
+        state = checkpoint["sparse_rl"]
+        states: list[dict[str, Any]] = [state, *state.get("other_ranks", [])]
+        return states[self.module.global_rank] if len(states) == self.module._world_size else None
 
 
-def parts_of(module: PolicyModule) -> dict[str, Any]:
-    """A module's arguments as they are now, by their names; a user's own are left out where they are not kept."""
-    found = {}
-    for name in arguments_of(type(module)):
-        try:
-            found[name] = attrgetter(PLACES.get(name, name))(module)
-        except AttributeError:
-            continue
-    return found
-
-
-def _seeds_in(name: str, part: Any) -> Iterator[tuple[str, int]]:
-    """The seeds that a part, or one inside it, draws by, with the keys of the configuration that set them."""
-    seed = getattr(part, "seed", "none")
-    if seed is None or isinstance(seed, int):
-        yield f"{name}.seed", seed_of(seed)
-    if hasattr(part, "base"):  # of LoraPolicy
-        yield from _seeds_in(f"{name}.policy", part.base)
-    inside = getattr(part, "_parts", ())
-    for index, one in enumerate(inside):
-        yield from _seeds_in(f"{name}.compressor" if len(inside) == 1 else f"{name}.compressors.{index}", one)
+def _changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Descriptions of the differences in what both have."""
+    return [f"{name} was {was[name]} and is {value}" for name, value in now.items() if was.get(name, value) != value]

@@ -262,6 +262,11 @@ class SparseGRPO(PolicyModule):
         return self.learner.replayed(self.policy, part)
 
     @property
+    def compares_with_start(self) -> bool:
+        """Whether there is a reference policy of its own; with LoRA it is in the checkpoint, under the adapters."""
+        return bool(self._reference) and isinstance(self._reference[0], PreTrainedModel)
+
+    @property
     def num_passes(self) -> int:
         """The number of times that a rollout is served as a whole."""
         return self.num_iterations

@@ -255,7 +255,7 @@ def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, c
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     _, path = save_after(tmp_path, 3)
-    with pytest.raises(ValueError, match="max_completion_length was 20, is 24"):
+    with pytest.raises(ValueError, match="max_completion_length was 20 and is 24"):
         fit(partial(max_completion_length=24), 8, ckpt_path=path)
     with pytest.raises(ValueError, match=r"written with at least \d slots, this session has 2"):
         fit(partial(num_slots=2), 8, ckpt_path=path)

@@ -1,0 +1,80 @@
+"""Whether a setting may be another one when a run is resumed: a rule for each, by its name in the configuration."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Rule(Enum):
+    """What becomes of a setting that has changed since the checkpoint was written."""
+
+    APPLIED = "the new value counts from here on, with a notice"
+    DRAWN = "applied between two rollouts, refused within one that was drawn, or ordered, by the old value"
+    SLOTS = "applied, but refused with the stored slots of unfinished sequences"
+    REFUSED = "the weights mean something else with another value"
+    MADE = "seen by what it makes: weights, config.json, vocabulary, rows, another setting, the optimizer"
+    FREE = "changes no result, or none of training"
+
+
+_NAMES = {
+    Rule.APPLIED: """
+        policy: dtype attn_implementation lora_dropout max_position_embeddings
+        loss: loss_type importance_sampling_level epsilon epsilon_high delta denominator beta kl_estimator kl_on
+            mask_truncated_completions off_policy_delta off_policy_reference
+        learner: head_in_float32 disable_dropout
+        rollout: head_in_float32 partial_rollout_steps oversampling downsampling reward_timeout chat_template_kwargs
+        val_sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
+            repetition_penalty top_logprobs stop_strings
+        adapter: kl_coef policy_gradient
+        trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm
+        : reward_funcs reward_weights scale_rewards alpha eviction_weight disable_dropout solution_column
+            chat_template_kwargs given""",
+    Rule.DRAWN: """
+        sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
+            repetition_penalty stop_strings
+        : module retriever draws steps_per_generation num_iterations replay_objective""",
+    Rule.SLOTS: """
+        rollout: kv_dtype end_tokens record_routing turns
+        : compressor environment""",
+    Rule.REFUSED: """
+        policy: lora_alpha
+        adapter: lora_alpha""",
+    Rule.MADE: """
+        policy: path model tokenizer policy architecture alphabet hidden_size num_layers num_heads num_kv_heads r
+            target_modules quantization seed
+        adapter: r target_modules lr seed
+        sampling: seed
+        val_sampling: seed
+        rollout: generation_kwargs
+        data: prompts_per_rollout seed tasks num_terms digits num_train path prompt_column answer_column answer_pattern
+            math_answers solution_column prompt_template as_chat system_prompt config split folder benchmarks own
+            prompt_format train max_rows
+        : optimizer lr_scheduler network_lr""",
+    Rule.FREE: """
+        learner: micro_batch_tokens head_chunk_size gradient_checkpointing
+        rollout: num_slots memory_limit keep_pool cuda_graphs partial_checkpoint decoder
+        sampling: top_logprobs
+        data: val_batch_size max_val_prompts num_val val_path val_split val_benchmarks
+        trainer: max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger callbacks
+            default_root_dir accelerator devices num_nodes strategy""",
+}
+
+
+def _parsed() -> dict[str, Rule]:
+    found, group = {}, ""
+    for rule, text in _NAMES.items():
+        for word in text.split():
+            if word.endswith(":"):
+                group = word[:-1]
+            else:
+                found[f"{group}.{word}".lstrip(".")] = rule
+    return found
+
+
+RULES: dict[str, Rule] = _parsed()
+"""The rule of every setting; one that a user's class adds is applied."""
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a setting by its name."""
+    return RULES.get(name, Rule.APPLIED)

@@ -1,0 +1,126 @@
+"""The settings of a module as text, by the names of their keys, for a checkpoint to hold and a resume to compare."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl_lightning.compressors import Drawn
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.modules.run_rules import Rule, rule_of
+from sparse_rl_lightning.ops.keyed_random import seed_of
+from sparse_rl_lightning.policies.lora import LoraPolicy
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.modules.base import PolicyModule
+
+PLACES = {
+    "policy": "policy_source", "compressor": "generator.compressor", "retriever": "generator.retriever",
+    "environment": "generator.environment", "sampling": "generator.sampling", "rollout": "generator.options",
+    "reward_funcs": "rewards.functions", "reward_weights": "rewards.weights", "learner": "learner.options",
+}  # fmt: skip
+"""Where a module keeps arguments of which it has no attribute of the same name."""
+
+TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
+
+NOT_OF_WEIGHTS = {
+    "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "name_or_path", "eos_token_id",
+    "bos_token_id", "pad_token_id", "max_position_embeddings", "attn_implementation", "quantization_config",
+    "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder",
+}  # fmt: skip
+"""Entries of config.json that change nothing of what the weights compute."""
+
+
+def arguments_of(kind: type) -> Iterator[str]:
+    """Names of the arguments that a class and its bases take."""
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            for name, parameter in list(inspect.signature(base.__init__).parameters.items())[1:]:  # type: ignore[misc]
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                    yield name
+
+
+def parts_of(module: PolicyModule) -> dict[str, Any]:
+    """A module's arguments as they are now, by their names; a user's own are left out where they are not kept."""
+    found = {}
+    for name in arguments_of(type(module)):
+        try:
+            found[name] = attrgetter(PLACES.get(name, name))(module)
+        except AttributeError:
+            continue
+    return found
+
+
+def settings_of(module: PolicyModule) -> dict[str, str]:
+    """All settings that a resumed run depends on, and that are not seen by what they make."""
+    found: dict[str, Any] = {"module": type(module).__qualname__}
+    for name, part in parts_of(module).items():
+        if name == "policy":
+            found |= {f"policy.{own}": value for own, value in _of_source(part).items()}
+        elif is_dataclass(part) and not isinstance(part, type):
+            found |= {f"{name}.{field.name}": getattr(part, field.name) for field in fields(part)}
+        else:
+            found[name] = part
+    if isinstance(compressor := found.get("compressor"), Drawn) and compressor.temperature:
+        found["draws"] = compressor  # of which the learner computes probabilities again
+    trainer = module._trainer
+    for name in TRAINER if trainer is not None else ():
+        found[f"trainer.{name}"] = getattr(trainer, name)
+    seen = {Rule.MADE, Rule.FREE}
+    return {name: text_of(value) for name, value in found.items() if rule_of(name) not in seen}
+
+
+def seeds_of(module: PolicyModule) -> dict[str, int]:
+    """The seeds of all that a module and its data draw, with the keys of the configuration that set them."""
+    parts = [*parts_of(module).items(), ("data", getattr(module.trainer, "datamodule", None))]
+    return dict(found for name, part in parts for found in _seeds_in(name, part))
+
+
+def policy_facts(module: PolicyModule, with_weights: bool) -> dict[str, Any]:
+    """What the weights of a policy that was just loaded mean, and a digest of the weights it starts with."""
+    config = json.loads(module.policy.config.to_json_string(use_diff=False))
+    own = {name: value for name, value in config.items() if name not in NOT_OF_WEIGHTS and not name.startswith("_")}
+    return {
+        "config": {name: json.dumps(value, sort_keys=True) for name, value in own.items()},
+        "vocabulary": fingerprint(vocabulary=sorted(module.tokenizer.get_vocab().items())),
+        "weights": weights_digest(module.policy) if with_weights else None,
+    }
+
+
+def text_of(value: Any) -> str:
+    """A setting as text that is the same in every process."""
+    if isinstance(value, (str, int, float)) or value is None:
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {text_of(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Iterable):
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
+        return str(value.__qualname__)
+    kind = type(value)
+    names = [name for name in arguments_of(kind) if name != "seed" and hasattr(value, name)]
+    inside = [f"{name}={text_of(getattr(value, name))}" for name in dict.fromkeys(names)]
+    return f"{kind.__name__}({', '.join([*map(text_of, getattr(value, '_parts', ())), *inside])})"
+
+
+def _of_source(source: Any) -> dict[str, Any]:
+    """The arguments of a policy's source, and of the one inside a LoraPolicy."""
+    found = _of_source(source.base) if isinstance(source, LoraPolicy) else {}
+    kept = getattr(source, "options", {}) | getattr(source, "sizes", {}) | vars(source)
+    return found | {name: kept[name] for name in arguments_of(type(source)) if name in kept}
+
+
+def _seeds_in(name: str, part: Any) -> Iterator[tuple[str, int]]:
+    """The seeds that a part, or one inside it, draws by."""
+    seed = getattr(part, "seed", "none")
+    if seed is None or isinstance(seed, int):
+        yield f"{name}.seed", seed_of(seed)
+    if isinstance(part, LoraPolicy):
+        yield from _seeds_in(f"{name}.policy", part.base)
+    inside = getattr(part, "_parts", ())
+    for index, one in enumerate(inside):
+        yield from _seeds_in(f"{name}.compressor" if len(inside) == 1 else f"{name}.compressors.{index}", one)

@@ -1,0 +1,324 @@
+"""What a resumed run depends on: every setting is applied with a notice, refused by name, or irrelevant."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
+from tiny_grpo import ALPHABET, Rows, fit, likes_a, module, weights
+
+from sparse_rl_lightning import data as data_modules
+from sparse_rl_lightning import modules, policies
+from sparse_rl_lightning.cli.export import load_policy
+from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.modules import (
+    DistillSparse,
+    GRPOLoss,
+    LearnedEvictionGRPO,
+    LearnerOptions,
+    ReplayGRPO,
+    RolloutOptions,
+    SparseGRPO,
+)
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.distill import SparseAdapter
+from sparse_rl_lightning.modules.run_rules import RULES, Rule, rule_of
+from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of
+from sparse_rl_lightning.policies import LoraPolicy, PolicySource, TinyPolicy
+from sparse_rl_lightning.rollout import SamplingParams
+
+OLD = Path(__file__).parent / "old_checkpoints"
+SIZES = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
+TINY = {"alphabet": ALPHABET, "hidden_size": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+SHORT: dict[str, Any] = {"num_generations": 2, "max_completion_length": 8}
+SLOTS: dict[str, Any] = {"num_slots": 3, "partial_rollout_steps": 2}
+
+
+# ---------------------------------------------------------------- every setting has a class
+
+
+def public(package: Any, base: type) -> Iterator[type]:
+    for name in package.__all__:
+        kind = getattr(package, name)
+        if isinstance(kind, type) and issubclass(kind, base):
+            yield kind
+
+
+def all_settings() -> Iterator[str]:
+    """Every argument that can be reached from modules, sources of policies, data and the trainer."""
+    groups = {"sampling": SamplingParams, "val_sampling": SamplingParams, "rollout": RolloutOptions, "loss": GRPOLoss,
+              "learner": LearnerOptions, "adapter": SparseAdapter}  # fmt: skip
+    for kind in public(modules, PolicyModule):
+        if kind is not modules.Evaluation:  # which trains nothing
+            for name in arguments_of(kind):
+                inside = groups.get(name)
+                yield from [name] if inside is None else [f"{name}.{field.name}" for field in fields(inside)]
+    assert all(map(is_dataclass, groups.values()))
+    for group, package, base in (("policy", policies, PolicySource), ("data", data_modules, PromptDataModule)):
+        for kind in public(package, base):
+            yield from (f"{group}.{name}" for name in arguments_of(kind))
+    yield from (f"trainer.{name}" for name in TRAINER)
+
+
+def test_every_setting_has_a_class() -> None:
+    found = set(all_settings()) - {"policy"}  # its arguments have
+    assert sorted(found - RULES.keys()) == []
+    named = {name for name, rule in RULES.items() if not name.startswith("trainer.")}
+    assert sorted(named - found - {"module", "draws", "policy.max_position_embeddings"}) == []
+    of_trainer = {name.removeprefix("trainer.") for name in RULES.keys() - named}
+    assert sorted(of_trainer - inspect.signature(Trainer.__init__).parameters.keys()) == []
+
+
+def test_every_setting_that_matters_is_described() -> None:
+    adapted = DistillSparse(TinyPolicy(**TINY), RKV(**SIZES), likes_a)
+    learned = LearnedEvictionGRPO(LoraPolicy(TinyPolicy(**TINY)), Drawn(RKV(**SIZES)), likes_a)
+    warmup = modules.SupervisedWarmup("a folder")
+    described = {name for one in (adapted, learned, warmup) for name in settings_of(one)}
+    matter = {name for name in all_settings() if rule_of(name) not in (Rule.MADE, Rule.FREE)} - {"policy"}
+    assert sorted(name for name in matter - described if not name.startswith("trainer.")) == []
+
+
+def test_a_setting_of_a_user_s_class_is_applied() -> None:
+    class Own(SparseGRPO):
+        def __init__(self, *args: Any, width: int = 3, hidden: int = 4, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.width = width
+
+    own = settings_of(Own(TinyPolicy(**TINY), RKV(**SIZES), likes_a))
+    assert (own["width"], "hidden" in own, rule_of("width")) == ("3", False, Rule.APPLIED)
+
+
+# ---------------------------------------------------------------- changes on a resume
+
+
+class Other(Rows):
+    """As many rows, of other content."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{**row, "answer": "f"} for row in super().train_rows()]
+
+
+def made(kind: type[SparseGRPO] = SparseGRPO, **options: Any) -> SparseGRPO:
+    """A module whose rollouts are served in two optimizer steps."""
+    given: dict[str, Any] = {
+        "policy": TinyPolicy(**TINY), "compressor": RKV(**SIZES), "reward_funcs": likes_a,
+        "sampling": SamplingParams(**SHORT), "steps_per_generation": 2,
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+    }  # fmt: skip
+    return kind(**{**given, **options})
+
+
+def train(
+    folder: Path, steps: int, before: dict[str, Any], ckpt_path: Path | None = None, data: Any = None, **trainer: Any
+) -> SparseGRPO:
+    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, enable_version_counter=False)
+    grpo = made(**before)
+    data = Rows(prompts_per_rollout=4) if data is None else data
+    fit(grpo, steps, [saves], data, ckpt_path, enable_checkpointing=True, **trainer)
+    return grpo
+
+
+def sampling(**changes: Any) -> dict[str, Any]:
+    return {"sampling": SamplingParams(**SHORT, **changes)}
+
+
+def drawn(method: Any = RKV, temperature: float = 0.3, **sizes: Any) -> dict[str, Any]:
+    compressor = Drawn(method(**SIZES, **sizes), temperature)
+    return {"kind": LearnedEvictionGRPO, "compressor": compressor}
+
+
+def lora(**options: Any) -> dict[str, Any]:
+    return {"policy": LoraPolicy(TinyPolicy(**TINY), r=2, **options)}
+
+
+def distilled(**options: Any) -> dict[str, Any]:
+    return {"kind": DistillSparse, "adapter": SparseAdapter(r=2, **options)}
+
+
+def tiny(**options: Any) -> dict[str, Any]:
+    return {"policy": TinyPolicy(**{**TINY, **options})}
+
+
+PARTIAL = {"rollout": RolloutOptions(**SLOTS)}
+WITHIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "temperature": ({}, sampling(temperature=0.3), r"sampling.temperature was 1.0 and is 0.3"),
+    "top_k": ({}, sampling(top_k=5), r"sampling.top_k was 0 and is 5"),
+    "steps": ({"num_iterations": 1}, {"steps_per_generation": 1, "num_iterations": 2}, "steps_per_generation was 2"),
+    "eviction temperature": (drawn(), drawn(temperature=0.6), r"draws was Drawn\(RKV\(.* and is Drawn\(.*0.6"),
+    "eviction method": (drawn(), drawn(KeyDiff), r"draws was Drawn\(RKV\(.* and is Drawn\(KeyDiff"),
+    "objective": (
+        {"kind": ReplayGRPO}, {"kind": ReplayGRPO, "replay_objective": "dense"},
+        "replay_objective was 'sparse' and is 'dense'",
+    ),
+    "module": ({"kind": ReplayGRPO}, {}, "module was 'ReplayGRPO' and is 'SparseGRPO'"),
+    "partial: temperature": (PARTIAL, PARTIAL | sampling(temperature=0.3), "sampling.temperature was 1.0 and is 0.3"),
+    "partial: compressor": (PARTIAL, PARTIAL | {"compressor": KeyDiff(**SIZES)}, r"compressor was RKV.* KeyDiff"),
+    "partial: end tokens": (
+        PARTIAL, {"rollout": RolloutOptions(**SLOTS, end_tokens=("f",))}, r"rollout.end_tokens was \[\] and is \['f'\]"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_a_rollout_was_drawn_by_cannot_change_within_it(name: str, tmp_path: Path) -> None:
+    before, after, said = WITHIN[name]
+    train(tmp_path, 1, before)
+    grpo = made(**after)
+    with pytest.raises(ValueError, match=f"within a rollout.*{said}"):
+        fit(grpo, 3, ckpt_path=tmp_path / "last.ckpt")
+    same = made(**after)
+    same.configure_model()
+    assert torch.equal(weights(grpo), weights(same))  # nothing was overwritten before
+    train(tmp_path, 2, before, tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("name", [name for name in WITHIN if "partial" not in name and name != "module"])
+def test_between_two_rollouts_it_counts_and_is_told(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after, said = WITHIN[name]
+    train(tmp_path, 2, before)
+    caplog.clear()
+    grpo = train(tmp_path, 4, after, tmp_path / "last.ckpt")
+    assert grpo.trainer.global_step == 4
+    told = [record.getMessage() for record in caplog.records if "Resumed as configured now" in record.getMessage()]
+    assert len(told) == 1
+    assert said.split(r"\(")[0].split(".*")[0] in told[0]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "alpha": (lora(lora_alpha=4.0), lora(lora_alpha=32.0), "another policy: policy.lora_alpha was 4.0 and is 32.0"),
+    "adapter's alpha": (
+        distilled(lora_alpha=4.0), distilled(), "another policy: adapter.lora_alpha was 4.0 and is 32.0"
+    ),
+    "heads": ({}, tiny(num_heads=2, num_kv_heads=1), "another policy: head_dim was 4 and is 8, num_attention_heads"),
+    "alphabet": ({}, tiny(alphabet=ALPHABET[::-1]), "another policy: its tokenizer has another vocabulary"),
+    "rank": (lora(), {"policy": LoraPolicy(TinyPolicy(**TINY), r=3)}, "of another model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["fit", "export", "sharded export", "validate"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_would_mean_another_policy_are_refused(name: str, command: str, tmp_path: Path) -> None:
+    before, after, said = REFUSED[name]
+    before = {"steps_per_generation": 1, **before}
+    train(tmp_path, 1, before)
+    path, grpo = tmp_path / "last.ckpt", made(**after)
+    if command == "sharded export":
+        checkpoint, own = torch.load(path, weights_only=True), made(**before)
+        own.configure_model()
+        state = checkpoint.pop("state_dict")
+        (tmp_path / "folder").mkdir()
+        path = tmp_path / "folder"
+        torch.save(checkpoint, path / "trainer.pt")
+        names = {name for name, _ in own.policy.named_parameters()}
+        policy = {name.removeprefix("policy."): value.clone() for name, value in state.items()}
+        save_file({name: value for name, value in policy.items() if name in names}, path / "weights.safetensors")
+        load_policy(own, path)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    grpo.configure_model()
+    use = {
+        "fit": lambda: fit(grpo, 2, ckpt_path=path),
+        "validate": lambda: trainer.validate(grpo, datamodule=Rows(), ckpt_path=path, verbose=False),
+    }
+    with pytest.raises(ValueError, match=said):
+        use.get(command, lambda: load_policy(grpo, path))()
+
+
+def test_the_reference_of_a_penalty_is_the_policy_that_the_run_began_with(tmp_path: Path) -> None:
+    penalty = {"loss": GRPOLoss(beta=0.1), "steps_per_generation": 1}
+    train(tmp_path, 1, {"steps_per_generation": 1})
+    began = torch.load(tmp_path / "last.ckpt", weights_only=True)["sparse_rl_run"]["policy"]["weights"]
+    other = policies.LoadedPolicy(*TinyPolicy(**TINY, seed=1).load())
+    train(tmp_path, 2, {"steps_per_generation": 1, "policy": other}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["sparse_rl_run"]["policy"]["weights"] == began
+    with pytest.raises(ValueError, match="other weights, or another dtype, than the policy that this run began with"):
+        train(tmp_path, 3, {**penalty, "policy": other}, tmp_path / "last.ckpt")
+    train(tmp_path, 3, penalty, tmp_path / "last.ckpt")  # seeds: the policy's is 0 again
+
+
+def test_lora_has_its_reference_in_the_checkpoint(tmp_path: Path) -> None:
+    penalty = {"loss": GRPOLoss(beta=0.1), "steps_per_generation": 1}
+    started, other = (policies.LoadedPolicy(*TinyPolicy(**TINY, seed=seed).load()) for seed in (0, 1))
+    train(tmp_path, 1, {**penalty, "policy": LoraPolicy(started, r=2)})
+    grpo = train(tmp_path, 2, {**penalty, "policy": LoraPolicy(other, r=2)}, tmp_path / "last.ckpt")
+    assert grpo.trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Other(prompts_per_rollout=4), "content of the prompts was .* and is"),
+        (Rows(prompts_per_rollout=2), "prompts per rollout was 4 and is 2"),
+        (Rows(prompts_per_rollout=4, seed=1), "other seeds: data.seed was 0 and is 1"),
+    ],
+)
+def test_other_data_is_refused_in_python_too(data: Any, said: str, tmp_path: Path) -> None:
+    train(tmp_path, 1, {})
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path, 2, {}, tmp_path / "last.ckpt", data)
+
+
+def test_a_part_of_a_gradient_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 1, {})
+    said = r"trainer.accumulate_grad_batches was 1 and is 2, and 1 micro-batches of this epoch are done"
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path, 2, {}, tmp_path / "last.ckpt", accumulate_grad_batches=2)
+    train(tmp_path, 2, {}, tmp_path / "last.ckpt")
+    caplog.clear()
+    grpo = train(tmp_path, 3, {}, tmp_path / "last.ckpt", accumulate_grad_batches=2)
+    assert "trainer.accumulate_grad_batches was 1 and is 2" in caplog.text
+    assert grpo.num_rollouts == 2
+
+
+def test_what_is_applied_is_told_and_what_changes_nothing_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 1, {})
+    free = {"rollout": RolloutOptions(num_slots=4), "learner": LearnerOptions(head_chunk_size=64)}
+    caplog.clear()
+    train(tmp_path, 2, free, tmp_path / "last.ckpt")
+    assert "Resumed as configured now" not in caplog.text
+    after = {**free, "loss": GRPOLoss(epsilon=0.3), "compressor": KeyDiff(**SIZES), "scale_rewards": "none"}
+    caplog.clear()
+    grpo = train(tmp_path, 3, after, tmp_path / "last.ckpt", gradient_clip_val=1.0)
+    (told,) = [one.getMessage() for one in caplog.records if "Resumed as configured now" in one.getMessage()]
+    for said in (
+        "loss.epsilon was 0.2 and is 0.3", "compressor was RKV(", "scale_rewards was 'group' and is 'none'",
+        "trainer.gradient_clip_val was None and is 1.0",
+    ):  # fmt: skip
+        assert said in told
+    assert grpo.loss.epsilon == 0.3
+
+
+# ---------------------------------------------------------------- checkpoints of before
+
+
+@pytest.mark.parametrize("name", ["between", "within", "partial"])
+def test_checkpoints_without_a_description_still_load(name: str, tmp_path: Path) -> None:
+    """Written before there was one: they hold the weights that six steps of the run came to."""
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(gzip.decompress((OLD / f"{name}.ckpt.gz").read_bytes()))
+    end = torch.load(path, weights_only=True)["sparse_rl_end"]
+    policy = TinyPolicy(alphabet=ALPHABET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1)
+    grpo = made(policy=policy, **(PARTIAL if name == "partial" else {}))
+    fit(grpo, 6, ckpt_path=path)
+    assert torch.equal(weights(grpo), end)
+    exported = made(policy=policy)
+    exported.configure_model()
+    load_policy(exported, path)
+
+
+def test_a_module_of_tests_is_described_whole() -> None:
+    assert settings_of(module())["reward_funcs"] == "[likes_a]"
