@@ -298,6 +298,7 @@ class ScoredRollout:
     seconds: dict[str, float] = field(default_factory=dict)  # time of each stage
     reward_counters: dict[str, float] = field(default_factory=dict)  # counts of the reward functions
     reward_failures: dict[str, int] = field(default_factory=dict)  # samples that each reward function could not score
+    failed: dict[str, Tensor] = field(default_factory=dict)  # (B,) bool per function that failed, on which samples
     downsampling: dict[str, Tensor] = field(default_factory=dict)  # numbers () of the samples drawn and dropped
     conversations: list[Conversation] | None = None  # B of them, if there is an environment
     failures: dict[str, float] = field(default_factory=dict)  # conversations that it broke off, of all that were drawn

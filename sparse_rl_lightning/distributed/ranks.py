@@ -14,13 +14,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DistributedSampler
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.fingerprints import fingerprint
-from sparse_rl_lightning.policies.sharding import of_all_ranks
+from sparse_rl_lightning.policies.sharding import is_sharded, of_all_ranks
 
 
 def gather_to_zero(value: Any, world_size: int) -> list[Any]:
@@ -73,6 +74,20 @@ def advantages_of_rank(
     everyone: Any = trainer.strategy.all_gather(rewards)  # (ranks, B)
     advantages = group_advantages(everyone.flatten(), num_generations, scale_rewards)
     return advantages.view(everyone.shape)[trainer.global_rank]
+
+
+def check_options(policy: PreTrainedModel, world_size: int, *, is_partial: bool, packs: bool) -> None:
+    """Refuse, by name, options that several ranks do not support: partial rollouts, and packing by tokens."""
+    if world_size > 1 and is_partial:
+        raise UserError(
+            "rollout.partial_rollout_steps works in one process so far: set model.rollout.partial_rollout_steps to "
+            "null, or trainer.devices and trainer.num_nodes to 1."
+        )
+    if packs and is_sharded(policy):
+        raise UserError(
+            "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
+            "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
+        )
 
 
 def check_strategy(strategy: Strategy) -> None:

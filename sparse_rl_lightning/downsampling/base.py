@@ -76,5 +76,6 @@ def down_sample(scored: ScoredRollout, rule: DownSampling | None, count: int) ->
     scored.completions = [scored.completions[index] for index in kept.tolist()]
     if scored.conversations is not None:
         scored.conversations = [scored.conversations[index] for index in kept.tolist()]
-    scored.reward_table = {name: values[kept.to(values.device)] for name, values in scored.reward_table.items()}
+    for table in (scored.reward_table, scored.failed):
+        table |= {name: values[kept.to(values.device)] for name, values in table.items()}
     return rewards[kept.to(rewards.device)]

@@ -36,7 +36,8 @@ class Scores:
     completions: list[str]  # B, hostile text
     texts: list[str]  # B, the same to be read: of conversations all turns
     rewards: Tensor  # (B,), NaN where no reward applies
-    table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply
+    table: dict[str, Tensor]  # (B,) per reward function, NaN where it does not apply or failed
+    failed: Tensor  # (B,) bool: the first reward function failed
     lengths: Tensor  # (B,) tokens
     finished: Tensor  # (B,) bool: ended by themselves, not by length
     kv: KVUsage | None
@@ -44,9 +45,10 @@ class Scores:
     @classmethod
     def of(cls, scored: ScoredRollout, rewards: Tensor) -> Scores:
         """Take what counts from a rollout that was judged; its tensors of tokens are left behind."""
-        rollout = scored.rollout
+        rollout, table = scored.rollout, scored.reward_table
+        failed = scored.failed.get(next(iter(table), ""), torch.zeros(len(rewards), dtype=torch.bool))
         return cls(
-            scored.rows, scored.completions, scored.texts, rewards, scored.reward_table,
+            scored.rows, scored.completions, scored.texts, rewards, table, failed.to(rewards.device),
             rollout.completion_lengths, rollout.finished, rollout.kv,
         )  # fmt: skip
 
@@ -60,6 +62,7 @@ class Scores:
             texts=[text for part in parts for text in part.texts],
             rewards=torch.cat([part.rewards for part in parts]),
             table={name: torch.cat([part.table[name] for part in parts]) for name in parts[0].table},
+            failed=torch.cat([part.failed for part in parts]),
             lengths=torch.cat([part.lengths for part in parts]),
             finished=torch.cat([part.finished for part in parts]),
             kv=KVUsage.cat(usages) if usages else None,
@@ -76,10 +79,20 @@ class Scores:
         return next(iter(self.table.values())).view(len(self.rows), -1)
 
     @property
+    def applies(self) -> Tensor:
+        """(P,) bool: whether the first reward function applies to a row; what it failed on counts as wrong."""
+        return ~(self.first.isnan() & ~self.failed.view(len(self.rows), -1)).all(dim=1)
+
+    @property
     def mean(self) -> float | None:
-        """Mean reward of the first reward function where it applies, None if it applies nowhere."""
-        known = self.first[~self.first.isnan()]
-        return float(known.double().mean()) if len(known) else None
+        """Mean reward of the first reward function where it applies, None if it applies nowhere.
+
+        Samples on which it failed are left out, but of an accuracy, where they are wrong.
+        """
+        known = self.first[~self.first.isnan()].double()
+        if self.is_binary:
+            known = torch.cat([known, known.new_zeros(int(self.failed.sum()))])
+        return float(known.mean()) if len(known) else None
 
     @property
     def is_binary(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy
+from sparse_rl_lightning.rewards.scoring import Failures, Rewards
 
 Log = Callable[..., None]
 """``LightningModule.log``."""
@@ -17,8 +18,9 @@ Log = Callable[..., None]
 class ValidationLog:
     """Logs mean reward, mean length and pass@k of every batch, and bounds of pass@1 at the end.
 
-    Right is what the first reward function pays 1 for; rows to which it does not apply are left out. Several ranks log
-    the whole only, not benchmarks: all must log the same names, and their batches are of other benchmarks.
+    Right is what the first reward function pays 1 for; rows to which it does not apply are left out, what it failed on
+    is wrong. Several ranks log the whole only, not benchmarks: all must log the same names, and their batches are of
+    other benchmarks.
     """
 
     def __init__(self, log: Log) -> None:
@@ -26,10 +28,11 @@ class ValidationLog:
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
         self._places = itertools.count()
 
-    def begin(self, rank: int = 0, world_size: int = 1) -> None:
+    def begin(self, rewards: Rewards, rank: int = 0, world_size: int = 1) -> None:
         """Forget the batches of a validation that was interrupted, and number this rank's rows anew."""
         self._intervals.clear()
         self._places = itertools.count(rank, world_size)  # as Lightning deals them out
+        rewards.failures = Failures()
 
     def places(self, count: int) -> list[int]:
         """Places in the data of the next rows of this rank."""
@@ -42,7 +45,7 @@ class ValidationLog:
         self._log(key.format("reward"), mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
         length = scores.lengths.float().mean()
         self._log(key.format("length"), length, prog_bar=True, batch_size=len(scores.rows), sync_dist=True)
-        applies, correct = ~scores.first.isnan().all(dim=1), scores.first == 1
+        applies, correct = scores.applies, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
             chosen = correct[applies & torch.tensor([name in (None, other) for other in names])]
@@ -54,9 +57,10 @@ class ValidationLog:
                 self._intervals[own] = ConfidenceInterval().to(device)
             self._intervals[own].update(chosen.double().mean(dim=1).to(device))
 
-    def end(self) -> None:
-        """Log both bounds of 95 % confidence of every mean, over all batches and ranks."""
+    def end(self, rewards: Rewards) -> None:
+        """Log both bounds of 95 % confidence of every mean, over batches and ranks; too many failures end the run."""
         for key, interval in self._intervals.items():
             for bound, value in zip(("low", "high"), interval.compute(), strict=True):
                 self._log(key.format(f"pass@1_{bound}"), value, sync_dist=True)
-        self.begin()
+        self._intervals.clear()
+        rewards.settle()

@@ -17,7 +17,7 @@ completions/repetition_rate                 share        repeated 4-grams
 rewards/{function}/mean                     reward       mean of one reward function where it applies
 rewards/{function}/std                      reward       its standard deviation over all completions
 rewards/{function}/{counter}                count        counts of a checker: no_box, fallbacks, timeouts, ...
-rewards/{function}/failed                   samples      samples on which it raised an error or timed out
+rewards/{function}/failed                   samples      samples left out: it raised, timed out, gave no number
 reward                                      reward       mean of the weighted sum of the reward functions
 reward_std                                  reward       mean standard deviation within a prompt's samples
 frac_reward_zero_std                        share        prompts whose samples all have the same reward

@@ -30,7 +30,7 @@ from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.downsampling import down_sample
 from sparse_rl_lightning.environments import Environment
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.fingerprints import weights_digest
@@ -39,7 +39,6 @@ from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.modules.run_state import RolloutState
-from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -118,6 +117,7 @@ class SparseGRPO(PolicyModule):
         self.group_size = sampling.num_generations  # of training; the generator may draw more
         self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn, bool(environment))
+        self.rewards.failure_limit = rollout.reward_failure_limit
         self.learner = Learner(learner, sampling.temperature, retriever)
         self.loss = loss
         self.block: RolloutBlock | None = None
@@ -210,6 +210,7 @@ class SparseGRPO(PolicyModule):
         """Compute rewards, of the samples kept advantages; nothing is rejected yet."""
         start = time.perf_counter()
         scored.rollout.rewards = self.rewards(scored)
+        self.rewards.settle()
         self.rewards.warn_of_none(scored)
         rewards, rollout = down_sample(scored, self.generator.options.downsampling, self.group_size), scored.rollout
         rollout.advantages = self.advantages(rewards)
@@ -312,13 +313,13 @@ class SparseGRPO(PolicyModule):
 
     def on_validation_epoch_start(self) -> None:
         """Count only this validation's rows, even if the last one was interrupted."""
-        self._validation.begin(self.global_rank, self._world_size)
+        self._validation.begin(self.rewards, self.global_rank, self._world_size)
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log confidence intervals of the means; free the caches: training rollouts size their own."""
-        self._validation.end()
+        self._validation.end(self.rewards)
         self.generator.release()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
@@ -406,13 +407,5 @@ class SparseGRPO(PolicyModule):
 
     def _check_ranks(self) -> None:
         """Refuse, by name, options that several ranks do not support."""
-        if self._world_size > 1 and self.generator.partial is not None:
-            raise UserError(
-                "rollout.partial_rollout_steps works in one process so far: set model.rollout.partial_rollout_steps to "
-                "null, or trainer.devices and trainer.num_nodes to 1."
-            )
-        if self.learner.options.packs and is_sharded(self.policy):
-            raise UserError(
-                "learner.micro_batch_tokens splits micro-batches differently on every rank, but ranks that share "
-                "weights (ZeRO-3, FSDP2) must pass through the model equally often. Set it to null, or use ZeRO-2."
-            )
+        is_partial, packs = self.generator.partial is not None, self.learner.options.packs
+        ranks.check_options(self.policy, self._world_size, is_partial=is_partial, packs=packs)

@@ -28,10 +28,14 @@ RewardFunction: TypeAlias = Callable[..., Sequence[float | None]]
 
 The arguments are lists with one entry per sample, passed by name: the prompt as the data module gave it, the
 completion's text, its token ids, and every other column of the row (``answer``, ...). A function takes the columns it
-needs by name and the rest as ``**columns``. None means that it does not apply to a sample. The signature is TRL's, so
-its reward functions fit. (This is a plain callable type, because the command line matches a protocol's signature
-exactly and would refuse every function that names a column.)
+needs by name and the rest as ``**columns``. None means that it does not apply to a sample; an error, NaN, an infinite
+number or anything else that is no number means that it failed on it. The signature is TRL's, so its reward functions
+fit. (This is a plain callable type, because the command line matches a protocol's signature exactly and would refuse
+every function that names a column.)
 """
+
+Returned: TypeAlias = float | str | None
+"""A sample's reward; None where the function does not apply, a text where it failed: what it returned, no number."""
 
 
 class RewardMistake(UserError):
@@ -111,21 +115,21 @@ def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     return rewards.masked_fill(table.isnan().all(dim=1), math.nan)
 
 
-def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
+def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[Returned]:
     """One function's rewards of a batch, read completely, whatever lazy object it returns.
 
     The function gets copies of the lists, so that its changes to them affect nobody else. The working directory,
     torch's default type and gradient mode are restored after the call.
 
     Raises:
-        RewardMistake: If the columns do not fit its signature, or it does not return a list of finite numbers.
+        RewardMistake: If the columns do not fit its signature, or it does not return a list with an entry per sample.
         RewardFailure: If it raises anything, even to end the program; KeyboardInterrupt passes through.
     """
     _check_columns(function, name, batch)
     try:
         with _undisturbed():
             own = {argument: _copied(list(values)) for argument, values in batch.items()}
-            return _read(name, function(**own), batch["completions"])
+            return _read(name, function(**own), len(batch["completions"]))
     except RewardMistake:
         raise
     except KeyboardInterrupt:
@@ -196,11 +200,21 @@ def one_sample(batch: Mapping[str, Sequence[Any]], sample: int) -> dict[str, Seq
 def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
     """The rewards of a batch; any failure raises and names the first sample that causes it."""
     try:
-        return attempt(function, name, batch)
+        returned = attempt(function, name, batch)
     except RewardFailure as failure:
         sample = _first_failure(function, name, batch)
         where = "the batch as a whole" if sample is None else describe_sample(sample, batch["completions"][sample])
         raise RuntimeError(f"The reward function {name} {failure} on {where}.") from failure.__cause__
+    for sample, reward in enumerate(returned):
+        if isinstance(reward, str):
+            where = describe_sample(sample, batch["completions"][sample])
+            raise RewardMistake(f"The reward function {name} {no_number(reward)} on {where}.")
+    return [None if reward is None else float(reward) for reward in returned]
+
+
+def no_number(returned: str) -> str:
+    """What a function did that returned this for a sample: the text continues after its name."""
+    return f"returned {returned}, not a finite number (or None where it does not apply),"
 
 
 def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
@@ -256,13 +270,12 @@ def _undisturbed() -> Iterator[None]:
                 os.chdir(folder)
 
 
-def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | None]:
+def _read(name: str, returned: Any, count: int) -> list[Returned]:
     """The result of a reward function as plain numbers."""
     if inspect.isawaitable(returned) or hasattr(returned, "__aiter__"):
         if inspect.iscoroutine(returned):
             returned.close()  # otherwise Python warns that it was never awaited
         raise RewardMistake(_ASYNC.format(name))
-    count = len(completions)
     try:
         values = None if isinstance(returned, (str, bytes, Mapping, Set)) else iter(returned)
     except TypeError:
@@ -276,19 +289,14 @@ def _read(name: str, returned: Any, completions: Sequence[str]) -> list[float | 
     if len(rewards) != count:
         given = f"more than {count}" if len(rewards) > count else len(rewards)
         raise RewardMistake(f"The reward function {name} returned {given} rewards for {count} samples.")
-    return [_finite(name, sample, completions[sample], reward) for sample, reward in enumerate(rewards)]
+    return [_finite(reward) for reward in rewards]
 
 
-def _finite(name: str, sample: int, completion: str, reward: Any) -> float | None:
+def _finite(reward: Any) -> Returned:
     if reward is None:
         return None
     try:
         value = math.nan if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise RewardMistake(
-            f"The reward function {name} returned {shown(reward, 80)} for {describe_sample(sample, completion)}; a "
-            "reward is a finite number, or None where the function does not apply."
-        )
-    return value
+    return value if abs(value) <= torch.finfo(torch.float32).max else shown(reward, 80)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl_lightning.rewards.base import RewardFailure, RewardFunction, RewardMistake, attempt
+from sparse_rl_lightning.rewards.base import Returned, RewardFailure, RewardFunction, RewardMistake, attempt
 
 START_SECONDS = 60.0
 """Seconds a fork may take to be ready on a busy machine."""
@@ -60,7 +60,7 @@ class RewardProcess:
         self._counts: Counter[str] = Counter()
         weakref.finalize(self, _end, self._children, self._owner)
 
-    def judge(self, batch: Mapping[str, Sequence[Any]], timeout: float) -> list[float | None]:
+    def judge(self, batch: Mapping[str, Sequence[Any]], timeout: float) -> list[Returned]:
         """The rewards of a batch.
 
         Raises:
@@ -79,7 +79,7 @@ class RewardProcess:
             raise RewardMistake(answer["mistake"])
         if "failure" in answer:
             raise RewardFailure(answer["failure"]) from _RemoteTraceback(answer["traceback"])
-        rewards: list[float | None] = answer["rewards"]
+        rewards: list[Returned] = answer["rewards"]
         return rewards
 
     def take_counters(self) -> dict[str, float]:
@@ -193,7 +193,7 @@ def _checked(answer: Any, count: int) -> dict[str, Any]:
     """
     match answer:
         case {"rewards": list(rewards), "counts": dict(counts)}:
-            numbers = [0.0 if reward is None else reward for reward in rewards]
+            numbers = [reward for reward in rewards if not (reward is None or isinstance(reward, str))]
             is_ours = all(isinstance(number, float) for number in (*numbers, *counts.values()))
             is_ours = is_ours and len(rewards) == count and all(map(math.isfinite, numbers))
         case {"mistake": str()} | {"failure": str(), "traceback": str()}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Conversation, Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
+    Returned,
     RewardFailure,
     RewardFunction,
     attempt,
     check_rewards,
     describe_sample,
+    no_number,
     one_sample,
     reward_batch,
     reward_counters,
@@ -32,8 +35,20 @@ LOST = 3
 """Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
 
 
+@dataclass
+class Failures:
+    """Samples that were judged, and those among them that are left out because a function failed on them."""
+
+    judged: int = 0
+    failed: int = 0
+    error: Exception | None = None  # of the last one that failed first
+
+
 class Rewards:
     """Calls reward functions on a rollout's completions and adds up what they return.
+
+    A sample on which a function with a weight fails has no reward at all, whatever the others say: if a failure were
+    worth 0, breaking a function that punishes would pay.
 
     Args:
         functions: Reward functions with TRL's signature, a single one or several.
@@ -42,6 +57,7 @@ class Rewards:
         warn: Shows the user a warning.
         environment: Whether an environment rewards conversations too, with the factor 1: no function is needed then,
             and each gets the messages of its conversations as ``conversations``.
+        failure_limit: Share of the samples at which failures end the run, when :meth:`settle` is called.
 
     Raises:
         ValueError: If there is no function, or weights are not one finite number per function.
@@ -54,6 +70,7 @@ class Rewards:
         timeout: float | None = None,
         warn: Callable[[str], None] = warnings.warn,
         environment: bool = False,
+        failure_limit: float = 1.0,
     ) -> None:
         functions = [] if functions is None else list(functions) if isinstance(functions, Sequence) else [functions]
         if not functions and not environment:
@@ -71,6 +88,8 @@ class Rewards:
             raise UserError("a reward function may not be named environment, as the reward of the environment is.")
         self.guards = [GuardedReward(function, timeout, name) for function, name in named]
         self._conversations = ["conversations"] if environment else []  # columns besides those of the rows
+        self.failure_limit = failure_limit
+        self.failures = Failures()  # since the last settle()
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
         self._fitting: list[str] | None = None  # columns that the functions were found to fit
@@ -111,18 +130,34 @@ class Rewards:
         scored.reward_table = {name: table[:, i] for i, name in enumerate(judged)}
         scored.reward_counters = reward_counters(self.guards)
         scored.reward_failures = {guard.__name__: guard.failed for guard in self.guards}
-        for guard in self.guards:
-            if guard.first:
-                self._warn_once(
-                    ("failed", guard.__name__),
-                    f"The reward function {guard.__name__} failed on {guard.failed} sample(s), first: {guard.first}. "
-                    f"They get no reward from it; rewards/{guard.__name__}/failed counts such samples from now on.",
-                )
         rewards = weighted_rewards(table, weights)
         if talks is not None:
             self._count_failures(scored, talks)
-            rewards = rewards.masked_fill(torch.tensor([one.has_failed for one in talks]), math.nan)
+        self.failures.judged += len(rewards)
+        for guard, weight in zip(self.guards, self.weights, strict=True):
+            if guard.first:
+                self._tell(guard, weight)
+            if guard.failures:
+                scored.failed[guard.__name__] = torch.zeros(len(rewards), dtype=torch.bool)
+                scored.failed[guard.__name__][list(guard.failures)] = True
+        if scored.failed:
+            rewards = self._without_failed(rewards, scored)
         return rewards.to(scored.rollout.sequences.device)
+
+    def settle(self) -> None:
+        """Count anew, after a training rollout or a whole validation.
+
+        Raises:
+            RuntimeError: If at least the limit's share of the samples judged since the last call has failed; a
+                ValueError if it was by what a function returned.
+        """
+        found, self.failures = self.failures, Failures()
+        if found.error is None or found.failed < self.failure_limit * found.judged:
+            return
+        raise type(found.error)(
+            f"{found.error} {found.failed} of {found.judged} samples failed, and model.rollout.reward_failure_limit="
+            f"{self.failure_limit:g} is the share at which the run ends."
+        ) from found.error.__cause__
 
     def warn_of_none(self, scored: ScoredRollout) -> None:
         """Warn once per function that returned None for all samples of a training rollout."""
@@ -140,12 +175,38 @@ class Rewards:
         for guard in self.guards:
             guard.close()
 
+    def _without_failed(self, rewards: Tensor, scored: ScoredRollout) -> Tensor:
+        """The rewards (B,), NaN where the environment or a function with a weight failed; those are counted."""
+        ignored = {guard.__name__ for guard, weight in zip(self.guards, self.weights, strict=True) if not weight}
+        lost = torch.zeros_like(rewards, dtype=torch.bool)
+        for name, failed in scored.failed.items():
+            if name not in ignored:
+                lost |= failed
+        timeouts = sum(one.end == "timeout" for one in scored.conversations or ())  # they alone never end a run
+        self.failures.failed += int(lost.sum()) - timeouts
+        for guard in self.guards:
+            if guard.error is not None and guard.__name__ not in ignored:
+                self.failures.error = guard.error
+        return rewards.masked_fill(lost, math.nan)
+
+    def _tell(self, guard: GuardedReward, weight: float) -> None:
+        """Tell once that a function has failed, and what becomes of these samples."""
+        left = "They are left out: no baseline counts them, and their advantage is 0"
+        left = left if weight else "They are trained on, because its weight is 0"
+        self._warn_once(
+            ("failed", guard.__name__),
+            f"The reward function {guard.__name__} failed on {guard.failed} sample(s), first: {guard.first}. {left}; "
+            f"rewards/{guard.__name__}/failed counts such samples from now on.",
+        )
+
     def _count_failures(self, scored: ScoredRollout, talks: Sequence[Conversation]) -> None:
         """Count the conversations that their environment has broken off, and tell of the first."""
         failed, ends = [one for one in talks if one.has_failed], [one.end for one in talks]
         scored.reward_failures["environment"] = len(failed)
         scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
         if failed:
+            scored.failed["environment"] = torch.tensor([one.has_failed for one in talks])
+            self.failures.error = RuntimeError(f"The environment failed, first: {failed[0].error}.")
             self._warn_once(
                 ("failed", "environment"),
                 f"The environment failed in {len(failed)} conversation(s), first: {failed[0].error}. They end there "
@@ -164,12 +225,13 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 class GuardedReward:
-    """Calls a reward function; samples on which it raises or times out get None, and are counted.
+    """Calls a reward function; samples on which it fails get None, and are remembered with the reason.
 
-    After a failure every sample is scored by itself. If none can be scored, the function is at fault and not the
-    samples: the error is raised. With a timeout the function runs in a process of its own (``RewardProcess``), which is
-    killed when its time is up. A function that always hangs is given up after ``(LOST + 1) * timeout`` seconds, as soon
-    as it has answered for none of ``LOST`` samples in a row taken from all over the batch. One that answers for some
+    It fails on a sample where it raises, times out, or returns something that is no finite number. After an error or a
+    timeout every sample is scored by itself. With a timeout the function runs in a process of its own
+    (``RewardProcess``), which is killed when its time is up. A function that always hangs is given up after
+    ``(LOST + 1) * timeout`` seconds, as soon as it has answered for none of ``LOST`` samples in a row taken from all
+    over the batch. One that answers for some
     takes at most ``samples + 1`` times the timeout.
 
     Args:
@@ -182,22 +244,33 @@ class GuardedReward:
         self.function = function
         self.timeout = timeout
         self.__name__ = name or reward_name(function)
-        self.failed = 0  # number of failed samples in the last batch
+        self.failures: dict[int, RewardFailure] = {}  # of samples of the last batch
         self.first = ""  # the first of them and its error
+        self.error: Exception | None = None  # to end the run with, should that be too many
         self._process = RewardProcess(function, self.__name__)
+
+    @property
+    def failed(self) -> int:
+        """The number of samples of the last batch on which the function failed."""
+        return len(self.failures)
 
     def judge(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
         """The rewards of a batch from ``reward_batch``.
 
         Raises:
             ValueError: If the function cannot be called or its result cannot be read.
-            RuntimeError: If it fails on every sample.
+            RuntimeError: If it hangs.
         """
-        self.failed, self.first = 0, ""
+        self.failures, self.first, self.error = {}, "", None
         try:
-            return self._attempt(batch)
+            returned = self._attempt(batch)
         except RewardFailure as failure:
-            return self._one_by_one(batch, failure)
+            returned = self._one_by_one(batch, failure)
+        texts = {sample: reward for sample, reward in enumerate(returned) if isinstance(reward, str)}
+        self.failures |= {sample: RewardFailure(no_number(text)) for sample, text in texts.items()}
+        if self.failures:
+            self.error = self._error(batch["completions"], UserError if texts else RuntimeError)
+        return [None if isinstance(reward, str) else reward for reward in returned]
 
     def take_counters(self) -> Mapping[str, float]:
         """The function's counts since the last call, wherever it runs."""
@@ -210,42 +283,40 @@ class GuardedReward:
         """End the function's process, if it has one."""
         self._process.close()
 
-    def _one_by_one(self, batch: Mapping[str, Sequence[Any]], together: RewardFailure) -> list[float | None]:
+    def _one_by_one(self, batch: Mapping[str, Sequence[Any]], together: RewardFailure) -> list[Returned]:
         completions = batch["completions"]
         count, lost = len(completions), 0
-        rewards: list[float | None] = [None] * count
-        failures: dict[int, RewardFailure] = {}
+        rewards: list[Returned] = [None] * count
         spread = [count * part // LOST for part in range(LOST)]  # of different prompts, one of which may be at fault
         for tried, sample in enumerate(dict.fromkeys([*spread, *range(count)]), 1):
             try:
                 (rewards[sample],) = self._attempt(one_sample(batch, sample))
             except RewardFailure as failure:
-                failures[sample] = failure
+                self.failures[sample] = failure
                 lost += isinstance(failure, LostProcess)
-            if lost == tried == LOST:
-                break
-        if not failures:
+            if lost == tried == LOST < count:
+                raise self._error(completions, RuntimeError)
+        if not self.failures:
             self.first = f"it {together} on all of them together, on none alone"
-            return rewards
-        sample, first = next(iter(failures.items()))
-        self.failed = len(failures)
-        where = describe_sample(sample, completions[sample])
-        self.first = f"it {first} on {where}"
-        if self.failed == tried:
-            raise RuntimeError(self._error(first, where)) from first.__cause__
         return rewards
 
-    def _attempt(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    def _attempt(self, batch: Mapping[str, Sequence[Any]]) -> list[Returned]:
         if self.timeout is None:
             return attempt(self.function, self.__name__, batch)
         return self._process.judge(batch, self.timeout)
 
-    def _error(self, failure: RewardFailure, where: str) -> str:
-        error = f"The reward function {self.__name__} {failure} on {where}."
-        if self.timeout is None or not (isinstance(failure, LostProcess) or "CUDA" in str(failure)):
-            return error
-        return (
-            f"{error} With reward_timeout ({self.timeout:g} seconds) it runs in a process of its own, where there is "
-            "no GPU and where it starts anew after each call that was ended: load what it needs when its file is "
-            "imported, and give it time enough."
-        )
+    def _error(self, completions: Sequence[str], kind: type[Exception]) -> Exception:
+        """The first failure as an error; it is noted, too."""
+        sample, failure = next(iter(self.failures.items()))
+        where = describe_sample(sample, completions[sample])
+        self.first = f"it {failure} on {where}"
+        text = f"The reward function {self.__name__} {failure} on {where}."
+        if self.timeout is not None and (isinstance(failure, LostProcess) or "CUDA" in str(failure)):
+            text += (
+                f" With reward_timeout ({self.timeout:g} seconds) it runs in a process of its own, where there is no "
+                "GPU and where it starts anew after each call that was ended: load what it needs when its file is "
+                "imported, and give it time enough."
+            )
+        error = kind(text)
+        error.__cause__ = failure.__cause__
+        return error

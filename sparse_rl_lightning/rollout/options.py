@@ -52,8 +52,11 @@ class RolloutOptions:
         downsampling: Rule that keeps ``sampling.num_generations`` samples of each prompt by their rewards, of the more
             that it draws; null trains on all.
         reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
-            own, which is killed at the timeout. Null: any time, in the trainer's process. Samples on which it
-            takes longer, or raises an error, get no reward from it and are counted as ``rewards/{function}/failed``.
+            own, which is killed at the timeout. Null: any time, in the trainer's process.
+        reward_failure_limit: Share of a rollout's samples, or of a validation's, at which failing reward functions and
+            environments end the run: 1.0 when all fail. A function fails on a sample when it raises an error, takes too
+            long or returns no finite number. The sample is then left out: no baseline counts it, its advantage is 0,
+            and it is counted as ``rewards/{function}/failed``.
         chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
             validation too.
         turns: Limits on conversations with an environment.
@@ -75,6 +78,7 @@ class RolloutOptions:
     oversampling: float = 1.0
     downsampling: DownSampling | None = None
     reward_timeout: float | None = None
+    reward_failure_limit: float = 1.0
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
     turns: TurnOptions = TurnOptions()  # noqa: RUF009  # frozen
@@ -94,6 +98,7 @@ class RolloutOptions:
         check_number("rollout.oversampling", self.oversampling, least=1)
         if self.reward_timeout is not None:
             check_number("rollout.reward_timeout", self.reward_timeout, above=0)
+        check_number("rollout.reward_failure_limit", self.reward_failure_limit, above=0, most=1)
         if self.partial_checkpoint not in ("store", "restart"):
             raise UserError(
                 f"rollout.partial_checkpoint must be 'store' or 'restart', got {self.partial_checkpoint!r}."
@@ -136,7 +141,7 @@ class RolloutOptions:
         Raises:
             ValueError: If an option is given that is of training alone.
         """
-        for name in ("partial_rollout_steps", "oversampling", "downsampling", "reward_timeout"):
+        for name in ("partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit"):
             if getattr(self, name) != getattr(RolloutOptions, name):
                 raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
         return with_generation_kwargs(sampling, self.generation_kwargs)

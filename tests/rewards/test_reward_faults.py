@@ -32,10 +32,13 @@ def batch(completions: str, **columns: Any) -> dict[str, Any]:
 
 
 def judge(function: Any, completions: str = "abcd", timeout: float | None = None, **columns: Any) -> tuple[Any, ...]:
-    """Rewards, samples that failed, and what happened to the first."""
+    """Rewards, samples that failed, and what happened to the first, which is raised if all did."""
     guard = GuardedReward(function, timeout)
     try:
-        return guard.judge(batch(completions, **columns)), guard.failed, guard.first
+        rewards = guard.judge(batch(completions, **columns))
+        if guard.error is not None and guard.failed == len(completions):
+            raise guard.error
+        return rewards, guard.failed, guard.first
     finally:
         guard.close()
 
@@ -92,7 +95,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a text": (of(lambda texts: "1" * len(texts)), r"reward returned '1111', of type str; it must .* here 4, in"),
     "bytes": (of(lambda texts: b"1" * len(texts)), r"reward returned b'1111', of type bytes"),
     "a set": (of(lambda texts: set(range(len(texts)))), r"reward returned .*of type set"),
-    "texts": (of(lambda texts: ["1.0"] * len(texts)), r"reward returned '1\.0' for sample 0, completion 'a'"),
     "one too few": (of(lambda texts: [1.0] * 3), r"reward returned 3 rewards for 4 samples"),
     "without an end": (of(lambda texts: iter(lambda: 1.0, 2.0)), r"reward returned more than 4 rewards for 4"),
     "a coroutine": (Later(), r"Later is async\. Write a plain one"),

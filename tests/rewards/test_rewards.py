@@ -95,7 +95,7 @@ def test_a_reward_that_is_no_finite_number_names_function_and_sample(bad: Any) -
     def broken(completions: list[str], **_: Any) -> list[Any]:
         return [0.0, bad]
 
-    with pytest.raises(ValueError, match=r"broken returned .* for sample 1, completion 'bb'"):
+    with pytest.raises(ValueError, match=r"broken returned .* on sample 1, completion 'bb'"):
         rewards_of([broken], ["aa", "bb"])
 
 

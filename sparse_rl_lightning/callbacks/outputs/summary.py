@@ -253,6 +253,7 @@ class RunSummary(RolloutCallback):
         for cache in ("dense", "sparse") if module.generator.is_sparse else ("dense",):
             draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense")
             found[cache] = evaluate(draw, rows, module.rewards, self.batch_size)
+            module.rewards.settle()
             module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
         return found
 

@@ -14,8 +14,8 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
 OTHERS = (
-    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "chat_template_kwargs",
-    "generation_kwargs", "record_routing",
+    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit",
+    "chat_template_kwargs", "generation_kwargs", "record_routing",
 )  # fmt: skip
 """Options of rollouts that TRL decides, or whose loss it does not have."""
 SEVERAL_TURNS = "a completion of several turns is not drawn under one cache"
