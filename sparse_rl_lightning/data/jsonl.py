@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from string import Formatter
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
-from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
+from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
 
 MOST_LEVELS = 50
 """Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
+
+FinalAssistant: TypeAlias = Literal["continue", "drop", "error"]
 
 GSM8K_PATTERN = r"####\s*(\S.*)"
 
@@ -39,9 +41,13 @@ class JsonlPrompts(PromptDataModule):
         solution_column: Column that is also passed on, whole, as ``solution``, for supervised training.
         prompt_template: Text around the prompt, for example
             ``"{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."``. Braces are
-            doubled here, never in the data. In a list of chat messages it applies to the last.
+            doubled here, never in the data. In a list of chat messages it applies to the user's last.
         as_chat: Turn a text prompt into a chat message of the user.
         system_prompt: System message before prompts that do not begin with one; needs chat messages.
+        final_assistant: What to do with chat messages that end with the assistant's: ``continue`` it, as the beginning
+            of the answer (a prefill); ``drop`` it, as the answer of a file for supervised training; or ``error``. Null
+            goes by the name of the column, as TRL does: ``continue`` for ``prompt``, ``error`` for any other, such as
+            ``messages``, which names whole conversations.
         config: Configuration of the hub dataset.
         split: Training split of the hub dataset.
         val_split: Validation split of the hub dataset.
@@ -64,6 +70,7 @@ class JsonlPrompts(PromptDataModule):
         prompt_template: str | None = None,
         as_chat: bool = False,
         system_prompt: str | None = None,
+        final_assistant: FinalAssistant | None = None,
         config: str | None = None,
         split: str = "train",
         val_split: str | None = None,
@@ -80,6 +87,9 @@ class JsonlPrompts(PromptDataModule):
         self.prompt_template = prompt_template
         self.as_chat = as_chat
         self.system_prompt = system_prompt
+        if final_assistant is not None:
+            check_choice("final_assistant", final_assistant, FinalAssistant)
+        self.final_assistant = final_assistant
         self.config = config
         self.split = split
         self.val_split = val_split or split
@@ -156,29 +166,44 @@ class JsonlPrompts(PromptDataModule):
         place = f"{where}: the prompt in column {self.prompt_column!r}"
         if isinstance(value, str):
             messages = [{"role": "user", "content": value}]
-        elif isinstance(value, list) and all(_is_message(item) for item in value):
-            messages = value
+        elif isinstance(value, list) and all(content_text(item) is not None for item in value):
+            messages = self._to_be_answered(place, [item | {"content": content_text(item)} for item in value])
         else:
             raise UserError(
-                f"{place} must be text or a list of chat messages with role and content, got {ascii(value)[:80]}."
+                f"{place} must be text or a list of chat messages with role and content, which is text or a list of "
+                f"text parts, got {ascii(value)[:80]}."
             )
         if not messages or not messages[-1]["content"].strip():
             raise UserError(f"{place} is empty. Fill it in or drop the row.")
-        text = messages[-1]["content"]
         if self.prompt_template is not None:
-            text = self.prompt_template.format(prompt=text)
+            last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+            if last is None:
+                raise UserError(f"{place} has no message of the user, which prompt_template is put around.")
+            messages[last] |= {"content": self.prompt_template.format(prompt=messages[last]["content"])}
         if isinstance(value, str) and not self.as_chat:
             if self.system_prompt is not None:
                 raise UserError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
-            return text
-        messages = [*messages[:-1], messages[-1] | {"content": text}]
+            return str(messages[0]["content"])
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
+    def _to_be_answered(self, place: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages up to where the policy goes on.
 
-def _is_message(item: object) -> bool:
-    return isinstance(item, dict) and "role" in item and isinstance(item.get("content"), str)
+        Raises:
+            ValueError: If they end with the assistant's and nothing says what that is.
+        """
+        how = self.final_assistant or ("continue" if self.prompt_column == "prompt" else "error")
+        if how == "drop" and messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if how != "continue" and messages and messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{place} ends with a message of the assistant, {ascii(messages[-1]['content'])[:80]}. If it is the "
+                "answer, set data.final_assistant to drop, which takes one off; if it is the beginning of one (a "
+                "prefill), to continue."
+            )
+        return messages
 
 
 def _compile(pattern: str | None) -> re.Pattern[str] | None:

@@ -179,15 +179,13 @@ class Rewards:
         """The rewards (B,), NaN where the environment or a function with a weight failed; those are counted."""
         ignored = {guard.__name__ for guard, weight in zip(self.guards, self.weights, strict=True) if not weight}
         lost = torch.zeros_like(rewards, dtype=torch.bool)
-        for name, failed in scored.failed.items():
-            if name not in ignored:
-                lost |= failed
-        timeouts = sum(one.end == "timeout" for one in scored.conversations or ())  # they alone never end a run
-        self.failures.failed += int(lost.sum()) - timeouts
+        for name in scored.failed.keys() - ignored - {"environment"}:
+            lost |= scored.failed[name]
+        self.failures.failed += int(lost.sum())
         for guard in self.guards:
             if guard.error is not None and guard.__name__ not in ignored:
                 self.failures.error = guard.error
-        return rewards.masked_fill(lost, math.nan)
+        return rewards.masked_fill(lost | scored.failed.get("environment", lost), math.nan)
 
     def _tell(self, guard: GuardedReward, weight: float) -> None:
         """Tell once that a function has failed, and what becomes of these samples."""
@@ -206,7 +204,6 @@ class Rewards:
         scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
         if failed:
             scored.failed["environment"] = torch.tensor([one.has_failed for one in talks])
-            self.failures.error = RuntimeError(f"The environment failed, first: {failed[0].error}.")
             self._warn_once(
                 ("failed", "environment"),
                 f"The environment failed in {len(failed)} conversation(s), first: {failed[0].error}. They end there "

@@ -22,7 +22,7 @@ from sparse_rl_lightning.records import Conversation, Rollout, Rows
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation
-from sparse_rl_lightning.rollout.prompts import Prompt, encode_prompt, with_tools
+from sparse_rl_lightning.rollout.prompts import Prompt, encode_prompt, valid_messages, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession
 from sparse_rl_lightning.rollout.storable import foreign_type
@@ -202,6 +202,7 @@ class Conversations:
         """Give a sequence an observation, of which the end may be cut; without room for it the conversation ends."""
         most, room = self.options.max_observation_length, self.session.room(sequence)
         try:
+            observation = observation if isinstance(observation, str) else valid_messages(observation)
             # before anything is encoded: a tool may answer with megabytes
             shortened = _clipped(observation, ((room if most is None else most) + 1) * self._longest_token)
             if most is not None:

@@ -53,8 +53,8 @@ class RolloutOptions:
             that it draws; null trains on all.
         reward_timeout: Seconds that a reward function may take for a rollout; it then runs in a forked process of its
             own, which is killed at the timeout. Null: any time, in the trainer's process.
-        reward_failure_limit: Share of a rollout's samples, or of a validation's, at which failing reward functions and
-            environments end the run: 1.0 when all fail. A function fails on a sample when it raises an error, takes too
+        reward_failure_limit: Share of a rollout's samples, or of a validation's, at which failing reward functions end
+            the run: 1.0 when they fail on all. A function fails on a sample when it raises an error, takes too
             long or returns no finite number. The sample is then left out: no baseline counts it, its advantage is 0,
             and it is counted as ``rewards/{function}/failed``.
         chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in

@@ -33,11 +33,12 @@ OWN_ARGUMENTS = (
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Encode one prompt to token ids, ready for the assistant's first token.
+    """Encode one prompt to token ids, ready for the next token of the assistant.
 
-    Messages go through the tokenizer's chat template. A string counts as already rendered: special tokens written
-    out in it are recognized and none is added, except for the beginning-of-sequence token if the tokenizer
-    normally adds one and the text does not start with it.
+    Messages go through the tokenizer's chat template. If the last one is the assistant's, it is the beginning of the
+    answer (a prefill) and is continued, with TRL's token ids; otherwise a new answer begins. A string counts as already
+    rendered: special tokens written out in it are recognized and none is added, except for the beginning-of-sequence
+    token if the tokenizer normally adds one and the text does not start with it.
 
     Args:
         tokenizer: Tokenizer of the policy.
@@ -97,15 +98,33 @@ def valid_unicode(text: str) -> str:
 
 
 def valid_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat messages with valid Unicode.
+    """The chat messages with valid Unicode, and with contents that are lists of text parts joined.
 
     Raises:
         ValueError: If one has no role, or no content that is text.
     """
+    found = []
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise UserError(f"a chat message must be a mapping with role and content (text), got {message!r}.")
-    return [message | {"content": valid_unicode(message["content"])} for message in messages]
+        text = content_text(message)
+        if text is None:
+            raise UserError(
+                f"a chat message must be a mapping with role and content (text, or a list of text parts), got "
+                f"{message!r}."
+            )
+        found.append(message | {"content": valid_unicode(text)})
+    return found
+
+
+def content_text(message: Any) -> str | None:
+    """The text of a chat message, its parts joined; None if it is none, or a part is an image or anything else."""
+    if not isinstance(message, dict) or "role" not in message:
+        return None
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(content) else None
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -129,10 +148,14 @@ def _encode_messages(
             "template. Use an instruct model's tokenizer, set tokenizer.chat_template, or give prompts as plain text."
         )
     _check_arguments(tokenizer, arguments)
+    goes_on = clean[-1]["role"] == "assistant"
+    if goes_on and not clean[-1]["content"].strip():
+        raise UserError("the last message is the assistant's, to be continued, and it is empty: leave it out.")
     try:
         ids = tokenizer.apply_chat_template(
-            clean, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
-        )
+            clean, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=True, return_dict=False,
+            **arguments,
+        )  # fmt: skip
     except Exception as error:  # templates raise any exception, e.g. for roles that do not alternate
         raise UserError(f"the chat template refuses the messages {clean!r}: {error}") from error
     return cast("list[int]", ids)
@@ -142,7 +165,10 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
     """Refuse arguments that the template does not use: it would ignore a misspelled one silently."""
     own = [name for name in arguments if name in OWN_ARGUMENTS]
     if own:
-        raise UserError(f"chat_template_kwargs: {', '.join(own)} cannot be set, prompts are encoded in one way only.")
+        raise UserError(
+            f"chat_template_kwargs: {', '.join(own)} cannot be set: a last message of the assistant is continued, "
+            "and behind any other an answer begins."
+        )
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
     named = ("chat_template", "tools", "documents")
     read = {name for name in arguments if re.search(rf"\b{re.escape(name)}\b", template)}

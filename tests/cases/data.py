@@ -14,6 +14,7 @@ from cases.case import TRAINS, Case, json_lines
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 REWARDS = "sparse_rl_lightning.rewards"
+QUESTION, ANSWERED = [{"role": "user", "content": "1+1="}], {"role": "assistant", "content": "It is 2."}
 ROWS = json_lines(ROW, ROW, ROW, ROW)
 
 
@@ -107,8 +108,14 @@ PROMPTS = [
     Case("a chat", TRAINS, 0, rows=prompts(*[[{"role": "user", "content": "1+1="}]] * 4), slow=True),
     Case("a chat that is one message", "must be text or a list of chat messages with role and content", 1,
          rows=prompts({"role": "user", "content": "1"}), slow=True),
-    Case("a chat with content in parts", "must be text or a list of chat messages with role and content", 1,
-         rows=prompts([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])),
+    Case("a chat with content in parts", TRAINS, 0, slow=True,
+         rows=prompts(*[[{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]] * 4)),
+    Case("a chat with an image", "which is text or a list of text parts, got", 1,
+         rows=prompts([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]), slow=True),
+    Case("a prefill of the assistant", TRAINS, 0, rows=prompts(*[[*QUESTION, ANSWERED]] * 4), slow=True),
+    Case("a conversation with its answer under `prompt_column: messages`",
+         "p.jsonl, line 1: the prompt in column 'messages' ends with a message of the assistant, 'It is 2.'.", 1,
+         rows=json_lines({"messages": [*QUESTION, ANSWERED], "answer": "2"}), data={"prompt_column": "messages"}),
     Case("a chat with content null", "must be text or a list of chat messages with role and content", 1,
          rows=prompts([{"role": "assistant", "content": None}, {"role": "user", "content": "1"}]), slow=True),
     Case("one row for two prompts per rollout", "1 prompts do not fill one block: 2 prompts per rollout", 1,

@@ -242,3 +242,64 @@ def test_answers_that_cannot_be_checked_are_dropped_where_asked(tmp_path: Path) 
         assert len(JsonlPrompts(str(path)).train_rows()) == 4
     with pytest.warns(UserWarning, match=r"dropped 3 of 5 rows with an empty answer or one that cannot be checked"):
         assert [row["answer"] for row in JsonlPrompts(str(path), math_answers=True).train_rows()] == ["5", r"\sqrt2"]
+
+
+# ---------------------------------------------------------------- chats that end with the assistant
+
+USER = {"role": "user", "content": "6*7?"}
+ANSWER = {"role": "assistant", "content": "It is 42."}
+
+
+def chat(tmp_path: Path, *messages: dict[str, Any], column: str = "prompt") -> str:
+    return write(tmp_path, {column: list(messages), "answer": "42"})
+
+
+def test_a_prefill_in_the_prompt_stays_and_the_template_goes_around_the_question(tmp_path: Path) -> None:
+    (row,) = rows(chat(tmp_path, USER, ANSWER), prompt_template="Solve {prompt}", system_prompt="Be brief.")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Solve 6*7?"}, ANSWER]
+    assert row["prompt"] == asked
+
+
+def test_a_whole_conversation_is_refused_by_file_and_line(tmp_path: Path) -> None:
+    path = chat(tmp_path, USER, ANSWER, column="messages")
+    message = r"data.jsonl, line 1: the prompt in column 'messages' ends with a message of the assistant, 'It is 42.'"
+    with pytest.raises(ValueError, match=message):
+        rows(path, prompt_column="messages")
+    with pytest.raises(ValueError, match=r"set data\.final_assistant to drop"):
+        rows(chat(tmp_path, USER, ANSWER), final_assistant="error")
+    assert rows(chat(tmp_path, USER, column="messages"), prompt_column="messages")[0]["prompt"] == [USER]
+
+
+def test_its_answer_is_taken_off_by_a_key(tmp_path: Path) -> None:
+    path = chat(tmp_path, USER, ANSWER, USER, ANSWER, column="messages")
+    (row,) = rows(path, prompt_column="messages", final_assistant="drop", prompt_template="Solve {prompt}")
+    assert row["prompt"] == [USER, ANSWER, {"role": "user", "content": "Solve 6*7?"}]
+    (row,) = rows(path, prompt_column="messages", final_assistant="continue")
+    assert row["prompt"] == [USER, ANSWER, USER, ANSWER]
+    assert rows(chat(tmp_path, USER), final_assistant="drop")[0]["prompt"] == [USER]  # nothing to take off
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message"),
+    [
+        ([ANSWER], {"final_assistant": "drop"}, "line 1: the prompt in column 'prompt' is empty"),
+        ([USER, ANSWER, ANSWER], {"final_assistant": "drop"}, "ends with a message of the assistant"),
+        ([{"role": "system", "content": "x"}], {"prompt_template": "{prompt}!"}, "has no message of the user, which"),
+        ([USER, {"role": "assistant", "content": " "}], {}, "line 1: the prompt in column 'prompt' is empty"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "which is text or a list of text parts, got"),
+    ],
+)
+def test_chats_that_cannot_be_prompts(tmp_path: Path, messages: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows(chat(tmp_path, *messages), **arguments)
+
+
+def test_an_unknown_way_with_final_messages_is_refused() -> None:
+    with pytest.raises(ValueError, match="final_assistant must be"):
+        JsonlPrompts("x.jsonl", final_assistant="cut")  # type: ignore[arg-type]
+
+
+def test_text_parts_become_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
+    (row,) = rows(chat(tmp_path, {"role": "user", "content": parts}), prompt_template="Solve {prompt}")
+    assert row["prompt"] == [{"role": "user", "content": "Solve 6*7?"}]

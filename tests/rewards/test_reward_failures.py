@@ -147,19 +147,14 @@ def test_functions_that_fail_on_different_samples_add_up() -> None:
         rewards.settle()
 
 
-def test_environments_count_but_not_their_timeouts_alone() -> None:
-    def fine(completions: list[str], **_: Any) -> list[float]:
-        return [1.0] * len(completions)
-
-    for ends, share in ((["timeout", "timeout"], None), (["failed", "timeout"], "1 of 2"), (["failed", ""], "1 of 2")):
-        rewards = Rewards([fine], environment=True, warn=lambda text: None, failure_limit=0.5)
-        found = rewards(scored("ab", ends))
-        assert found.isnan().tolist() == [bool(end) for end in ends]
-        if share is None:
-            rewards.settle()
-        else:
-            with pytest.raises(RuntimeError, match=f"The environment failed, first: E raised 1. {share} samples"):
-                rewards.settle()
+def test_conversations_that_fail_are_left_out_and_end_no_validation() -> None:
+    """A training rollout in which all fail ends the run elsewhere, in ``check_not_all_failed``."""
+    for ends in (["timeout", "timeout"], ["failed", "timeout"], ["failed", ""]):
+        rewards = Rewards([pays], environment=True, warn=lambda text: None, failure_limit=0.5)
+        one = scored("ab", ends)
+        assert rewards(one).isnan().tolist() == [bool(end) for end in ends]
+        assert one.failed["environment"].tolist() == [bool(end) for end in ends]
+        rewards.settle()
 
 
 # ---------------------------------------------------------------- runs

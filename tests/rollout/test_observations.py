@@ -223,7 +223,7 @@ def test_overlapping_special_tokens_are_all_broken() -> None:
         (TOOL, False, "the prompt is text"),
         ([{"role": "tool"}], True, "role and content"),
         (["x"], True, "role and content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], True, "role and content"),
+        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], True, "role and content"),
     ],
 )
 def test_what_cannot_be_read_is_refused(observation: Any, is_chat: bool, message: str) -> None:

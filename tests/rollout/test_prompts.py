@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chat_templates import PUBLISHED
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts, valid_unicode
@@ -105,3 +106,39 @@ def test_tools_that_the_template_would_leave_out(tokenizer: PreTrainedTokenizerF
     assert encode_prompt(tokenizer, MESSAGES, {"tools": []}) == encode_prompt(tokenizer, MESSAGES)
     tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
     assert tokenizer.decode(encode_prompt(tokenizer, MESSAGES, {"tools": tools})) == "look 1+1"
+
+
+PREFILL = [*MESSAGES, {"role": "assistant", "content": "Let me see.\n<think>"}]
+
+
+def test_a_last_message_of_the_assistant_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = encode_prompt(tokenizer, PREFILL)
+    assert tokenizer.decode(ids) == "system: Be brief.\nuser: 1+1\nassistant: Let me see.\n<think>"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("content", ["Let me see.\n<think>", "The answer is ", "  4 2", "1+1"])
+def test_a_prefill_has_the_ids_of_trl(name: str, content: str) -> None:
+    trl = pytest.importorskip("trl.data_utils")
+    tokenizer = PUBLISHED[name].tokenizer()
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": content}]
+    rendered = trl.apply_chat_template({"prompt": messages}, tokenizer)["prompt"]
+    ids = encode_prompt(tokenizer, messages)
+    assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids).strip().endswith(content.strip())
+
+
+def test_nothing_to_continue_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="the last message is the assistant's, to be continued, and it is empty"):
+        encode_prompt(tokenizer, [*MESSAGES, {"role": "assistant", "content": " \n"}])
+    with pytest.raises(ValueError, match="continue_final_message cannot be set: a last message of the assistant is"):
+        encode_prompt(tokenizer, MESSAGES, {"continue_final_message": True})
+
+
+def test_text_parts_are_joined_and_images_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1", "image": None}]
+    message = {"role": "user", "content": parts}
+    assert encode_prompt(tokenizer, [MESSAGES[0], message]) == encode_prompt(tokenizer, MESSAGES)
+    for other in ({"type": "image", "image": "x.png"}, {"type": "text"}, "1", {"text": "1"}):
+        with pytest.raises(ValueError, match=r"role and content \(text, or a list of text parts\), got"):
+            encode_prompt(tokenizer, [{"role": "user", "content": [*parts, other]}])
