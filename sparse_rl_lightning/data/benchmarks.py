@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
-from sparse_rl_lightning.data.files import read_json_lines, read_table
+from sparse_rl_lightning.data.files import is_local, read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
@@ -185,7 +185,8 @@ class MathBenchmarks(PromptDataModule):
 
     def _records(self, published: Published) -> tuple[list[dict[str, Any]], bool | None]:
         if not published.is_published:
-            return [record for _, record in read_json_lines(published.file)], None
+            read = read_table if is_local(published.file) else read_json_lines
+            return [record for _, record in read(published.file)], None
         if self.folder is None:
             name, config, split = published.hub
             return [record for _, record in read_table(name, config, split)], None

@@ -1,66 +1,146 @@
-"""Readers for tables of prompts: local JSON lines by hand, parquet and hub datasets through ``datasets``."""
+"""Readers for tables of prompts: local JSON and CSV by hand, parquet and hub datasets through ``datasets``."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sparse_rl_lightning.errors import UserError
 
 LINE_SUFFIXES = (".jsonl", ".json")
-FILE_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+FILE_SUFFIXES = (*LINE_SUFFIXES, ".csv", ".parquet")
+
+Table: TypeAlias = list[tuple[str, dict[str, Any]]]
+"""Rows, each with its place for error messages."""
 
 
-def read_table(path: str, config: str | None = None, split: str = "train") -> list[tuple[str, dict[str, Any]]]:
-    """Every row of a file or hub dataset, each with its place for error messages.
+def read_table(path: str, config: str | None = None, split: str = "train") -> Table:
+    """Every row of a file or hub dataset.
 
-    A path is a local ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset,
-    which alone has configurations and splits.
+    A path is a local ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or the name of a hub dataset, which alone
+    has configurations and splits.
 
     Raises:
-        ValueError: If there is no such file or dataset, or a line is not a JSON object (names file and line).
+        ValueError: If there is no such file or dataset, it is of another kind, or a row cannot be read (names it).
     """
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     if not is_local(path):
+        _check_kind(path)
         return _read_with_datasets(path, config, split)
     if not Path(path).is_file():
         raise UserError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
-    if path.endswith(LINE_SUFFIXES):
+    kind = path.lower()
+    if kind.endswith(LINE_SUFFIXES):
         return read_json_lines(path)
-    return _read_parquet(path)
+    return _read_csv(path) if kind.endswith(".csv") else _read_parquet(path)
 
 
 def is_local(path: str) -> bool:
     """Whether ``path`` means a file, judged by its suffix; everything else is the name of a hub dataset."""
-    return path.endswith(FILE_SUFFIXES)
+    return path.lower().endswith(FILE_SUFFIXES)
 
 
-def read_json_lines(path: str) -> list[tuple[str, dict[str, Any]]]:
-    r"""Every object of a file with one JSON object per line; blank lines are skipped.
+def read_json_lines(path: str) -> Table:
+    r"""Every object of a file with one JSON object per line, or with one array of objects; blank lines are skipped.
 
     Lines end at ``\n`` only: texts may contain U+2028 and other characters that Python counts as line ends.
 
     Raises:
-        ValueError: If a line is not UTF-8 or not a JSON object.
+        ValueError: If a line, or an entry of the array, is not UTF-8 or not a JSON object.
     """
+    content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if content.lstrip()[:1] == b"[":
+        return [_object(f"{path}, row {number}", row) for number, row in enumerate(_read_array(path, content))]
     rows = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line.decode("utf-8", "surrogatepass"))
+            row = json.loads(_decoded(line))
         except (ValueError, RecursionError) as error:
-            excerpt = ascii(line[:60].decode("utf-8", "replace"))
-            raise UserError(f"{where} is not JSON ({error}): {excerpt}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where} holds a JSON {type(row).__name__}; expected one object per line.")
-        rows.append((where, row))
+            excerpt, advice = ascii(line[:60].decode("utf-8", "replace")), ""
+            if not rows and _spans_lines(content):
+                advice = (
+                    ". The object goes on in the next line: write each in a line of its own (jq -c . FILE), or all as "
+                    "one array"
+                )
+            raise UserError(f"{where} is not JSON ({error}): {excerpt}{advice}") from error
+        rows.append(_object(where, row))
     return rows
 
 
-def _read_parquet(path: str) -> list[tuple[str, dict[str, Any]]]:
+def _object(where: str, row: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} holds a JSON {type(row).__name__}; expected an object, with columns by name.")
+    return where, row
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode("utf-8", "surrogatepass")
+
+
+def _read_array(path: str, content: bytes) -> list[Any]:
+    try:
+        array: list[Any] = json.loads(_decoded(content))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} begins as a JSON array, and is not JSON ({error}). It must be one array of objects, or have an "
+            "object in every line."
+        ) from error
+    return array
+
+
+def _spans_lines(content: bytes) -> bool:
+    """Whether the file begins with a JSON object of several lines."""
+    try:
+        text = _decoded(content).lstrip()
+        return "\n" in text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return False
+
+
+def _read_csv(path: str) -> Table:
+    """The rows of a CSV file (RFC 4180) with a header; all cells are text."""
+    before = csv.field_size_limit(sys.maxsize)  # a solution may have more than 131,072 characters
+    try:
+        lines = csv.reader(io.StringIO(Path(path).read_bytes().decode("utf-8-sig"), newline=""), strict=True)
+        names = next(lines, [])
+        if doubles := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")
+        rows = []
+        for cells in filter(None, lines):
+            where = f"{path}, line {lines.line_num}"
+            if len(cells) != len(names):
+                raise UserError(
+                    f"{where} has {len(cells)} cells and the first line {len(names)} names: cells with commas or line "
+                    'breaks stand in quotes, "a, b".'
+                )
+            rows.append((where, dict(zip(names, cells, strict=True))))
+        return rows
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is no CSV file in UTF-8: {error}.") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_kind(path: str) -> None:
+    """Refuse a file or folder that is there, but not of a kind that is read: the hub would be asked for it."""
+    kinds = ", ".join(FILE_SUFFIXES)
+    if Path(path).is_file():
+        raise UserError(f"{path!r} is a file, but not of a kind that is read, which are {kinds}. Convert it to one.")
+    if (Path(path) / "dataset_info.json").is_file() and (Path(path) / "state.json").is_file():
+        raise UserError(
+            f"{path!r} is a folder written by save_to_disk of datasets. Write a file of it: "
+            f"datasets.load_from_disk({path!r}).to_parquet('rows.parquet')."
+        )
+
+
+def _read_parquet(path: str) -> Table:
     """The rows of a parquet file; ``datasets`` handles neither empty tables nor duplicate names, so they come first."""
     try:
         from pyarrow import ArrowException
@@ -74,9 +154,7 @@ def _read_parquet(path: str) -> list[tuple[str, dict[str, Any]]]:
     return _read_with_datasets("parquet", None, "train", data_files=path) if num_rows else []
 
 
-def _read_with_datasets(
-    path: str, config: str | None, split: str, data_files: str | None = None
-) -> list[tuple[str, dict[str, Any]]]:
+def _read_with_datasets(path: str, config: str | None, split: str, data_files: str | None = None) -> Table:
     try:
         import datasets
     except ImportError as error:

@@ -1,8 +1,7 @@
-"""Prompts from any JSONL or parquet file or hub dataset, with column names as arguments."""
+"""Prompts from any JSON, CSV or parquet file or hub dataset, with column names as arguments."""
 
 from __future__ import annotations
 
-import re
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +13,7 @@ from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
+from sparse_rl_lightning.text import compiled, matches
 
 MOST_LEVELS = 50
 """Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
@@ -24,14 +24,15 @@ GSM8K_PATTERN = r"####\s*(\S.*)"
 
 
 class JsonlPrompts(PromptDataModule):
-    r"""Prompts and answers from JSONL, parquet or the hub; rows with an empty answer are dropped and counted.
+    r"""Prompts and answers from JSON, CSV, parquet or the hub; rows with an empty answer are dropped and counted.
 
     A prompt is text, or a list of chat messages that the training module renders with its tokenizer's template.
     Text counts as already rendered: set ``as_chat`` to make it a user message instead. All other columns are passed
     on to the reward functions.
 
     Args:
-        path: A ``.jsonl``, ``.json`` (one object per line) or ``.parquet`` file, or the name of a hub dataset.
+        path: A ``.jsonl`` or ``.json`` file (an object per line, or an array of objects), a ``.csv`` or ``.parquet``
+            file, or the name of a hub dataset.
         val_path: The same for validation; the default is ``path`` if ``val_split`` is given, otherwise no validation.
         prompt_column: Column with the prompt.
         answer_column: Column with the answer, text or a number; null for prompts without answers, to predict on.
@@ -93,7 +94,8 @@ class JsonlPrompts(PromptDataModule):
         self.config = config
         self.split = split
         self.val_split = val_split or split
-        self._pattern = _compile(answer_pattern)
+        pattern = GSM8K_PATTERN if answer_pattern == "gsm8k" else answer_pattern
+        self._pattern = None if pattern is None else compiled(pattern, "answer_pattern")
         _check_template(prompt_template)
 
     def prepare_data(self) -> None:
@@ -156,10 +158,10 @@ class JsonlPrompts(PromptDataModule):
                 f"{where}: the answer in column {self.answer_column!r} must be text or a number, got "
                 f"{ascii(value)[:80]}."
             )
-        text = str(value)
+        text = str(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)  # 2.0 is 2, as is -0.0
         if self._pattern is not None:
-            matches = list(self._pattern.finditer(text))
-            text = (matches[-1][1 if self._pattern.groups else 0] or "") if matches else ""
+            found = matches(self._pattern, text, "answer_pattern", f"{where}, column {self.answer_column!r}")
+            text = (found[-1][1 if self._pattern.groups else 0] or "") if found else ""
         return (text.replace(",", "") if self.answer_pattern == "gsm8k" else text).strip()
 
     def _prompt(self, where: str, value: object) -> Prompt:
@@ -204,15 +206,6 @@ class JsonlPrompts(PromptDataModule):
                 "prefill), to continue."
             )
         return messages
-
-
-def _compile(pattern: str | None) -> re.Pattern[str] | None:
-    if pattern is None:
-        return None
-    try:
-        return re.compile(GSM8K_PATTERN if pattern == "gsm8k" else pattern)
-    except re.error as error:
-        raise UserError(f"answer_pattern={pattern!r} is not a regular expression: {error}.") from error
 
 
 def _check_template(template: str | None) -> None:

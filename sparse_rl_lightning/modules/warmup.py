@@ -15,6 +15,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.rollout.prompts import encode_prompt
+from sparse_rl_lightning.text import compiled, matches
 
 
 class SupervisedWarmup(PolicyModule):
@@ -49,10 +50,7 @@ class SupervisedWarmup(PolicyModule):
         super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.solution_column = solution_column
         self.chat_template_kwargs = chat_template_kwargs
-        try:
-            self.given = None if given is None else re.compile(given)
-        except re.error as error:
-            raise UserError(f"given must be a regular expression, got given={given!r}: {error}.") from error
+        self.given = None if given is None else compiled(given, "given")
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens."""
@@ -98,7 +96,7 @@ class SupervisedWarmup(PolicyModule):
 def _parts(text: str, given: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
     """The text in pieces, each with whether the policy is given it."""
     end = 0
-    for found in given.finditer(text) if given else ():
+    for found in matches(given, text, "given", "a solution") if given else ():
         yield text[end : found.start()], False
         yield found[0], True
         end = found.end()

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparse_rl_lightning import text as texts
 from sparse_rl_lightning.data import JsonlPrompts, Row
 from sparse_rl_lightning.rewards import boxed_math_reward
 
@@ -56,7 +59,7 @@ def test_byte_order_mark_and_lone_surrogates(tmp_path: Path) -> None:
         (b"\x1b[31mred", r"line 2 is not JSON .*'\\x1b\[31mred'"),
         (b'{"prompt": "\xff"}', "line 2 is not JSON .*utf-8"),
         (b"[" * 100_000, "line 2 is not JSON"),
-        (b'["a"]', "line 2 holds a JSON list; expected one object per line"),
+        (b'["a"]', "line 2 holds a JSON list; expected an object, with columns by name"),
         ({"prompt": "", "answer": "1"}, "line 2: the prompt in column 'prompt' is empty"),
         ({"prompt": " \n", "answer": "1"}, "line 2: the prompt .* is empty"),
         ({"prompt": [], "answer": "1"}, "line 2: the prompt .* is empty"),
@@ -86,7 +89,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 def test_a_missing_hub_dataset_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"datasets could not load 'nobody/nothing' .*split 'train'.*\.jsonl, \.json, \.parquet"
+        ValueError, match=r"datasets could not load 'nobody/nothing' .*split 'train'.*\.jsonl, \.json, \.csv, \.parquet"
     ):
         rows("nobody/nothing")
 
@@ -105,7 +108,7 @@ def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> No
         UserWarning, match="dropped 4 of 7 rows with an empty answer .*: line 2, line 3, line 4, line 5$"
     ):
         kept = rows(path)
-    assert [(row["prompt"], row["answer"]) for row in kept] == [("q0", "1"), ("q5", "0"), ("q6", "27.0")]
+    assert [(row["prompt"], row["answer"]) for row in kept] == [("q0", "1"), ("q5", "0"), ("q6", "27")]
 
 
 def test_a_file_without_any_answer(tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_parquet(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(table).to_parquet(path)
     with pytest.warns(UserWarning, match=r"data.parquet: dropped 1 of 2 rows .*: row 1$"):
         kept = rows(path, prompt_column="problem")
-    assert kept == [{"problem": "a", "answer": "1.0", "level": [1], "prompt": "a"}]
+    assert kept == [{"problem": "a", "answer": "1", "level": [1], "prompt": "a"}]
     with pytest.raises(ValueError, match="row 0 has no column 'prompt'"):
         rows(path)
 
@@ -303,3 +306,108 @@ def test_text_parts_become_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
     (row,) = rows(chat(tmp_path, {"role": "user", "content": parts}), prompt_template="Solve {prompt}")
     assert row["prompt"] == [{"role": "user", "content": "Solve 6*7?"}]
+
+
+# ---------------------------------------------------------------- other files
+
+TWO = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 1}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "A.JSON"])
+def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(TWO, indent=indent).encode())
+    assert rows(str(path)) == TWO
+    path.write_text(json.dumps([*TWO, {"prompt": "", "answer": "1"}], indent=indent))
+    with pytest.raises(ValueError, match=rf"{name}, row 2: the prompt in column 'prompt' is empty"):
+        rows(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"prompt": "1"}, 2]', "a.json, row 1 holds a JSON int; expected an object"),
+        ('[{"prompt": "1"},', r"a.json begins as a JSON array, and is not JSON \("),
+        ('["a"]\n["b"]', r"a.json begins as a JSON array, and is not JSON \(Extra data"),
+        ('{\n "prompt": "1"\n}\n{\n "prompt": "1"\n}', r"line 1 is not JSON .*: '\{'\. The object goes on in the next"),
+        ('{"data": [\n {"prompt": "1"}\n]}', "line 1 is not JSON .*The object goes on in the next line"),
+    ],
+)
+def test_json_that_is_no_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        rows(str(tmp_path / "a.json"))
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    long = "1+" * 100_000
+    path.write_text(f'\ufeffprompt,answer,note\r\n"a ""b"", c\nd",2.0,\r\n\r\n{long},3,x\r\n')
+    assert rows(str(path)) == [
+        {"prompt": 'a "b", c\nd', "answer": "2.0", "note": ""},
+        {"prompt": long, "answer": "3", "note": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt,answer\n1,2\n1,2,3\n", r"a.csv, line 3 has 3 cells and the first line 2 names"),
+        ("prompt,answer,answer\n1,2,3\n", "more than one column 'answer'"),
+        ("prompt;answer\n1;2\n", r"a.csv, line 2 has no column 'prompt' .* Its columns are: 'prompt;answer'"),
+        ('prompt,answer\n"1,2\n', "a.csv is no CSV file in UTF-8: unexpected end of data"),
+        (b"prompt,answer\n\xff,2\n", "a.csv is no CSV file in UTF-8: 'utf-8' codec"),
+    ],
+)
+def test_csv_that_cannot_be_read(tmp_path: Path, text: str | bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        rows(str(tmp_path / "a.csv"))
+
+
+def test_what_is_there_but_not_read_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("prompt\tanswer\n")
+    with pytest.raises(ValueError, match=r"a.tsv' is a file, but not of a kind that is read, which are .*\.csv"):
+        rows(str(tmp_path / "a.tsv"))
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(TWO[:1]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"written by save_to_disk of datasets\. Write a file of it"):
+        rows(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [(2.0, "2"), (-3.0, "-3"), (-0.0, "0"), (2.5, "2.5"), (1e22, "1e+22"), (1e15, "1000000000000000"), ("2.0", "2.0"),
+     (2**70, str(2**70))],
+)  # fmt: skip
+def test_whole_numbers_have_no_point(tmp_path: Path, value: Any, answer: str) -> None:
+    assert rows(write(tmp_path, {"prompt": "1", "answer": value}))[0]["answer"] == answer
+
+
+def test_whole_numbers_of_pandas_with_one_missing(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("datasets")
+    pandas.DataFrame({"prompt": ["a", "b"], "answer": [42, None]}).to_parquet(tmp_path / "n.parquet")
+    with pytest.warns(UserWarning, match="dropped 1 of 2 rows"):
+        assert [row["answer"] for row in rows(str(tmp_path / "n.parquet"))] == ["42"]
+
+
+# ---------------------------------------------------------------- patterns
+
+
+def test_a_pattern_that_backtracks_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "PATTERN_SECONDS", 0.2)
+    path = write(tmp_path, {"prompt": "1", "answer": "2"}, {"prompt": "1", "answer": "a" * 40 + "b"})
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    with pytest.raises(
+        ValueError, match=r"answer_pattern='\(a\+\)\+\$' took .* on .*line 2, column 'answer', a text of 41"
+    ):
+        rows(path, answer_pattern="(a+)+$")
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == before
+
+
+def test_patterns_in_another_thread_have_no_clock() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(texts.matches, texts.compiled("[0-9]", "p"), "a1b2", "p", "here").result()
+    assert [match[0] for match in found] == ["1", "2"]

@@ -47,5 +47,5 @@ def test_what_is_given_is_tokenized_as_in_a_rollout() -> None:
 
 
 def test_a_pattern_that_is_none() -> None:
-    with pytest.raises(UserError, match=r"given must be a regular expression, got given='\('"):
+    with pytest.raises(UserError, match=r"given='\(' is not a regular expression"):
         warmup("(")
