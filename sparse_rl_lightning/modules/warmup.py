@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
@@ -19,7 +21,10 @@ from sparse_rl_lightning.text import compiled, matches
 
 
 class SupervisedWarmup(PolicyModule):
-    """Cross-entropy on worked solutions, one token mean per batch; the prompt has no loss.
+    """Cross-entropy on worked solutions, one token mean per optimizer step; the prompt has no loss.
+
+    Micro-batches that Lightning accumulates, and ranks, count by their tokens, as one large batch would. (Not so under
+    DeepSpeed, which keeps the accumulated gradient to itself: there each micro-batch is a mean of its own.)
 
     It logs ``loss``, ``val_loss`` and ``val_token_accuracy`` (share of solution tokens predicted right).
 
@@ -50,26 +55,61 @@ class SupervisedWarmup(PolicyModule):
         super().__init__(policy, optimizer, lr_scheduler, disable_dropout)
         self.solution_column = solution_column
         self.chat_template_kwargs = chat_template_kwargs
+        self._tokens = 0.0  # of the optimizer step so far, on all ranks
         self.given = None if given is None else compiled(given, "given")
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
-        """Mean negative log-likelihood of the batch's solution tokens."""
-        loss, _ = self._loss(batch)
+        """Mean negative log-likelihood of the batch's solution tokens, with its weight in the optimizer step."""
+        loss, _, count = self._loss(batch)
         self.log("loss", loss.detach(), prog_bar=True, batch_size=len(batch))
-        return loss
+        return loss * self._weight(count)
+
+    def _weight(self, count: int) -> float:
+        """The factor of the mean over ``count`` tokens, by which the gradient stays the token mean of the step so far.
+
+        What was accumulated before is scaled down to its share of the tokens.
+        """
+        accumulate = self.trainer.accumulate_grad_batches
+        if (accumulate == 1 and self._world_size == 1) or isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            return 1.0
+        whole = float(count)
+        if self._world_size > 1:
+            tokens = torch.tensor(whole, dtype=torch.float64, device=self.device)
+            whole = float(self.trainer.strategy.reduce(tokens, reduce_op="sum"))
+        before, self._tokens = self._tokens, self._tokens + whole
+        if before:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(before / self._tokens)
+        return count * accumulate * self._world_size / self._tokens  # trainer and strategy divide by both
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Begin the next step's mean."""
+        self._tokens = 0.0
+
+    def on_train_start(self) -> None:
+        """Begin the first step's mean; tell where there is none."""
+        super().on_train_start()
+        self._tokens = 0.0
+        if self.trainer.accumulate_grad_batches > 1 and isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            rank_zero_warn(
+                "SupervisedWarmup: under DeepSpeed every accumulated micro-batch weighs the same, whatever its tokens. "
+                "Set trainer.accumulate_grad_batches to 1 and data.prompts_per_rollout higher, or use another strategy."
+            )
 
     def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
         """Log the same loss, and the token accuracy, on held-out rows."""
-        loss, accuracy = self._loss(batch)
-        self.log_dict({"val_loss": loss, "val_token_accuracy": accuracy}, prog_bar=True, batch_size=len(batch))
+        loss, accuracy, count = self._loss(batch)  # a token mean over all batches
+        self.log_dict({"val_loss": loss, "val_token_accuracy": accuracy}, prog_bar=True, batch_size=count)
 
-    def _loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    def _loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, int]:
+        """Mean loss and accuracy over the tokens to learn, and their number."""
         ids, targets = self._encode(rows)
         logits = self.policy(ids, use_cache=False).logits[:, :-1].float()
         wanted = targets[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100)
         scored = wanted != -100
-        return loss, (logits.argmax(-1) == wanted)[scored].float().mean()
+        return loss, (logits.argmax(-1) == wanted)[scored].float().mean(), int(scored.sum())
 
     def _encode(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         """Token ids (B, T) right-padded, and targets (B, T) with -100 for all that has no loss."""

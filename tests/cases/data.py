@@ -174,10 +174,9 @@ PLACES = [
          prepare=lambda folder: (folder / "p.jsonl").symlink_to("/dev/zero"), slow=True),
     Case("a name with escape sequences", r"There is no data file '\x1b[31mx\x1b]0;o\x07.jsonl'", 1,
          data={"path": "\x1b[31mx\x1b]0;o\x07.jsonl"}),
-    Case("a CSV file", "A local file must end in one of .jsonl, .json, .parquet.", 1, file="p.csv", rows="a,b\n",
+    Case("a CSV file with names alone", "JsonlPrompts: the training data has no rows.", 1, file="p.csv", rows="a,b\n",
          slow=True),
-    Case("a name in capitals", "A local file must end in one of .jsonl, .json, .parquet.", 1, file="P.JSONL", rows=ROWS,
-         slow=True),
+    Case("a name in capitals", TRAINS, 0, file="P.JSONL", rows=ROWS, slow=True),
     Case("a compressed file", "A local file must end in one of .jsonl, .json, .parquet.", 1, file="p.jsonl.gz",
          rows=gzip.compress(ROWS.encode(), mtime=0), slow=True),
 ]  # fmt: skip

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
@@ -49,3 +58,113 @@ def test_what_is_given_is_tokenized_as_in_a_rollout() -> None:
 def test_a_pattern_that_is_none() -> None:
     with pytest.raises(UserError, match=r"given='\(' is not a regular expression"):
         warmup("(")
+
+
+# ---------------------------------------------------------------- one token mean per optimizer step
+
+
+class Uneven(PromptDataModule):
+    """Solutions of very different lengths; the data's order is seeded."""
+
+    lengths = (1, 30, 2, 12, 5, 3, 25, 7)
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [
+            {"prompt": f"{n}+", "answer": "", "solution": "12;3"[n % 4] * size} for n, size in enumerate(self.lengths)
+        ]
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return self.train_rows()
+
+
+class Gradients(Callback):
+    """The gradient at every optimizer step, as callbacks see it: before clipping, summed over ranks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen.append(torch.cat([p.grad.flatten().clone() for p in module.parameters() if p.grad is not None]))
+
+
+def gradients(rows_per_batch: int, accumulate: int, steps: int = 2, **options: Any) -> list[Tensor]:
+    """Gradients of a run that does not move."""
+    policy = TinyPolicy(alphabet="0123456789+-*?;#!", hidden_size=32)
+    module = SupervisedWarmup(policy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    tap = Gradients()
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=steps,
+        enable_model_summary=False, limit_val_batches=0, callbacks=[tap], accumulate_grad_batches=accumulate, **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Uneven(prompts_per_rollout=rows_per_batch))
+    return tap.seen
+
+
+@pytest.mark.parametrize(("rows_per_batch", "accumulate"), [(1, 4), (2, 2)])
+def test_accumulated_micro_batches_are_one_large_batch(rows_per_batch: int, accumulate: int) -> None:
+    whole, parts = gradients(4, 1), gradients(rows_per_batch, accumulate)
+    assert len(whole) == len(parts) == 2  # the mean begins anew at the second step
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(whole[0], whole[1], rtol=0.1)
+
+
+def test_an_epoch_that_ends_within_a_step_is_a_token_mean_too() -> None:
+    """Eight rows by ones, three to a step: the last step of the epoch has two, which Lightning divides by three."""
+    steps = gradients(1, 3, steps=4)
+    singles = gradients(1, 1, steps=11)
+    rows = [Uneven().train_rows()[n]["solution"] for n in order(11)]
+    counts = [len(text) + 1 for text in rows]
+    for step, own in enumerate([(0, 3), (3, 6), (6, 8), (8, 11)]):
+        places = range(*own)
+        total = sum(counts[n] for n in places)
+        expected = sum((singles[n] * (counts[n] / total) for n in places), torch.zeros_like(singles[0]))
+        torch.testing.assert_close(steps[step], expected, rtol=1e-4, atol=1e-7)
+
+
+def order(count: int) -> list[int]:
+    """The rows in the order in which they are served one by one."""
+    loader = Uneven(prompts_per_rollout=1).train_dataloader()
+    served = [row["prompt"] for _ in range(2) for (row,) in loader]
+    return [int(prompt[:-1]) for prompt in served[:count]]
+
+
+def test_the_plain_step_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "mul_", pytest.fail)
+    gradients(4, 1, steps=1)
+
+
+def test_validation_is_a_token_mean_whatever_its_batches() -> None:
+    def validated(size: int) -> dict[str, float]:
+        policy = TinyPolicy(alphabet="0123456789+-*?;#!", hidden_size=32)
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+        (found,) = trainer.validate(SupervisedWarmup(policy), datamodule=Uneven(val_batch_size=size), verbose=False)
+        return dict(found)
+
+    whole = validated(8)
+    assert validated(1) == pytest.approx(whole, rel=1e-5)
+    assert validated(3) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_count_by_their_tokens(tmp_path: Path) -> None:
+    """Two ranks of two rows, accumulated twice, against one batch of eight."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(out=tmp_path / "found.pt"))
+    subprocess.run([sys.executable, str(script)], check=True, timeout=300, env=os.environ | {"PYTHONPATH": paths()})
+    (found,) = torch.load(tmp_path / "found.pt")
+    torch.testing.assert_close(found, gradients(8, 1, steps=1)[0], rtol=1e-4, atol=1e-7)
+
+
+def paths() -> str:
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+
+
+RANKS = """
+import torch
+from test_warmup import gradients
+if __name__ == "__main__":
+    found = gradients(2, 2, steps=1, strategy="ddp", devices=2)
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, "{out}")
+"""
