@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.evaluation.problems import problem_numbers
 from sparse_rl_lightning.records import KVUsage, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.conversations import Conversations, converse
@@ -40,6 +41,7 @@ class Scores:
     failed: Tensor  # (B,) bool: the first reward function failed
     lengths: Tensor  # (B,) tokens
     finished: Tensor  # (B,) bool: ended by themselves, not by length
+    problems: Tensor  # (P,) int64, the same number for rows that are copies of one problem
     kv: KVUsage | None
 
     @classmethod
@@ -49,7 +51,8 @@ class Scores:
         failed = scored.failed.get(next(iter(table), ""), torch.zeros(len(rewards), dtype=torch.bool))
         return cls(
             scored.rows, scored.completions, scored.texts, rewards, table, failed.to(rewards.device),
-            rollout.completion_lengths, rollout.finished, rollout.kv,
+            rollout.completion_lengths, rollout.finished,
+            problem_numbers(scored.asked, whole=scored.conversations is not None), rollout.kv,
         )  # fmt: skip
 
     @classmethod
@@ -65,6 +68,7 @@ class Scores:
             failed=torch.cat([part.failed for part in parts]),
             lengths=torch.cat([part.lengths for part in parts]),
             finished=torch.cat([part.finished for part in parts]),
+            problems=torch.cat([part.problems for part in parts]),
             kv=KVUsage.cat(usages) if usages else None,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from sparse_rl_lightning.errors import UserError
@@ -82,6 +85,16 @@ def row_number(row: dict[str, Any], place: int) -> int:
     """A benchmark's number of a row, text or not; in any other file ``index`` is the user's, and the place is taken."""
     index = str(row.get("index")) if "benchmark" in row else ""
     return int(index) if index.isascii() and index.isdigit() else place
+
+
+def problem_numbers(rows: Rows, *, whole: bool = False) -> Tensor:
+    """A number (P,) int64 for each row's problem, the same for copies: rows with the same prompt and answer.
+
+    Rows of environments, which read any column, are copies if they are the same as a ``whole``.
+    """
+    texts = [json.dumps(row if whole else [row.get("prompt"), row.get("answer")], default=str) for row in rows]
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8] for text in texts]
+    return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
 
 
 class TimeLeft:

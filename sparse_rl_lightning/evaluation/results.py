@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.evaluation.evaluate import Scores
-from sparse_rl_lightning.evaluation.problems import Problems, row_number
+from sparse_rl_lightning.evaluation.problems import Problems, problem_numbers, row_number
 from sparse_rl_lightning.files import file_name, own_folder, write_parquet, write_whole
 from sparse_rl_lightning.metrics import Accuracy, accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
@@ -51,7 +51,8 @@ class BenchmarkResult:
         """Add up the scores of the problems that were sampled; the others are wrong."""
         missing = torch.zeros(len(problems.too_long), scores.num_samples)
         tables = (torch.cat([scores.table[answers].view(-1, scores.num_samples), missing]) for answers in CONVENTIONS)
-        strict, lenient = (accuracy(table == 1) for table in tables)
+        numbers = torch.cat([scores.problems, problem_numbers(problems.too_long)])
+        strict, lenient = (accuracy(table == 1, numbers) for table in tables)
         assert scores.kv is not None
         stored, full, stored_steps, full_steps = (
             float(counts.double().sum())

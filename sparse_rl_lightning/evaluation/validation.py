@@ -48,14 +48,16 @@ class ValidationLog:
         applies, correct = scores.applies, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
-            chosen = correct[applies & torch.tensor([name in (None, other) for other in names])]
+            rows = applies & torch.tensor([name in (None, other) for other in names])
+            chosen = correct[rows]
             own = key if name is None else key.format(f"{name}/{{}}")
             for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # no such rows: weight 0
                 self._log(own.format(f"pass@{k}"), value, batch_size=len(chosen), sync_dist=True)
             device = scores.rewards.device
             if own not in self._intervals:
                 self._intervals[own] = ConfidenceInterval().to(device)
-            self._intervals[own].update(chosen.double().mean(dim=1).to(device))
+            shares = chosen.double().mean(dim=1).to(device)
+            self._intervals[own].update(shares, scores.problems[rows].to(device))
 
     def end(self, rewards: Rewards) -> None:
         """Log both bounds of 95 % confidence of every mean, over batches and ranks; too many failures end the run."""

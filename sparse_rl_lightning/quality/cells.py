@@ -112,7 +112,8 @@ class Bench:
             return {}
         params = replace(self.params, num_generations=1, temperature=0.0)
         draw = draw_from(self.sampler(compressor), self._texts, params, self.prompts())
-        found = accuracy(evaluate(draw, self.rows, self.judge).first == 1)
+        scores = evaluate(draw, self.rows, self.judge)
+        found = accuracy(scores.first == 1, scores.problems)
         return {"accuracy": found.mean, "low": found.low, "high": found.high}
 
     def _texts(self, rollout: Rollout) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.evaluation.evaluate import Scores, draw_from, evaluate
+from sparse_rl_lightning.evaluation.problems import problem_numbers
 from sparse_rl_lightning.records import Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.testing import tiny_model
 
@@ -75,3 +76,15 @@ def test_a_samplers_draws_depend_on_the_rows_numbers_and_not_on_batches() -> Non
     assert texts(1) == texts(2) == texts(2, [0, 2, 4]) == whole
     assert whole[:2] != whole[4:]  # the same prompt under another number
     assert texts(3, [4, 2, 0]) == [*whole[4:], *whole[2:4], *whole[:2]]
+
+
+def test_rows_are_copies_by_prompt_and_answer() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    rows = [{"prompt": "a", "answer": "1", "index": 0}, {"prompt": "a", "answer": "1", "index": 1},
+            {"prompt": "a", "answer": "2"}, {"prompt": chat, "answer": "1"}, {"prompt": list(chat), "answer": "1"},
+            {"prompt": "\ud800"}]  # fmt: skip
+    first, again, other, talk, same, lone = problem_numbers(rows).tolist()
+    assert (first, talk) == (again, same)
+    assert len({first, other, talk, lone}) == 4
+    assert len(set(problem_numbers(rows[:2], whole=True).tolist())) == 2  # an environment may read any column
+    assert problem_numbers([]).dtype == torch.int64

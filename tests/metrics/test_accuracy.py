@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import pytest
 import torch
 
-from sparse_rl_lightning.metrics import accuracy, confidence_interval, mean_accuracy, pass_at_k
+from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy, confidence_interval, mean_accuracy, pass_at_k
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
@@ -76,3 +77,51 @@ def test_mean_is_unweighted() -> None:
     assert mean == 0.5
     assert low == pytest.approx(0.5 - (1 - large.low) / 2)
     assert high == pytest.approx(0.5 + small.high / 2)
+
+
+# ---------------------------------------------------------------- copies of a problem
+
+
+def test_copies_of_a_problem_are_one_problem() -> None:
+    """Four problems written down 32 times, one of them right: Wilson's interval of 1 of 4, by hand.
+
+    z = 1.96, p = 1/4, n = 4: (p + z^2/2n -+ z sqrt(p (1 - p) / n + z^2/4n^2)) / (1 + z^2/n).
+    """
+    scores = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    low, high = confidence_interval(scores.repeat_interleave(32), torch.arange(4).repeat_interleave(32))
+    assert (low, high) == (pytest.approx(0.0456, abs=1e-4), pytest.approx(0.6994, abs=1e-4))
+    assert (low, high) == pytest.approx(confidence_interval(scores))
+    correct = (scores == 1).repeat_interleave(32)[:, None]
+    found = accuracy(correct, torch.arange(4).repeat_interleave(32))
+    assert (found.num_problems, found.mean, found.low, found.high) == (
+        128,
+        0.25,
+        pytest.approx(low),
+        pytest.approx(high),
+    )
+
+
+def test_copies_in_unequal_numbers_weigh_as_they_are_many() -> None:
+    """A right three times and B wrong once: mean 3/4, and 16 / (9 + 1) = 1.6 problems as sure as equal ones."""
+    low, high = confidence_interval(torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([7, 7, 7, -2]))
+    z, n, p = 1.959964, 1.6, 0.75
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    assert low == pytest.approx((p + z**2 / (2 * n) - half) / (1 + z**2 / n), abs=1e-5)
+    assert high == pytest.approx((p + z**2 / (2 * n) + half) / (1 + z**2 / n), abs=1e-5)
+
+
+def test_copies_that_differ_by_chance_are_averaged() -> None:
+    scores = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    copies = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert confidence_interval(scores, copies) == pytest.approx(confidence_interval(torch.tensor([0.5, 1.0, 0.0])))
+
+
+def test_copies_are_found_in_whatever_batches_they_come() -> None:
+    scores, problems = torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat(8), torch.arange(4).repeat(8)
+    interval = ConfidenceInterval()
+    for part in torch.arange(32).split(5):
+        interval.update(scores[part], problems[part])
+    interval.update(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert interval.compute() == pytest.approx(confidence_interval(scores, problems))
+    interval.reset()
+    assert all(map(math.isnan, interval.compute()))

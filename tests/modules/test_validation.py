@@ -185,3 +185,20 @@ def test_validation_leaves_training_as_it_is(val_sampling: SamplingParams | None
     fit(with_validation, 3, limit_val_batches=1.0, val_check_interval=1)
     fit(without, 3)
     assert torch.equal(weights(with_validation), weights(without))
+
+
+class Copied(Named):
+    """Each of four problems eight times, in columns that tell the copies apart."""
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": ALPHABET[n:], "answer": "1", "index": copy} for copy in range(8) for n in range(4)]
+
+
+def test_copies_of_a_problem_do_not_narrow_its_interval() -> None:
+    def one_of_four(prompts: list[str], **_: Any) -> list[float | None]:
+        return [float(prompt == ALPHABET[1:]) for prompt in prompts]
+
+    metrics = validated(module(one_of_four), Copied(val_batch_size=5))
+    for cache in CACHES:
+        bounds = [metrics[f"val/pass@1_{bound}_{cache}"] for bound in ("low", "high")]
+        assert bounds == pytest.approx([0.0456, 0.6994], abs=1e-4)
