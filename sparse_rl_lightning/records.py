@@ -6,7 +6,7 @@ S slots, H KV heads, Hq query heads, N entries of a slot, D head dimension, A qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias
 
@@ -302,6 +302,7 @@ class ScoredRollout:
     downsampling: dict[str, Tensor] = field(default_factory=dict)  # numbers () of the samples drawn and dropped
     conversations: list[Conversation] | None = None  # B of them, if there is an environment
     failures: dict[str, float] = field(default_factory=dict)  # conversations that it broke off, of all that were drawn
+    prompt_texts: Callable[[], list[str]] | None = None  # (B) prompts as the policy read them, if it is known
     is_complete: bool = True  # False until the first optimizer step brings the dense log-probs of its sequences
 
     @property

@@ -55,7 +55,7 @@ def read_json_lines(path: str) -> Table:
     content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     if content.lstrip()[:1] == b"[":
         return [_object(f"{path}, row {number}", row) for number, row in enumerate(_read_array(path, content))]
-    rows = []
+    rows: Table = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue

@@ -71,7 +71,7 @@ def confidence_interval(scores: Tensor, problems: Tensor | None = None) -> tuple
     scores = scores.double()
     if problems is None:
         problems = torch.arange(len(scores), device=scores.device)
-    _, places, sizes = problems.unique(return_inverse=True, return_counts=True)
+    _, places, sizes = torch.unique(problems, return_inverse=True, return_counts=True)
     means = scores.new_zeros(len(sizes)).index_add_(0, places, scores) / sizes
     mean, shares = scores.mean(), sizes.double() / len(scores)
     spread = (shares * (means - mean) ** 2).sum()

@@ -20,6 +20,8 @@ from sparse_rl_lightning.text import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
+PROMPT_TEXTS = "prompt_texts"
+"""Argument of functions that name it: the prompts as the policy read them, rendered, with special tokens."""
 _ASYNC = "The reward function {} is async. Write a plain one that calls asyncio.run() on it."
 
 
@@ -141,11 +143,20 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
 
 def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
     """Refuse reward functions that are async or do not fit the rows' columns, before anything is drawn."""
-    given = [*_ARGUMENTS, *columns]
+    columns = list(columns)
     for function, name in zip(functions, reward_names(functions), strict=True):
+        given = [*_ARGUMENTS, *columns, *([PROMPT_TEXTS] if asks_for_prompt_texts(function, columns) else [])]
         if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
             raise UserError(_ASYNC.format(name))
         _check_columns(function, name, given)
+
+
+def asks_for_prompt_texts(function: RewardFunction, columns: Sequence[str]) -> bool:
+    """Whether a function names the argument ``prompt_texts``, and the data have no column of that name."""
+    try:
+        return PROMPT_TEXTS not in columns and PROMPT_TEXTS in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins need not have a signature
+        return False
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:

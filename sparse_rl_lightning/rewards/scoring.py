@@ -14,9 +14,11 @@ from torch import Tensor
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Conversation, Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
+    PROMPT_TEXTS,
     Returned,
     RewardFailure,
     RewardFunction,
+    asks_for_prompt_texts,
     attempt,
     check_rewards,
     describe_sample,
@@ -122,7 +124,9 @@ class Rewards:
         batch = reward_batch(
             [row["prompt"] for row in repeated], scored.completions, scored.rollout.completion_ids, columns
         )
-        judged, weights = {guard.__name__: guard.judge(batch) for guard in self.guards}, self.weights
+        asked = [self._asked(guard, scored, columns) for guard in self.guards]
+        pairs = zip(self.guards, asked, strict=True)
+        judged, weights = {guard.__name__: guard.judge(batch | own) for guard, own in pairs}, self.weights
         if talks is not None:
             judged["environment"] = [None if one.has_failed else one.reward for one in talks]
             weights = [*weights, 1.0]
@@ -186,6 +190,14 @@ class Rewards:
             if guard.error is not None and guard.__name__ not in ignored:
                 self.failures.error = guard.error
         return rewards.masked_fill(lost | scored.failed.get("environment", lost), math.nan)
+
+    def _asked(
+        self, guard: GuardedReward, scored: ScoredRollout, columns: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Sequence[Any]]:
+        """What a function gets only if it names it."""
+        if scored.prompt_texts is None or not asks_for_prompt_texts(guard.function, list(columns)):
+            return {}
+        return {PROMPT_TEXTS: scored.prompt_texts()}
 
     def _tell(self, guard: GuardedReward, weight: float) -> None:
         """Tell once that a function has failed, and what becomes of these samples."""

@@ -22,7 +22,7 @@ from sparse_rl_lightning.records import Conversation, Rollout, Rows
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation
-from sparse_rl_lightning.rollout.prompts import Prompt, encode_prompt, valid_messages, with_tools
+from sparse_rl_lightning.rollout.prompts import Prompt, decode_texts, encode_prompt, valid_messages, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession
 from sparse_rl_lightning.rollout.storable import foreign_type
@@ -56,6 +56,7 @@ class Conversations:
         options: Limits.
         tokenizer: Tokenizer of the policy.
         template: Arguments of its chat template.
+        skip_special_tokens: Whether environments get turns without special tokens.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Conversations:
         options: TurnOptions,
         tokenizer: PreTrainedTokenizerBase,
         template: dict[str, Any] | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
+        self.skip_special_tokens = skip_special_tokens
         self.factory, self.options, self.tokenizer, self.template = factory, options, tokenizer, dict(template or {})
         self.episodes: dict[int, Episode] = {}  # by sequence, until its prompt is taken
         self.calls: dict[int, Call] = {}  # by sequence, turns that are being answered
@@ -172,7 +175,8 @@ class Conversations:
                 self._end(sequence, episode.conversation.end)
                 continue
             tokens = self.session.turn(sequence)
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            ends = self.session.sampler.end_token_ids
+            (text,) = decode_texts(self.tokenizer, [tokens], ends, self.skip_special_tokens)
             episode.conversation.messages.append({"role": "assistant", "content": text})
             episode.conversation.num_turns += 1
             episode.conversation.cut_turns += self.session.was_cut(sequence)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.rollout.partial import PartialRollouts, state_bytes
-from sparse_rl_lightning.rollout.prompts import check_prompts, encode_prompts, with_tools
+from sparse_rl_lightning.rollout.prompts import check_prompts, decode_texts, encode_prompts, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.storable import check_storable
 
@@ -199,7 +199,10 @@ class Generator:
     def conversations(self) -> Conversations:
         """Conversations with environments, none begun."""
         assert self.environment is not None
-        return Conversations(self.environment, self.options.turns, self.tokenizer, self.options.chat_template_kwargs)
+        options = self.options
+        return Conversations(
+            self.environment, options.turns, self.tokenizer, options.chat_template_kwargs, options.skip_special_tokens
+        )
 
     def begin_partial(self, rows: Rows) -> None:
         """Start partial rollouts over these rows, which stay in slots and checkpoints until their group is complete.
@@ -245,11 +248,19 @@ class Generator:
         """The rollout with its text and conversations, and with the time since ``start``."""
         seconds = {"rollout": time.perf_counter() - start}
         texts = self.texts(rollout) if talks is None else [one.completion for one in talks]
-        return ScoredRollout(rollout, rows, texts, {}, index, seconds, conversations=talks)
+        asked = partial(self._prompt_texts, rollout)
+        return ScoredRollout(rollout, rows, texts, {}, index, seconds, conversations=talks, prompt_texts=asked)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """The completions of a rollout as text."""
-        return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+        skip = self.options.skip_special_tokens
+        ends = [] if skip else self.sampler().end_token_ids
+        return decode_texts(self.tokenizer, rollout.completion_ids, ends, skip)
+
+    def _prompt_texts(self, rollout: Rollout) -> list[str]:
+        """The prompts of a rollout as the policy read them, special tokens included."""
+        pairs = zip(rollout.sequences, rollout.prompt_lengths.tolist(), strict=True)
+        return self.tokenizer.batch_decode([ids[:length].tolist() for ids, length in pairs])
 
     @cached_property
     def _tools(self) -> list[Callable[..., Any]]:

@@ -59,6 +59,8 @@ class RolloutOptions:
             and it is counted as ``rewards/{function}/failed``.
         chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
             validation too.
+        skip_special_tokens: Leave special tokens out of the texts that reward functions, environments and tables get,
+            as TRL does; false keeps them, such as ``<think>`` where it is one, but for the token that ended the text.
         turns: Limits on conversations with an environment.
         generation_kwargs: Settings of ``sampling`` under their names in transformers or vLLM, which take precedence.
 
@@ -82,6 +84,7 @@ class RolloutOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
     turns: TurnOptions = TurnOptions()  # noqa: RUF009  # frozen
+    skip_special_tokens: bool = True
     decoder: DecoderChoice = "auto"
     record_routing: bool = False
 

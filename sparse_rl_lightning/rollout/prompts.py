@@ -185,6 +185,15 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
         )
 
 
+def decode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], end_token_ids: Sequence[int], skip: bool
+) -> list[str]:
+    """What was drawn as text, without special tokens, or with all but the one that ended it."""
+    if not skip:
+        texts = [ids[:-1] if ids and ids[-1] in end_token_ids else ids for ids in texts]
+    return tokenizer.batch_decode(texts, skip_special_tokens=skip)
+
+
 # -------------------------------------------------------------------- token ids
 
 
