@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import nn
 
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.compressors import Combined, KNorm, QFilters, TriAttention
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
-from sparse_rl_lightning.fingerprints import WHOLE, fingerprint, weights_digest
+from sparse_rl_lightning.environments import Calculator, Environment
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.fingerprints import LIMIT, PACKAGE, WHOLE, _files, fingerprint, sources, weights_digest
+from sparse_rl_lightning.rewards import boxed_math_reward
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
@@ -132,6 +140,105 @@ def test_what_holds_itself_ends_and_what_has_no_address_is_repeated() -> None:
 
     assert fingerprint(a=Round()) == fingerprint(a=Round())
     assert len({fingerprint(a=a) for a in (torch.ones(4), torch.ones(2, 2), torch.ones(4).double(), [1.0] * 4)}) == 4
+
+
+def parsed(share: float) -> Callable[[], Environment]:
+    """A class of a configuration as the command line hands it over: inside a closure that holds the parser."""
+    parser = ArgumentParser()
+    parser.add_instantiator(lambda kind, *given, **named: kind(*given, **named), Environment, prepend=True)
+    parser.add_argument("--environment", type=Callable[[], Environment])
+    own = {"class_path": "sparse_rl_lightning.environments.Calculator", "init_args": {"step_share": share}}
+    made: Callable[[], Environment] = parser.instantiate(parser.parse_object({"environment": own})).environment
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's command line uses add_instantiator too
+def test_a_class_of_a_configuration_is_told_apart_by_its_arguments() -> None:
+    assert vars(parsed(0.5)()) == vars(Calculator(0.5))
+    assert fingerprint(made=parsed(0.5)) == fingerprint(made=parsed(0.5)) != fingerprint(made=parsed(0.25))
+
+
+def test_what_is_shared_is_visited_once() -> None:
+    """Sixty closures, each holding the one below twice: by paths they would be 2**60 objects."""
+
+    def above(one: Any, other: Any) -> Any:
+        return lambda: (one, other)
+
+    def tower(height: int, ground: int) -> Any:
+        top = above(ground, ground)
+        for _ in range(height):
+            top = above(top, top)
+        return top
+
+    assert fingerprint(tower=tower(60, 1)) == fingerprint(tower=tower(60, 1)) != fingerprint(tower=tower(60, 2))
+    same, other = [1.5], [1.5]
+    assert fingerprint(x=[same, same]) == fingerprint(x=[same, other]), "whether equal lists are one is no setting"
+
+
+@pytest.mark.parametrize("length", [20_001, 1_500])
+def test_what_holds_too_much_is_refused_by_name(length: int) -> None:
+    """Many objects, and a chain of them that is deeper than Python's stack."""
+    chain: Any = None
+    for _ in range(length):
+        chain = SimpleNamespace(next=chain)
+    many = [SimpleNamespace() for _ in range(length)] if length > LIMIT else chain
+    with pytest.raises(UserError, match="environment holds too much to tell whether stored results are of the same"):
+        fingerprint(sampling=1, environment=many)
+    assert fingerprint(rows=[{"prompt": [str(n)]} for n in range(2 * LIMIT)]), "data may be large"
+
+
+def test_sources_are_the_files_that_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a user's class, what it imports below its folder however it does, and nothing else."""
+    monkeypatch.syspath_prepend(str(folder))
+    kinds = Path("kinds")
+    kinds.mkdir()
+    (kinds / "__init__.py").write_text("")
+    (kinds / "base.py").write_text("import torch\n\nclass Base:\n    x = 1\n")
+    (kinds / "late.py").write_text("y = 1\n")
+    (kinds / "other.py").write_text("from kinds import own\n")
+    Path("top.py").write_text("import missing_here\n")
+    text = (
+        "from .base import Base\n\nclass Own(Base):\n    def f(self):\n        from . import late\n        import top\n"
+    )
+    (kinds / "own.py").write_text(text)
+
+    def found() -> str:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "kinds"]:
+            del sys.modules[name]
+        return sources(importlib.import_module("kinds.own").Own)
+
+    before = found()
+    for file in ("kinds/base.py", "kinds/late.py", "top.py", "kinds/own.py"):
+        Path(file).write_text(f"{Path(file).read_text()}# a word\n")
+        own = found()
+        assert own != before, file
+        before = own
+    (kinds / "other.py").write_text("z = 2\n")
+    assert found() == before
+    (kinds / "own.py").write_text("not Python")
+    assert sources(sys.modules["kinds.own"].Own) == before, "an edit during a run is not what runs"
+
+
+def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:
+    names = {path.relative_to(PACKAGE).as_posix() for path in _files(Combined)}
+    assert {"compressors/combined.py", "compressors/entries.py", "compressors/base.py"} <= names
+    assert "compressors/knorm.py" not in names
+    assert {name.partition("/")[0] for name in names} == {"compressors"}
+    assert {"rewards/math/boxes.py", "rewards/functions.py"} <= {
+        path.relative_to(PACKAGE).as_posix() for path in _files(boxed_math_reward)
+    }
+
+
+def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:
+    def typed(text: str) -> Any:
+        names: dict[str, Any] = {"__name__": "__main__", "KNorm": KNorm}
+        exec(text, names)
+        return names["Own"](**SIZES)
+
+    text = "class Own(KNorm):\n    def score(self, layer):\n        return layer.keys.norm(dim=-1)\n"
+    others = [text.replace("norm(", "amax("), text.replace("-1", "-2"), text.replace("return", "return -")]
+    assert fingerprint(a=typed(text)) == fingerprint(a=typed(text))
+    assert len({fingerprint(a=typed(one)) for one in (text, *others)}) == 4
 
 
 def test_what_functions_hold_counts() -> None:

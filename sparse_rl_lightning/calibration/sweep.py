@@ -26,6 +26,7 @@ from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.options import OF_MEMORY
 
 FINGERPRINT = "fingerprint.json"
 
@@ -150,7 +151,8 @@ class Sweep:
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
         """Settings that must be the same for parts to belong together."""
-        settings = {name: self.sampler_options.get(name) for name in ("end_token_ids", "kv_dtype")}
+        settings = {name: own for name, own in self.sampler_options.items() if name not in OF_MEMORY}
+        settings |= {"end_token_ids": self._sampler(FullKV()).end_token_ids}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {
             "policy": fingerprint(policy=self.model),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ class BenchmarkResult:
 
     benchmark: str
     cache: str  # dense, or a compressor with its budget
-    fingerprint: str  # of everything that decides the result
+    fingerprint: dict[str, str]  # of everything that decides the result, by name
     accuracy: Accuracy  # of answers that count strictly
     lenient: Accuracy  # of answers that graders of papers pay
     mean_length: float  # tokens
@@ -46,7 +46,13 @@ class BenchmarkResult:
 
     @classmethod
     def of(
-        cls, problems: Problems, cache: str, fingerprint: str, scores: Scores, seconds: float, counters: dict[str, int]
+        cls,
+        problems: Problems,
+        cache: str,
+        fingerprint: dict[str, str],
+        scores: Scores,
+        seconds: float,
+        counters: dict[str, int],
     ) -> BenchmarkResult:
         """Add up the scores of the problems that were sampled; the others are wrong."""
         missing = torch.zeros(len(problems.too_long), scores.num_samples)
@@ -71,6 +77,13 @@ class BenchmarkResult:
     def by(self, answers: Convention) -> Accuracy:
         """The accuracy by a convention of what counts as the answer."""
         return self.accuracy if answers == "strict" else self.lenient
+
+    def differs_in(self, fingerprint: Mapping[str, str]) -> str:
+        """What it was measured of that is another now, as the end of a line; empty if nothing is."""
+        names = [name for name, own in fingerprint.items() if self.fingerprint.get(name) != own]
+        if not self.fingerprint:
+            return "does not say what it is of"
+        return f"is of other settings ({', '.join(names)})" if names else ""
 
     @property
     def measure(self) -> str:
@@ -134,20 +147,19 @@ class ResultFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self, benchmark: str, cache: str, fingerprint: str) -> BenchmarkResult | None:
-        """A finished result of the same settings, None if there is none."""
+    def load(self, benchmark: str, cache: str) -> BenchmarkResult | None:
+        """A finished result, whatever it is of; None if there is none, or it cannot be read."""
         try:
             stored = json.loads(self._file(benchmark, cache, "json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            for name in ("accuracy", "lenient"):
+                counts = stored[name]
+                counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
+                stored[name] = Accuracy(**counts)
+            own = stored["fingerprint"]
+            found = BenchmarkResult(**stored | {"fingerprint": own if isinstance(own, dict) else {}})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        wanted = {"benchmark": benchmark, "cache": cache, "fingerprint": fingerprint}
-        if not isinstance(stored, dict) or any(stored.get(name) != value for name, value in wanted.items()):
-            return None
-        for name in ("accuracy", "lenient"):
-            counts = stored[name]
-            counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
-            stored[name] = Accuracy(**counts)
-        return BenchmarkResult(**stored)
+        return found if (found.benchmark, found.cache) == (benchmark, cache) else None
 
     def save(self, result: BenchmarkResult, completions: Table) -> None:
         """Write both files."""

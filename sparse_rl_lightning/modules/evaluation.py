@@ -38,7 +38,7 @@ from sparse_rl_lightning.evaluation.results import (
     name_caches,
 )
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.fingerprints import fingerprint, sources
 from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.geometry import context_length
@@ -48,7 +48,8 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.conversations import Conversations
-from sparse_rl_lightning.text import prompt_text, say
+from sparse_rl_lightning.rollout.options import OF_MEMORY
+from sparse_rl_lightning.text import say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # the sequence ids of each benchmark start at a multiple of this
 MAX_SAMPLES = 1000  # per problem; the sequence ids of each problem start at a multiple of this
@@ -57,10 +58,13 @@ MAX_SAMPLES = 1000  # per problem; the sequence ids of each problem start at a m
 class Evaluation(PolicyModule):
     """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
 
-    Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and reused by a later run with
-    the same settings, weights and questions. Sequences draw the same random numbers under every cache and in any
-    batch. The defaults are the paper's (arXiv 2601.10079): temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem
-    that does not fit into the model's context is not sampled and counts as wrong, with a message and in the log.
+    Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and reused by a later run that
+    would find the same. One for which something is another now is measured anew, with a line that says what: the policy
+    with its configuration and adapters, tokenizer, token ids of the prompts, end tokens, precision, settings, or the
+    code of a compressor, a retriever, an environment or the answer checker, your own and the library's. Sequences draw
+    the same random numbers under every cache and in any batch. The defaults are the paper's (arXiv 2601.10079):
+    temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem that does not fit into the model's context is not
+    sampled and counts as wrong, with a message and in the log.
 
     Args:
         policy: Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.
@@ -119,7 +123,7 @@ class Evaluation(PolicyModule):
         self.results: list[BenchmarkResult] = []
         self._problems: list[Problems] = []  # problems of the test loader, encoded once
         self._clock = TimeLeft(0)
-        self._digest = ""  # digest of the weights
+        self._parts: dict[str, str] = {}  # fingerprints of what all benchmarks have in common
         self._part_way = Expendable("A finished benchmark")
 
     def on_policy_loaded(self) -> None:
@@ -147,7 +151,7 @@ class Evaluation(PolicyModule):
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
         self.results, self._problems = [], []
-        self._digest = weights_digest(self.policy)
+        self._parts = self._fingerprints(str(self.trainer.precision))
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Evaluate one benchmark under every cache."""
@@ -157,7 +161,7 @@ class Evaluation(PolicyModule):
         name = problems.name
         self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
         for cache in self.caches:
-            result = self.folder.load(name, cache, self._fingerprint(problems, cache))
+            result = self._stored(problems, cache)
             if result is None:
                 result = self._evaluate(problems, cache)
             else:
@@ -254,6 +258,16 @@ class Evaluation(PolicyModule):
         params = self.params(problems.name)
         return len(problems.sampled) * params.num_generations * params.max_completion_length
 
+    def _stored(self, problems: Problems, cache: str) -> BenchmarkResult | None:
+        """The result of an earlier run, None if there is none or it depends on what is another now, with a line."""
+        found = self.folder.load(problems.name, cache)
+        if found is None:
+            return None
+        changed = found.differs_in(self._fingerprint(problems, cache))
+        if changed:
+            rank_zero_info(f"{problems.name}, {cache}: the stored result {changed}; it is measured anew.")
+        return None if changed else found
+
     def _evaluate(self, problems: Problems, cache: str) -> BenchmarkResult:
         start, params = time.perf_counter(), self.params(problems.name)
         limit = params.max_completion_length
@@ -299,23 +313,30 @@ class Evaluation(PolicyModule):
         picture = results_picture(self.results, self.answers)
         return written if picture is None else [*written, self.folder.write("results.png", picture)]
 
-    def _fingerprint(self, problems: Problems, cache: str) -> str:
-        """A fingerprint of everything that decides a result, including which problems fit and their order."""
-        rows = [*problems.sampled, *problems.too_long]
-        questions = [[prompt_text(r["prompt"]), str(r["answer"]), r.get("tolerance")] for r in rows]
-        if problems.too_long:  # without any, the order alone determines the positions
-            questions.append([[row_number(row, n) for n, row in enumerate(rows)], len(problems.sampled)])
-        return fingerprint(
-            weights=self._digest, cache=self.caches[cache], params=self.params(problems.name), questions=questions,
-            end_tokens=self.generator.options.end_tokens, kv_dtype=self.generator.options.kv_dtype,
-            chat_template_kwargs=self.generator.options.chat_template_kwargs or {},
-            version=__version__, **self._said(),
-        )  # fmt: skip
+    def _fingerprints(self, precision: str) -> dict[str, str]:
+        """Fingerprints of the run: of the policy and all that draws with it, and of each cache."""
+        options = {name: own for name, own in vars(self.generator.options).items() if name not in OF_MEMORY}
+        shared = {
+            "policy": fingerprint(policy=self.policy), "tokenizer": fingerprint(tokenizer=self.tokenizer),
+            "end tokens": fingerprint(ids=self.generator.sampler().end_token_ids),
+            "rollout": fingerprint(rollout=options), "precision": precision,
+            "environment": fingerprint(environment=self.generator.environment),
+            "answer checker": sources(MathChecker), "version": __version__,
+        }  # fmt: skip
+        return shared | {f"cache {name}": fingerprint(cache=cache) for name, cache in self.caches.items()}
 
-    def _said(self) -> dict[str, Any]:
-        """Settings of conversations, if there are any."""
-        environment = self.generator.environment
-        return {} if environment is None else {"environment": environment, "turns": self.generator.options.turns}
+    def _fingerprint(self, problems: Problems, cache: str) -> dict[str, str]:
+        """Fingerprints of everything that decides a result, including which problems fit and their order."""
+        shared = {name: own for name, own in self._parts.items() if not name.startswith("cache ")}
+        talks = self.generator.environment is not None  # which may read any column
+        rows = [*problems.sampled, *problems.too_long]
+        golds = [row if talks else [str(row["answer"]), row.get("tolerance")] for row in rows]
+        places = [row_number(row, n) for n, row in enumerate(rows)]
+        return {
+            **shared, "cache": self._parts[f"cache {cache}"],
+            "sampling": fingerprint(params=self.params(problems.name)),
+            "problems": fingerprint(prompts=problems.prompts, golds=golds, places=places, count=len(problems.sampled)),
+        }  # fmt: skip
 
 
 def _changed(sampling: SamplingParams, benchmark: str, changes: dict[str, Any]) -> SamplingParams:

@@ -10,6 +10,7 @@ from typing import Any
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.quality.cells import Cell
+from sparse_rl_lightning.text import say
 
 
 class Results:
@@ -43,7 +44,12 @@ class Results:
     def find(self, method: str, budget: int | None, fingerprint: str) -> Cell | None:
         """The cell of a method as it is now, if it was measured; a cell with a reason was not."""
         cell = self.cells.get((method, budget))
-        return cell if cell and cell.fingerprint == fingerprint and not cell.reason else None
+        if cell is None or cell.reason:
+            return None
+        if cell.fingerprint != fingerprint:
+            say(f"{method}, budget {budget or 'full'}: its row is of other settings or code; it is measured anew.")
+            return None
+        return cell
 
     def put(self, cell: Cell) -> Cell:
         """Keep and write a cell."""

@@ -21,6 +21,8 @@ from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 PartialCheckpoint = Literal["store", "restart"]
+OF_MEMORY = ("num_slots", "memory_limit", "max_prefill_tokens", "keep_pool", "cuda_graphs")
+"""Options of rollouts, and arguments of samplers, that change no result: what is stored does not depend on them."""
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,7 @@ def test_own_classes_from_the_working_directory(
     assert run_console(monkeypatch, "benchmark", *names, *options(policy)) is None
     assert stored()[:2] == before[:2], "what has not changed is not measured again"
     assert stored()[4]["tail"] != before[4]["tail"], "the class has changed"
+    assert "LargeValues, budget 16: its row is of other settings or code; it is" in capsys.readouterr().out
 
 
 def test_an_own_class_may_have_a_name_of_the_librarys(policy: str, folder: Path) -> None:

@@ -138,9 +138,10 @@ def test_the_template_gets_its_arguments_everywhere() -> None:
 def test_results_under_other_templates_are_other_results() -> None:
     rows = [{"prompt": MESSAGES, "answer": "4"}]
 
-    def fingerprint(**kwargs: Any) -> str:
+    def fingerprint(**kwargs: Any) -> dict[str, str]:
         own = Evaluation(Thinking(), rollout=RolloutOptions(**kwargs))
-        own._digest = "weights"
+        own.configure_model()
+        own._parts = own._fingerprints("32-true")
         return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.caches)))
 
     assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != fingerprint()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl_lightning import __version__
@@ -15,14 +13,13 @@ from sparse_rl_lightning.cli.classes import argument_names, imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.files import writable_folder, write_whole
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
 if TYPE_CHECKING:
-    from sparse_rl_lightning.evaluation.evaluate import Judge
     from sparse_rl_lightning.quality.cells import Bench, Cell
     from sparse_rl_lightning.quality.results import Results
 
@@ -58,8 +55,10 @@ def main(args: Sequence[str]) -> list[Cell]:
     bench = _bench(given)
     folder = writable_folder(given.output, "--output")
     settings = {
-        "policy": weights_digest(bench.model), "data or tasks": fingerprint(rows=bench.rows),
-        "sampling": fingerprint(params=bench.params, reward=given.reward), "version": __version__,
+        "policy": fingerprint(policy=bench.model), "data or tasks": fingerprint(rows=bench.rows),
+        "tokenizer": fingerprint(tokenizer=bench.tokenizer),
+        "sampling": fingerprint(params=bench.params, ends=bench.sampler(FullKV()).end_token_ids),
+        "version": __version__,
     }  # fmt: skip
     results = Results(folder / "table.json", settings)
     budgets, sizes = _sizes(given, *_lengths(bench, results))
@@ -210,7 +209,7 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
     try:
         always = {"protect_prompt": True} if method is FLOOR else {}
         compressor = _compressor(bench, results, method, {**sizes, **always, "budget": budget})
-        own = fingerprint(method=compressor, code=_code(compressor, bench.judge))
+        own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []))
         known = results.find(method.name, budget, own)
         return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
     except Exception as error:
@@ -232,9 +231,3 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
     elif method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
     return method.compressor(sizes)
-
-
-def _code(compressor: Compressor, judge: Judge | None) -> list[str]:
-    """Sources of a compressor, of those inside and of the reward, which change without their settings."""
-    parts = [compressor, *getattr(compressor, "_parts", []), *map(inspect.unwrap, getattr(judge, "functions", []))]
-    return [Path(inspect.getfile(p if inspect.isroutine(p) else type(p))).read_text("utf-8") for p in parts]
