@@ -17,6 +17,7 @@ from sparse_rl_lightning.rewards.base import counting
 from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
 from sparse_rl_lightning.rewards.math.checker import Convention
+from sparse_rl_lightning.rewards.math.thoughts import outside_thoughts
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """Characters allowed after the final box: the end of a formula and of a sentence."""
@@ -32,10 +33,17 @@ class MathReward:
         num_workers: Number of processes for the few answers that only math-verify can compare.
         timeout: Seconds such a comparison may take before its process is killed.
         answers: Convention, ``strict``, or ``lenient`` to also pay what papers' graders do, such as ``2+3`` for 5.
+        boxes_in_thoughts: Whether a box in ``<think>`` counts too.
     """
 
-    def __init__(self, num_workers: int = 1, timeout: float = 3.0, answers: Convention = "strict") -> None:
-        self.checker = MathChecker(num_workers, timeout)
+    def __init__(
+        self,
+        num_workers: int = 1,
+        timeout: float = 3.0,
+        answers: Convention = "strict",
+        boxes_in_thoughts: bool = False,
+    ) -> None:
+        self.checker = MathChecker(num_workers, timeout, boxes_in_thoughts)
         check_choice("answers", answers, Convention)
         self.answers = answers
 
@@ -71,7 +79,7 @@ def boxed_math_reward(
 def boxed_format_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any
 ) -> list[float | None]:
-    r"""1 if the completion has exactly one ``\boxed{}``, not empty, and ends with it."""
+    r"""1 if the completion has exactly one ``\boxed{}`` outside of its thoughts, not empty, and ends with it."""
     return [float(_ends_with_its_only_box(completion)) for completion in completions]
 
 
@@ -125,8 +133,9 @@ def _reaches_target(text: str, gold: str) -> bool:
 
 
 def _ends_with_its_only_box(completion: str) -> bool:
-    if completion.count("\\boxed") != 1 or extract_boxed(completion) is None:
+    *before, last = outside_thoughts(completion)
+    if "".join([*before, last]).count("\\boxed") != 1 or extract_boxed(last) is None:
         return False
-    tail = completion[-TAIL:]
+    tail = last[-TAIL:]
     span = find_last_box(tail)
     return span is not None and not tail[span[2] + 1 :].strip(_MAY_FOLLOW_BOX)

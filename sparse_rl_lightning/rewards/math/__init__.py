@@ -23,6 +23,8 @@ that are killed when they take too long. These are the conventions where mathema
 - Numbers are compared exactly, unless a relative tolerance is given, and then only if one of them is not an integer.
 - If the gold answer is a number, so must the answer be: ``2+3`` is not 5. Otherwise values count, not their form:
   a gold answer that is a product or a power, ``7^6`` and ``10^5`` too, may be given by its value.
+- A box in ``<think>`` counts only if asked for (``boxes_in_thoughts``). What stands before a ``</think>`` without a
+  beginning is thought, as the prompt's template may have written it, and so is all after a ``<think>`` without an end.
 - Letters stand for positive numbers, with ``|x|`` for numbers of any sign, and for integers in the exponent of a
   negative number; ``e``, ``i`` and ``\pi`` stand for the constants. Words are never read as products of letters.
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from sparse_rl_lightning.rewards.math.thoughts import without_thoughts
+
 TAIL = 8_000
 """Number of characters at the end of a completion that are searched for a box."""
 MAX_BOX = 512
@@ -17,18 +19,27 @@ _ANNOUNCED = re.compile(
 )
 
 
-def extract_boxed(text: str) -> str | None:
+def extract_boxed(text: str, boxes_in_thoughts: bool = False) -> str | None:
     r"""The content of the last ``\boxed{}``, or None if there is none that counts.
 
     A box inside another is part of it, and all of it if only words announce it. A box that is empty, longer than
     ``MAX_BOX``, nested deeper than ``MAX_NESTING`` or not closed does not count, and neither does any box before it.
+
+    Args:
+        text: Completion.
+        boxes_in_thoughts: Whether a box in ``<think>`` counts too.
     """
-    tail = text[-TAIL:]
+    tail = answer_tail(text, boxes_in_thoughts)
     span = find_last_box(tail)
     if span is None:
         return None
     content = tail[span[1] : span[2]].strip()
     return announced_box(content) if content and is_within_limits(content) else None
+
+
+def answer_tail(text: str, with_thoughts: bool = False) -> str:
+    """The end of a completion that is searched for its answer."""
+    return (text if with_thoughts else without_thoughts(text))[-TAIL:]
 
 
 def announced_box(answer: str) -> str:

@@ -37,10 +37,12 @@ class MathChecker:
     Args:
         num_workers: Number of processes for math-verify.
         timeout: Seconds after which a comparison by math-verify is stopped and counts as wrong.
+        boxes_in_thoughts: Whether a box in ``<think>`` counts too.
     """
 
-    def __init__(self, num_workers: int = 1, timeout: float = 3.0) -> None:
+    def __init__(self, num_workers: int = 1, timeout: float = 3.0, boxes_in_thoughts: bool = False) -> None:
         self.pool = SymbolicPool(num_workers, timeout)
+        self.boxes_in_thoughts = boxes_in_thoughts
         self._counts: Counter[str] = Counter()
 
     def check(
@@ -50,7 +52,7 @@ class MathChecker:
 
         Tolerances are relative ones of numbers, default none.
         """
-        boxed = [extract_boxed(completion) for completion in completions]
+        boxed = [extract_boxed(completion, self.boxes_in_thoughts) for completion in completions]
         self._counts.update(checks=len(boxed), no_box=boxed.count(None))
         return self.same(["" if box is None else box for box in boxed], golds, tolerances)
 
@@ -60,7 +62,7 @@ class MathChecker:
         """Whether each completion has its gold answer, by both conventions; lenient pays all that strict pays."""
         strict = self.check(completions, golds, tolerances)
         wrong = [place for place, is_right in enumerate(strict) if not is_right]
-        answers = [extract_answer(completions[place]) or "" for place in wrong]
+        answers = [extract_answer(completions[place], self.boxes_in_thoughts) or "" for place in wrong]
         allowed = [tolerances[place] for place in wrong] if tolerances else None
         paid = self._same(answers, [golds[place] for place in wrong], allowed, LenientComparison)
         right = dict(zip(wrong, paid, strict=True))
@@ -129,7 +131,7 @@ def default_checker() -> MathChecker:
 
 
 def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
-    r"""Whether the last balanced ``\boxed{}`` of a completion is the gold answer.
+    r"""Whether the last balanced ``\boxed{}`` of a completion, outside of its thoughts, is the gold answer.
 
     Args:
         completion: Text of the policy; hostile text of any length is fine.

@@ -14,7 +14,7 @@ import re
 from fractions import Fraction
 
 from sparse_rl_lightning.rewards.exact_numbers import is_whole
-from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, TAIL, extract_boxed, is_within_limits
+from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, answer_tail, extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Reading, has_letters, read_atom
 from sparse_rl_lightning.rewards.math.expressions import Node
 from sparse_rl_lightning.rewards.math.structure import has_relation, split_outside
@@ -30,11 +30,11 @@ _PERCENT = re.compile(r"\\?%|\\text\s*\{\s*percent\s*\}|\s*\bpercent\b")
 _ROUNDED = re.compile(r"[+-]?([0-9,]*)\.([0-9]{2,})(?:(?:[eE]|\\times|\\cdot|\*).*)?")
 
 
-def extract_answer(completion: str) -> str | None:
+def extract_answer(completion: str, boxes_in_thoughts: bool = False) -> str | None:
     r"""The content of the last ``\boxed{}``, or without any, the text after "the answer is"."""
-    tail = completion[-TAIL:]
+    tail = answer_tail(completion, boxes_in_thoughts)
     if "\\boxed" in tail:
-        return extract_boxed(completion)
+        return extract_boxed(completion, boxes_in_thoughts)
     ends = [said.end() for said in _SAID.finditer(tail)]
     answer = _SENTENCE_END.split(tail[ends[-1] :], maxsplit=1)[0].strip(" *_") if ends else ""
     return answer if 0 < len(answer) <= MAX_BOX else None
