@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import peft as adapting
+from transformers.utils.peft_utils import check_peft_version
 
 from sparse_rl_lightning.errors import UserError, check_choice, check_number, check_seed
 from sparse_rl_lightning.ops.keyed_random import seed_of
@@ -126,6 +129,13 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, seed: i
         from peft import LoraConfig
     except ImportError as error:
         raise UserError("Adapters (LoRA) need peft: pip install 'sparse-rl-lightning[lora]'") from error
+    try:
+        check_peft_version(adapting.MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise UserError(
+            f"Adapters (LoRA): transformers {transformers.__version__} asks for peft {adapting.MIN_PEFT_VERSION} or "
+            "newer. pip install 'sparse-rl-lightning[lora]' brings versions that go together."
+        ) from error
     _check_targets(model, target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +21,16 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 HOW: tuple[Any, ...] = (False, True, "selective", "offload")
 FAMILIES = [Qwen2Config, Qwen3Config, LlamaConfig]
-LORA = partial(add_adapter, target_modules="all-linear", r=4, lora_alpha=8.0, lora_dropout=0.0)
+
+
+def lora(model: Any) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    add_adapter(model, target_modules="all-linear", r=4, lora_alpha=8.0, lora_dropout=0.0)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {}, "bf16-mixed": {"autocast": torch.bfloat16}, "bf16-true": {"dtype": torch.bfloat16},
-    "LoRA": {"adapt": LORA}, "LoRA on 16 bits": {"adapt": LORA, "dtype": torch.bfloat16},
+    "LoRA": {"adapt": lora}, "LoRA on 16 bits": {"adapt": lora, "dtype": torch.bfloat16},
 }  # fmt: skip
 
 

@@ -13,11 +13,13 @@ from tiny_grpo import is_checkpointing
 from tiny_run import config, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import peft
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import GRPOLoss, SparseGRPO
 from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
@@ -54,6 +56,14 @@ def perturbed(model: PreTrainedModel) -> PreTrainedModel:
             if "lora_B" in name:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def test_a_peft_that_is_too_old_for_transformers_is_told_before_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the extra keeps them together: transformers asks for it only when an adapter is added."""
+    made = source()
+    monkeypatch.setattr(peft, "MIN_PEFT_VERSION", "99.1")
+    with pytest.raises(UserError, match=r"transformers 5\.\S+ asks for peft 99\.1 or newer\. pip install 'sparse-"):
+        made.load()
 
 
 def tokens() -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, pipeline
 
@@ -166,7 +165,10 @@ def test_an_error_of_a_compressor_arrives_after_memory_has_grown() -> None:
 
 
 def test_adapters_count() -> None:
-    model = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    model = peft.get_peft_model(
+        small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     compressor = RKV(**SMALL)
     with_adapters = generated(model, CompressedCache(compressor, model))
     assert with_adapters == sampled(model.get_base_model(), compressor)
