@@ -31,6 +31,7 @@ WORDS = (
     r"\rfloor \cup \in \pm \leq < > = \infty \sum \int \lim \to \\ \{ \} { } ( ) [ ] | ^ _ + - * / ! , . ; : & ' $ % 0 "
     r"1 2 10 3.5 1,234 x y e i f cm or and \overline{ \over \choose \, \! \; ~ ^\circ C \circ \prime \langle \rangle "
     r"percent per cents meters second square \text{m} "
+    r"sqrt( ^( ** pi sin `` '' \" ` _0 \begin{align} \end{align} apples km/h x_1= ,y= a+b= \text{Area} \triangle \max "
     r"\mathbb{R} \mid \angle AB P( \times10^{3} 1e5 \dot{x} ² × √ \exp \arcsin ^{-1} \% \text{} \$"
 ).split()
 

@@ -31,6 +31,12 @@ PIECES = {  # one or more for each pattern: what it repeats, so that it may be r
     "segments": (r"\frac{AB}{CD}", "AB/", "AB:", r"\overline{AB}^2", "[ABC]", r"\mathbb E[k]", r"\mathbb{E}(", "AB="),
     "products": ("2^6 ", "2^{6}3", "1!2", r"(-2)^k", r"(-x)^{n}", r"\binom{9999}{4999}", r"\sqrt{2}+2^{-900}"),
     "announced": (r"\text{The answer is }\boxed{", "the final answer is ", "answer: ", r"\text{So the answer}"),
+    "said": ("the ", "is ", r"\text{the }", r"n\text{ is }", "answer: ", "=", r"\max(a)", r"\angle ABCD", r"\abc x"),
+    "code": ("sqrt(", "sqrt()", "^(", "x^(1)", "**", "x**2", "**-", "np.sqrt(", "binom(1,", "pi", "sin ", "inf", ")"),
+    "around": ("*", "**", "__", "_", "`", "```", '"', "'", "“", "”", "``", "**a** ", "__5__,", r"\text{**a**}"),
+    "displays": (r"\begin{align}", r"\end{align}", r"\begin{align}x&=1\\", "&=", "& ", r"\begin{cases}1\end{cases}"),
+    "scripts": ("v^2_0", "v^{2}_", "v^{{", "a'_1", "a'", r"x^{a}_{\text{b}}", r"30^\circ\sin", "30°", r"\sin 1^\circ"),
+    "nouns": ("5 apples ", "5 apples, ", " a", "5 km/h", " per hour", "5 sq. ", " of", "a/a", "5 a. a. "),
     "periods": ("0.", r"\overline{1", r"\dot{1}", r"0.\overline{", "1am", "a.m"),
 }  # fmt: skip
 STARTS = ("", "5", r"\text{", "(")

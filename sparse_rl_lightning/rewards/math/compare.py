@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeAlias
 from sparse_rl_lightning.rewards.exact_numbers import Number, parse_number, same_number
 from sparse_rl_lightning.rewards.math.boxes import is_within_limits
 from sparse_rl_lightning.rewards.math.expressions import TIMES, Node
+from sparse_rl_lightning.rewards.math.spellings.parts import named_in_order
+from sparse_rl_lightning.rewards.math.spellings.readings import readings
 from sparse_rl_lightning.rewards.math.structure import (
     Answer,
     Atom,
@@ -56,6 +58,8 @@ class Comparison:
     Numbers may differ by a relative ``tolerance`` if one is not an integer. ``known`` are verdicts of math-verify.
     """
 
+    pays_words_in_order = False
+
     def __init__(self, tolerance: float = 0.0, known: Mapping[Pair, bool] | None = None) -> None:
         self.tolerance = tolerance
         self.known = known or {}
@@ -65,18 +69,30 @@ class Comparison:
         """Whether they are the same; None if math-verify must decide the pairs in ``missing``."""
         if not (is_within_limits(answer) and is_within_limits(gold)):
             return False
+        verdict: bool | None = False
+        for pair in readings(answer, gold):
+            verdict = self._same_texts(*pair)
+            if verdict is not False:
+                break
+        return False if len(self.missing) > MAX_PAIRS else verdict
+
+    def _same_texts(self, answer: str, gold: str) -> bool | None:
         first, second = without_braces(tidy(answer)), without_braces(tidy(gold))
         if not (plain_text(first) and plain_text(second)):
             return False
         (value, condition), (other, same_condition) = split_condition(first), split_condition(second)
         if not (condition and same_condition):
             first, second = value, other  # either may leave it out
+        written = first, second
         if has_relation(first) != has_relation(second):
             first, second = without_variable(first), without_variable(second)
         if plain_text(first) == plain_text(second):
             return True
         verdict = self._same(parse_answer(first), parse_answer(second))
-        return False if len(self.missing) > MAX_PAIRS else verdict
+        if verdict is not False or "=" not in answer + gold:
+            return verdict
+        values = named_in_order(parse_answer(written[0]), parse_answer(written[1]), self.pays_words_in_order)
+        return verdict if values is None else self._same(*values)
 
     def _same(self, first: Answer, second: Answer) -> bool | None:
         if isinstance(first, Atom) and isinstance(second, Atom):

@@ -5,6 +5,8 @@ r"""The lenient convention of papers' graders, so that accuracies can be compare
 - A decimal with at least two decimal places and two significant digits is the gold answer if that rounds to it,
   unless the gold answer is an integer: ``0.33`` is one third.
 - ``50\%`` is one half as well as 50, in the answer or in the gold answer.
+- A sentence in the box is what it says: ``\text{The smallest }n\text{ is }50``; nothing if it denies or limits that.
+- Parts named by words are the tuple or list in the same order: ``\text{length}=3,\text{width}=2`` is ``(3,2)``.
 - Without any ``\boxed``, the end of the sentence after the last "the answer is" is the answer.
 """
 
@@ -17,12 +19,16 @@ from sparse_rl_lightning.rewards.exact_numbers import is_whole
 from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, answer_tail, extract_boxed, is_within_limits
 from sparse_rl_lightning.rewards.math.compare import Comparison, Reading, has_letters, read_atom
 from sparse_rl_lightning.rewards.math.expressions import Node
+from sparse_rl_lightning.rewards.math.spellings.words import CONDITIONS, OTHERWISE, TEXT_CONTENT
 from sparse_rl_lightning.rewards.math.structure import has_relation, split_outside
 from sparse_rl_lightning.rewards.math.text import tidy
 from sparse_rl_lightning.rewards.math.values import evaluate, readable, same_expression
 
 _SAID = re.compile(r"\bthe (?:final |correct )?answers? (?:is|are)\b:?\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+_SENTENCE = re.compile(r"((?:[A-Za-z$']+ ){1,12}?(?:is|are|equals)\b:? ?|(?:final )?answer ?: ?)(.+)", re.IGNORECASE)
+_TURNED = re.compile(rf"\b(?:{OTHERWISE}|{CONDITIONS}|less|more|at least|at most)\b", re.IGNORECASE)
+_DENIED = re.compile(r"(?<![a-z])(?:not|wrong|false|incorrect|never)(?![a-z])", re.IGNORECASE)
 _EQUALS = frozenset({"="})
 _NEARLY = frozenset({"\\approx", "\\simeq", "≈"})
 _NEAR = 0.02  # relative difference of two sides of \approx
@@ -43,6 +49,8 @@ def extract_answer(completion: str, boxes_in_thoughts: bool = False) -> str | No
 class LenientComparison(Comparison):
     """A comparison by the rules of papers' graders, beyond what :class:`Comparison` pays."""
 
+    pays_words_in_order = True
+
     def same(self, answer: str, gold: str) -> bool | None:
         """Whether they are the same, by the base class, for any of the readings of both."""
         verdicts = [super(LenientComparison, self).same(*pair) for pair in _readings(answer, gold)]
@@ -60,7 +68,7 @@ def _readings(answer: str, gold: str) -> list[tuple[str, str]]:
     """The pairs to compare: as given, the ends of a chain, and a percentage as its value."""
     if not (is_within_limits(answer) and is_within_limits(gold)):
         return [(answer, gold)]
-    ends = [] if has_relation(tidy(gold)) else _ends(tidy(answer))
+    ends = [] if has_relation(tidy(gold)) else [*_ends(tidy(answer)), *_said(answer)]
     pairs = [(reading, gold) for reading in (answer, *ends)]
     one, two = _PERCENT.sub("", answer), _PERCENT.sub("", gold)
     if one != answer and two == gold:
@@ -70,9 +78,16 @@ def _readings(answer: str, gold: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def _said(answer: str) -> list[str]:
+    r"""What a sentence says: 50 for ``\text{The smallest }n\text{ is }50``; nothing if a word of it turns it."""
+    sentence = " ".join(TEXT_CONTENT.sub(r" \1 ", answer).split()).rstrip(".")
+    match = _SENTENCE.fullmatch(sentence)
+    return [match[2]] if match and not _TURNED.search(match[1]) else []
+
+
 def _ends(text: str) -> list[str]:
     r"""The last side of a chain of equations, and the one before ``\approx``; none if the chain is wrong."""
-    if len(split_outside(text, frozenset(",;"))[0]) > 1:
+    if len(split_outside(text, frozenset(",;"))[0]) > 1 or _DENIED.search(text):
         return []
     sides, signs = split_outside(text, _EQUALS | _NEARLY)
     trees = [readable(side) for side in sides]

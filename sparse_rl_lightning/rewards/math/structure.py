@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from sparse_rl_lightning.rewards.exact_numbers import parse_number
+from sparse_rl_lightning.rewards.math.spellings.words import OTHERWISE
 from sparse_rl_lightning.rewards.math.units import split_unit
 
 MAX_ITEMS = 64
@@ -20,21 +21,19 @@ _FLIPPED = {">": "<", "\\geq": "\\leq"}
 _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in"})
 _LESS = frozenset({"<", "\\leq"})
 _LETTER = r"(?:[a-zA-Z]|\\(?!frac|sqrt|text|pi)[a-zA-Z]+)"
-_SCRIPT = r"_(?:[0-9a-zA-Z]|\{[^{}]*\})"
-_PLAIN_NAME = rf"{_LETTER}(?:{_SCRIPT})?(?:(?:\^\{{-1\}})?\([0-9a-zA-Z,]+\))?"
-_OTHERWISE = (  # \text{not }=5 is not a name for five
-    "not|no|wrong|false|incorrect|never|without|except|than|half|halves|twice|thrice|doubled?|tripled?|quarter|squared|"
-    "cubed|factorial|minus|plus|negative|opposite|reciprocal|inverse|dozens?|hundreds?|thousands?|[mbtr]+illions?"
-)
-_WORDS = rf"(?!(?:[a-zA-Z\x1f ]*[\x1f ])?(?i:{_OTHERWISE})[\x1f }}])[a-zA-Z\x1f ]+"
+_SCRIPT = r"_(?:[0-9a-zA-Z]|\{(?:[^{}]|\{[^{}]*\})*\})"
+PLAIN_NAME = rf"{_LETTER}(?:{_SCRIPT})?(?:(?:\^\{{-1\}})?\([0-9a-zA-Z,]+\))?"
+"""A pattern of a letter, with its index and its argument."""
+_WORDS = rf"(?!(?:[a-zA-Z\x1f ]*[\x1f ])?(?i:{OTHERWISE})[\x1f }}])[a-zA-Z\x1f ]+"
 _SEGMENT = r"(?:[A-Z]{2}|\\overline\{[A-Z]{2}\})(?:\^[0-9])?"
-_NAMED_THINGS = (  # angles, segments, their powers and ratios, areas, marked letters, probabilities, words
+THINGS = (  # probabilities, angles, segments, their powers and ratios, areas, marked letters, words
+    r"(?:[EP]|\\Pr|\\mathbb ?(?:\{[EP]\}|[EP]))(?:\([^()]*\)|\[[^][]*\])",
     *(r"m?\\angle ?[A-Z]{1,3}", r"\|?[A-Z]{2,3}\|?", r"\|?\\(?:overline|overrightarrow|vec)\{[A-Z]{2}\}\|?"),
     *(_SEGMENT, rf"\\frac\{{{_SEGMENT}\}}\{{{_SEGMENT}\}}", rf"{_SEGMENT}[/:]{_SEGMENT}"),
     *(r"\[[A-Z]{3,4}\]", r"\\(?:mathbf|mathbb|mathcal|boldsymbol|vec|bar|hat|tilde) ?(?:\{[a-zA-Z]\}|[a-zA-Z])"),
-    r"(?:[EP]|\\Pr|\\mathbb ?(?:\{[EP]\}|[EP]))(?:\([^()]*\)|\[[^][]*\])",
     rf"\\(?:text|mathrm)\{{{_WORDS}\}}",
 )
+"""Patterns of what has a name of several characters."""
 _RANGE = (
     r"positive|negative|nonnegative|nonzero|real|complex|rational|natural|whole|even|odd|integers?|numbers?|values|of"
 )
@@ -43,8 +42,8 @@ _CONDITION = re.compile(  # for all n\ge2, for every positive integer n
     r"(?:(?:[a-zA-Z]|\\[a-z]+ ?)(?:,[a-zA-Z])*(?:(?:[<>]|\\(?:[gl]eq|neq|in) ?)[-0-9a-zA-Z\\{}]{1,20})?)?$"
 )
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[1-9][0-9]{2})+")
-_TUPLE = re.compile(rf"\({_PLAIN_NAME}(?:,{_PLAIN_NAME})+\)")
-_NAME = re.compile("|".join((_PLAIN_NAME, *_NAMED_THINGS)))
+_TUPLE = re.compile(rf"\({PLAIN_NAME}(?:,{PLAIN_NAME})+\)")
+_NAME = re.compile("|".join((PLAIN_NAME, *THINGS)))
 _INDEX = re.compile(r"_(?:[0-9]|\{[0-9]+\})$")
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-TEXT_SPACE = "\x1f"
-r"""A space between words of a text command; it is a space to ``\s`` and left out of comparisons."""
+from sparse_rl_lightning.rewards.math.spellings.marks import displayed, without_marks
+from sparse_rl_lightning.rewards.math.spellings.spelled import as_commands
+from sparse_rl_lightning.rewards.math.spellings.words import TEXT_COMMANDS, TEXT_CONTENT, TEXT_SPACE
+from sparse_rl_lightning.rewards.math.units import words_as_text
+
 _THIN, _MARK = "\x01", "\x02"  # a thin space; the place of a dropped mark
 
 _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
-_TEXT_COMMANDS = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox|operatorname)"
-TEXT_CONTENT = re.compile(_TEXT_COMMANDS + r"\s*\{([^{}]*)\}")
-"""A text command with its content as the group."""
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z{}()\[\]$%,;:!|])")
 _ROW_END = re.compile(r"\\\\ *\[ *-?[0-9.]+ *[a-z]{2} *\]|(?<!\\)\\(?=\r?\n)|\\cr(?![a-zA-Z])")
-_OR = re.compile(rf",? ?(?:{_TEXT_COMMANDS} ?\{{ ?(or|and) ?\}}| (or|and) ) ?")
+_OR = re.compile(rf",? ?(?:{TEXT_COMMANDS} ?\{{ ?(or|and) ?\}}| (or|and) ) ?")
 _INEQUALITY = re.compile(r"[<>]|\\[gl]eq")
 _IDLE_MARK = re.compile(r"(\\[a-zA-Z]+)[\x01\x02]+(?=[a-zA-Z])")
 _THOUSANDS = re.compile(r"(?<![0-9.\x01])[0-9]{1,3}(?:(?:\x01+|,\x01+ ?)[0-9]{3})+(?![0-9\x01])")
@@ -30,6 +30,8 @@ _CELSIUS = re.compile(r"(?:\^ ?\{? ?\\circ ?\}?|°) ?(?:\\(?:text|mathrm) ?\{ ?(
 _CIRCLE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))")
 _INCHES = re.compile(r"(?<=[0-9])(?:''|\^\{ ?\\prime ?\\prime ?\}|\^\{''\})$")
 _OVER = re.compile(r"\{([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)\}|^([^{}]*)\\(over|choose)(?![a-zA-Z])([^{}]*)$")
+_SCRIPT = r"(?:[0-9a-zA-Z]|\\[a-zA-Z]+|\{(?:[^{}]|\{[^{}]*\})*\})"
+_SCRIPTS = re.compile(rf"((?:(?<!\\)\b|(?<![a-zA-Z\\]))(?:\\[a-zA-Z]+|[a-zA-Z]))('+|\^{_SCRIPT})_({_SCRIPT})(?![0-9])")
 _HALF_DAY = re.compile(r"(?<=[0-9])([aApP])\.?[mM]$")
 
 _DROPPED = (
@@ -70,11 +72,11 @@ def normalize_answer(text: str) -> str:
 @lru_cache(maxsize=4096)  # a group of samples shares its gold answer
 def tidy(text: str) -> str:
     """The part of the normalization that keeps units recognizable."""
-    text = _single_backslashes(text.translate(_NOT_OURS))
+    text = without_marks(displayed(_single_backslashes(text.translate(_NOT_OURS))))
     text = _CELSIUS.sub(lambda match: rf"\text{{deg {match[1] or match[2]}}}", text)
     text = _COMMAND.sub(lambda match: _REPLACED.get(match[0], match[0]), text).translate(_PLAIN)
     text = _CIRCLE.sub(_MARK, text).replace("{,}", f",{_THIN}").replace("{:}", ":")
-    text = _split_words(" ".join(text.split()))
+    text = words_as_text(as_commands(_split_words(" ".join(text.split()))))
     text = TEXT_CONTENT.sub(_keep_spaces, text)
     text = _INCHES.sub(r"\\text{in}", text)
     text = _THOUSANDS.sub(lambda match: match[0].replace(_THIN, "").replace(" ", ""), text)
@@ -93,8 +95,9 @@ def tidy(text: str) -> str:
         text = re.sub(r"\\sqrt ?([0-9a-zA-Z])", r"\\sqrt{\1}", text)
         text = re.sub(r"\\pmod ?([0-9]+|[a-zA-Z])", r"\\pmod{\1}", text)
     text = re.sub(r"([_^])\{([0-9a-zA-Z])\}(?![0-9])", r"\1\2", text)
+    if "^" in text or "'_" in text:
+        text = _SCRIPTS.sub(r"\1_\3\2", text)
     text = re.sub(r"(?:^|(?<=[(\[{,;=<>]))\+", "", text)
-    text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)
     return text.replace("\\{\\}", "\\emptyset").rstrip(".,;")
 
 
@@ -122,9 +125,10 @@ def _split_words(text: str) -> str:
 
 def _keep_spaces(match: re.Match[str]) -> str:
     """A text command with its spaces protected; a list inside one becomes a list."""
-    if "," in match[1]:
-        return match[1]
-    words = TEXT_SPACE.join(match[1].replace(_MARK, "").replace(_THIN, " ").split())
+    content = without_marks(match[1])
+    if "," in content:
+        return content
+    words = TEXT_SPACE.join(content.replace(_MARK, "").replace(_THIN, " ").split())
     command = match[0].partition("{")[0].rstrip()
     return f"{command}{{{words}}}" if words else _MARK
 

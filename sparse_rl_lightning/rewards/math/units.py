@@ -1,14 +1,15 @@
 r"""Units after a quantity: which words are units, which are the same unit, and which are none at all.
 
 Any word in ``\text{}`` after a number may be its unit (``5\text{ apples}``), unless it qualifies the number
-(``5\text{ squared}``, ``5\text{ million}``). Without ``\text{}`` only the words listed here are units.
+(``5\text{ squared}``, ``5\text{ million}``). Without ``\text{}`` the words listed here are units, and so are
+nouns behind a space that cannot be a product of letters (``5 apples``).
 """
 
 from __future__ import annotations
 
 import re
 
-from sparse_rl_lightning.rewards.math.text import TEXT_CONTENT, TEXT_SPACE
+from sparse_rl_lightning.rewards.math.spellings.words import NO_NOUNS, NOUNS, OF, OTHERWISE, TEXT_CONTENT, TEXT_SPACE
 
 _NAMES = {
     "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
@@ -19,6 +20,7 @@ _NAMES = {
     "percent": "percent", "N": "newton", "J": "joule", "W": "watt", "K": "kelvin", "V": "volt", "point": "point",
 }  # fmt: skip
 _SHORT = {form: short for short, names in _NAMES.items() for name in names.split() for form in (name, f"{name}s")}
+_KNOWN = frozenset((*_SHORT, *_SHORT.values()))
 _LONG = sorted((name for name in _SHORT if len(name) > 3), key=len, reverse=True)
 _LISTED = "|".join([*(re.sub("s$", "s(?!ec|q)", name) for name in _LONG), "mm|cm|dm|km|kg|mg|mph"])  # newton seconds
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3"}
@@ -44,6 +46,8 @@ _PER = "per(?!cent(?!imet))"
 _BARE = re.compile(rf"(?<=[0-9}}])(?:(?:{_PER}|/)?(?:square|cubic|sq\.?)?(?:{_LISTED}|ml|mL|ft){_POWER}?)+$")
 _LISTED_PIECE = re.compile(rf"{_PER}|{_LISTED}|ml|mL|ft|square|cubic|sq|{_POWER}|/")
 _PIECE = re.compile(rf"[^\W\d_]+|{_POWER}|[/*]")
+_NO_NAME = re.compile(OTHERWISE)
+_BEHIND = re.compile(r"(?:(?<=[0-9})\x02])|(?<=\\pi)) ?((?: [a-zA-Z]+(?:\.|/[a-zA-Z]+)?){1,3})(?= *(?:[,;.]|$))")
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -59,6 +63,30 @@ def split_unit(text: str) -> tuple[str, str]:
     return value, _one_spelling(_PIECE.findall(TEXT_CONTENT.sub(r" \1 ", unit.replace("\\cdot", "*"))))
 
 
+def words_as_text(text: str) -> str:
+    r"""An answer whose counted nouns and units stand in ``\text{}``, ``5\text{ apples}`` for ``5 apples``."""
+    if " " not in text:
+        return text
+    return _BEHIND.sub(lambda match: rf"\text{{{match[1]}}}" if _is_counted(match[1]) else match[0], text)
+
+
+def _is_counted(phrase: str) -> bool:
+    """Whether words are a noun or a unit, and neither a sentence nor letters that are multiplied."""
+    words = re.findall("[a-zA-Z]+", phrase)
+    above, _, below = phrase.strip().partition("/")
+    is_rate = len(above) > 1 and above in _KNOWN and below in _KNOWN
+    return is_rate or (words[-1] not in OF and all(word in OF or _is_noun(word) for word in words))
+
+
+def _is_noun(word: str) -> bool:
+    """Whether a word is a unit or a listed noun, or has five letters that no product would have in this order."""
+    folded = word.casefold()
+    if (len(word) > 1 and (word in _KNOWN or folded in _KNOWN)) or folded in NOUNS:
+        return True
+    is_product = folded == "".join(sorted(set(folded))) or not set("aeiouy") & set(folded)
+    return not (len(word) < 5 or is_product or folded in NO_NOUNS or _is_no_unit(word))
+
+
 def _without_squared(words: list[str]) -> list[str]:
     """The words without ``squared`` and ``cubed`` if these qualify the unit, not the number."""
     before = ("", *map(_one_name, words))
@@ -70,7 +98,9 @@ def _without_squared(words: list[str]) -> list[str]:
 def _is_no_unit(word: str) -> bool:
     """Whether a word qualifies the number itself."""
     word = word if len(word) == 1 else word.casefold()
-    return word in _NO_UNITS or word.startswith(_SCALES) or bool(_ORDINAL.fullmatch(word))
+    if word in _NO_UNITS or word.startswith(_SCALES) or _ORDINAL.fullmatch(word):
+        return True
+    return bool(_NO_NAME.fullmatch(word)) and word not in _SQUARED
 
 
 def _one_name(word: str) -> str:

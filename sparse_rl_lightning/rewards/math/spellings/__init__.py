@@ -1,0 +1,1 @@
+"""How models spell answers: what stands around them, words, code, statements and named parts."""
