@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.gpu_files import in_no_group
+
+if TYPE_CHECKING:
+    from tests.gpus import RealGPU
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
@@ -73,6 +77,14 @@ def ranks() -> Iterator[None]:
 def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tables that the datasets library prepares stay out of the home folder."""
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(params=["pretended", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> RealGPU:
+    """A GPU, to be entered (``with gpu``) by what runs on it."""
+    from tests.gpus import Pretended, RealGPU  # imports of the package that many tests do not need
+
+    return RealGPU() if request.param == "real" else Pretended()
 
 
 @pytest.fixture

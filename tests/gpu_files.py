@@ -8,7 +8,11 @@ GPU_TESTS = {
     "ops": ("tests/ops",),
     "rollouts": ("tests/rollout/test_on_gpu.py", "tests/rollout/test_rollout_memory.py"),
     "replay": ("tests/replay/test_death_attention.py",),  # the only one that compiles FlexAttention
-    "other": ("tests/benchmarks/test_bench_rollout.py", "tests/callbacks/test_dry_run.py"),
+    "other": (
+        "tests/benchmarks/test_bench_rollout.py",
+        "tests/callbacks/test_dry_run.py",
+        "tests/report/test_viewing.py",
+    ),
 }
 
 

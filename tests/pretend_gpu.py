@@ -11,7 +11,8 @@ Every torch function that meets such a tensor, or is asked for the device cuda, 
 - CUDA graphs record what runs and replay it without Python (``pretend_graph.py``).
 
 Ops of this library run their CPU kernels, or the reference where there is none: the kernels themselves are not
-rehearsed. Which functions wait is a list made by reading torch; a wait that is not in it is not found.
+rehearsed, unless the library for the CPU holds them, emulated. Which functions wait is a list made by reading torch; a
+wait that is not in it is not found.
 
 With ``backing="meta"`` tensors have shapes and no values, for counts at real sizes; what a read returns is then up to
 the caller.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.ops import library
 from sparse_rl_lightning.ops.pools import FLOAT8
+from tests.native_cases import EMULATED
 from tests.pretend_graph import CUDA, Captures, poison
 
 ROOT = str(Path(library.__file__).resolve().parents[2]) + "/"
@@ -49,7 +52,9 @@ NO_INPUT = {"fill_", "zero_", "full", "zeros", "ones", "arange", "scalar_tensor"
 LOOKUPS = {"index", "embedding", "gather", "index_select"}  # read as much as they return, not all of the first argument
 PARTIAL_WRITES = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NO_KERNEL = {FLOAT8, torch.float16}  # in a library for CPUs
 _ATTRIBUTES = {"is_cuda": True, "is_cpu": False, "is_meta": False}
+MEMORY = 2**31  # bytes
 IDLE = "an event with nothing queued behind it"
 Place = tuple[str, str]  # file and line, and what happened there
 
@@ -142,6 +147,7 @@ class PretendGPU(TorchFunctionMode):
         self.strays: Counter[Place] = Counter()  # launches on a device that was not the current one
         self.in_flight: list[tuple[Tensor, Tensor]] = []  # host memory, and what a copy will have written there
         self.captures = Captures(place)
+        self.reserved = 0  # the most bytes that were allocated when somebody asked
         self._ops, self._patches = _Ops(self), contextlib.ExitStack()
 
     def __enter__(self) -> PretendGPU:
@@ -153,12 +159,27 @@ class PretendGPU(TorchFunctionMode):
         # newer torch asks the driver whether cuDNN's attention can be used, if it may be, before it is refused
         self._patches.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
+        self._patches.enter_context(
+            mock.patch.multiple(
+                torch.cuda, memory_allocated=lambda device=None: self._allocated()[0],
+                memory_reserved=lambda device=None: self._allocated()[1],
+                mem_get_info=lambda device=None: (MEMORY - self._allocated()[1], MEMORY),
+            )
+        )  # fmt: skip
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.close()
+
+    def _allocated(self) -> tuple[int, int]:
+        """Bytes of all tensors that there are, and those that an allocator would keep in reserve."""
+        gc.collect()
+        inside = [t.inner.untyped_storage() for t in gc.get_objects() if type(t) is DeviceTensor]
+        count = sum({memory._cdata: memory.nbytes() for memory in inside}.values())
+        self.reserved = max(self.reserved, count)
+        return count, self.reserved
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -389,7 +410,7 @@ class PretendGPU(TorchFunctionMode):
                 return self._answered(name, func, args, kwargs)
         written = written_arguments(func._schema, args, kwargs)
         self.captures.before_writing(written)
-        if own and any(isinstance(arg, Tensor) and arg.dtype in (FLOAT8, torch.float16) for arg in args):
+        if own and not EMULATED and any(isinstance(arg, Tensor) and arg.dtype in NO_KERNEL for arg in args):
             func = library.REFERENCES[name]
         out = func(*args, **kwargs)
         outs = [t for t in leaves_of(out) if isinstance(t, Tensor)]

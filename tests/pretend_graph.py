@@ -149,7 +149,7 @@ class Captures:
 
     @contextlib.contextmanager
     def capture(
-        self, graph: PretendGraph, pool: Any, stream: PretendStream | None = None, *, capture_error_mode: str
+        self, graph: PretendGraph, pool: Any = None, stream: PretendStream | None = None, capture_error_mode: str = ""
     ) -> Iterator[None]:
         """Like ``torch.cuda.graph``: what ran in it has not run afterwards, and an error in it comes first."""
         assert self._graph is None, "a capture in a capture"
@@ -204,8 +204,6 @@ class Captures:
                 Stream=lambda device=None: PretendStream(self.device(device)), current_stream=self.current_stream,
                 stream=self.on_stream, device=self.on_device, current_device=lambda: self.current.index,
                 synchronize=lambda device=None: self.refuse("synchronize"), default_generators=(generator, generator),
-                mem_get_info=lambda device=None: (2**30, 2**30),
-                memory_reserved=lambda device=None: 0, memory_allocated=lambda device=None: 0,
             ),
             mock.patch.multiple(
                 torch._C, create=True, _cuda_endAllocateToPool=lambda index, pool: None,

@@ -157,7 +157,7 @@ def test_every_test_for_gpus_is_in_a_group() -> None:
     assert in_no_group(["tests/new/test_x.py", "tests/operations/test_y.py"]) == [
         "tests/new/test_x.py", "tests/operations/test_y.py",
     ]  # fmt: skip
-    marked = re.compile(r"mark\.gpu|on_each_device|from tests\.native_cases|from native_cases")
+    marked = re.compile(r"mark\.gpu|gpu: RealGPU|on_each_device|from tests\.native_cases|from native_cases")
     for paths in GPU_TESTS.values():
         for path in map(ROOT.joinpath, paths):
             files = [path] if path.is_file() else list(path.glob("*.py"))

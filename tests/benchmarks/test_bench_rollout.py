@@ -255,9 +255,11 @@ def test_ratios_are_medians_of_the_rounds() -> None:
     assert str(table) == "## Title\n\nNote.\n\n| a | b |\n|---|---|\n| 1 | 2 |"
 
 
-@pytest.mark.gpu
-def test_gpu_parts_run(tmp_path: Path) -> None:
-    found = tables(run(tmp_path, "--device", "cuda"))
+@pytest.mark.parametrize(
+    "arguments", [("cpu", "--parts", "cells", "memory", "whole"), pytest.param(("cuda",), marks=pytest.mark.gpu)]
+)
+def test_gpu_parts_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    found = tables(run(tmp_path, "--device", *arguments))
     assert all(float(row["ms per step"]) > 0 for row in found["Steps at given lengths"])
     whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
     assert whole == ["FullKV", "16 + 32", "16 + 32, top-p 0.95", "generate"]

@@ -245,9 +245,13 @@ def test_where_it_cannot_work_it_says_so() -> None:
         trainer.fit(module(), loader)
 
 
-@pytest.mark.gpu
-def test_it_is_on_by_default_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    grpo, device = module(optimizer=adam, beta=0.1), "cuda"
+@pytest.mark.parametrize(
+    ("accelerator", "callbacks"), [("cpu", [DryRun(enabled=True)]), pytest.param("cuda", [], marks=pytest.mark.gpu)]
+)
+def test_it_is_on_by_default_on_a_gpu(
+    accelerator: str, callbacks: list[DryRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    grpo = module(optimizer=adam, beta=0.1)
     with caplog.at_level(logging.INFO):
-        fit(grpo, 1, accelerator=device, devices=1)
+        fit(grpo, 1, callbacks, accelerator=accelerator, devices=1)
     assert "Dry run of the worst case: optimizer step of " in caplog.text

@@ -168,3 +168,16 @@ def test_messages_to_users_are_of_their_own_class() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
     ]
     assert found == [], "raise UserError(message) there"
+
+
+def test_what_needs_a_gpu_is_run_without_one_too() -> None:
+    """As another case of the same test, on a CPU or the pretend GPU; or its first run would be on a GPU."""
+    alone = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"(@|pytestmark = )pytest\.mark\.(gpu|skipif\(not torch\.cuda)", line)
+    ]
+    assert alone == [
+        "tests/ops/test_native_device.py: @pytest.mark.gpu"
+    ]  # a library of all kernels, as where one is built

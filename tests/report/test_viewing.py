@@ -12,6 +12,7 @@ import torch
 from sparse_rl_lightning.evictions import NEVER, EvictionRecord
 from sparse_rl_lightning.report.rollout_view import TextHeat, draw_visibility, held_share, token_texts, visibility
 from sparse_rl_lightning.testing import character_tokenizer
+from tests.gpus import RealGPU
 
 LAYERS, HEADS, LENGTH = 3, 2, 9
 
@@ -118,11 +119,13 @@ def test_plain_text_cannot_take_over_the_terminal() -> None:
     assert str(view) == "\\x1b]0;x\\x07  \\x1b[2Ja\\n\ndown          [\\x1b[2J]···"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a tensor of another device than the CPU")
-def test_picture_of_a_rollout_on_a_gpu() -> None:
+def test_picture_of_a_rollout_on_a_gpu(gpu: RealGPU) -> None:
     from matplotlib.figure import Figure
 
-    assert draw_visibility(Figure().subplots(), torch.ones(3, 3, device="cuda"), ["a"] * 3).get_array() is not None
+    axes = Figure().subplots()
+    with gpu:
+        image = draw_visibility(axes, torch.ones(3, 3, device="cuda"), ["a"] * 3)
+    assert image.get_array() is not None
 
 
 def test_rows_must_fit() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows
 from sparse_rl_lightning.rollout.engine.looks import Look
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import tiny_model
-from tests.pretend_gpu import IDLE, PretendGPU
+from tests.gpus import RealGPU, close_on, on_the_cpu
 from tests.rollout_cases import (
     CASES,
     CONVERSATIONS,
@@ -39,75 +38,6 @@ from tests.rollout_cases import (
     model_of,
     policy,
 )
-
-
-class RealGPU(AbstractContextManager[None]):
-    """The GPU of this machine."""
-
-    is_real = True
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to do: it is always there."""
-
-    def copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A copy of a model on it."""
-        return deepcopy(model).to("cuda")
-
-    @contextmanager
-    def unwaited(self) -> Iterator[None]:
-        """Make every wait for the device an error."""
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def check_replayed(self, num_steps: int) -> None:
-        """That steps come from graphs is what ``cuda_graphs="require"`` says."""
-
-
-class Pretended(RealGPU):
-    """A pretend GPU: the CPU's kernels, so its very numbers."""
-
-    is_real = False
-
-    def __init__(self) -> None:
-        self.gpu = PretendGPU()
-
-    def __enter__(self) -> None:
-        self.gpu.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.gpu.__exit__(*error)
-
-    def copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
-        moved: PreTrainedModel = self.gpu.copy_of(model)
-        return moved
-
-    def num_waits(self) -> int:
-        """Waits so far; for an event nothing is reported by a real GPU."""
-        return sum(count for (_, what), count in self.gpu.waits.items() if what != IDLE)
-
-    @contextmanager
-    def unwaited(self) -> Iterator[None]:
-        before = self.num_waits()
-        yield
-        assert self.num_waits() == before, self.gpu.waits
-
-    def check_replayed(self, num_steps: int) -> None:
-        assert self.gpu.captures.refused == []
-        assert sum(graph.replays for graph in self.gpu.captures.graphs) == num_steps
-
-
-@pytest.fixture(params=[Pretended, pytest.param(RealGPU, marks=pytest.mark.gpu)], ids=["pretended", "real"])
-def gpu(request: pytest.FixtureRequest) -> RealGPU:
-    place: RealGPU = request.param()
-    return place
-
-
-def close_on(gpu: RealGPU, close: float = 2e-4) -> float:
-    """How close log-probs are to those of a CPU; see test_rounding.py for those of a real GPU."""
-    return close if gpu.is_real else 2e-5
 
 
 @contextmanager
@@ -131,14 +61,15 @@ def test_a_rollout_is_what_it_is_on_the_cpu(name: str, gpu: RealGPU, monkeypatch
     case = CASES[name]
     model, params = model_of(case), SamplingParams(**{**PARAMS, **case.params})
     compressor, last = made(case.compressor, model), [0]
-    want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
+    with on_the_cpu():
+        want = RolloutSampler(model, compressor, num_slots=4, **case.options).generate(PROMPTS, params)
     options = case.options | {"cuda_graphs": "require" if case.is_captured else True}
     with gpu, no_waits(gpu, monkeypatch) if case.is_captured else nullcontext():
         sampler = RolloutSampler(gpu.copy_of(model), compressor, num_slots=4, **options)
         got = sampler.generate(PROMPTS, params, progress=lambda now: last.append(now.step)).to("cpu")
     if case.has_ties:
         assert_replays(model, got, close_on(gpu))
-    if not case.has_ties or not gpu.is_real:
+    if not case.has_ties or close_on(gpu) < 1e-4:
         assert_same(got, want, close_on(gpu, case.close))
     gpu.check_replayed(last[-1] if case.is_captured else 0)
 
@@ -175,7 +106,8 @@ def test_a_session_over_two_updates_is_what_it_is_on_the_cpu(
     monkeypatch.setattr(scheduler, "CHECK_EVERY", {})  # refilled after the same steps, before the same update
     with gpu:
         got, num_steps = in_a_session(gpu.copy_of(model), compressor)
-    want, _ = in_a_session(model, compressor)
+    with on_the_cpu():
+        want, _ = in_a_session(model, compressor)
     assert_same(got, want, close_on(gpu))
     assert torch.equal(got.policy_versions, want.policy_versions)  # type: ignore[arg-type]
     gpu.check_replayed(num_steps if case.is_captured else 0)
@@ -186,7 +118,8 @@ def test_conversations_are_what_they_are_on_the_cpu(name: str, gpu: RealGPU) -> 
     case = CONVERSATIONS[name]
     model = model_of(case)
     compressor = made(case.compressor, model)
-    want, _ = conversations(model, compressor)
+    with on_the_cpu():
+        want, _ = conversations(model, compressor)
     with gpu:
         got, num_steps = conversations(gpu.copy_of(model), compressor)
     assert_same(got, want, close_on(gpu))
@@ -199,7 +132,8 @@ def test_conversations_are_what_they_are_on_the_cpu(name: str, gpu: RealGPU) -> 
 def test_looks_are_queued_and_read_without_a_blocking_copy(gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = policy(), SamplingParams(**{**PARAMS, "stop_strings": ("a", "Z"), "max_completion_length": 60})
     compressor = made(CASES["rkv"].compressor, model)
-    want = RolloutSampler(model, compressor, 4, tokenizer=TOKENIZER).generate(PROMPTS, params)
+    with on_the_cpu():
+        want = RolloutSampler(model, compressor, 4, tokenizer=TOKENIZER).generate(PROMPTS, params)
     reads, queue, read = list[int](), Scheduler._queue_look, Look.read
 
     def unwaited(work: Callable[[], Any]) -> Any:
