@@ -51,7 +51,7 @@ def a_card() -> Iterator[PretendGPU]:
             "empty_cache": lambda: None,
             "_sleep": lambda cycles: None,
             "get_device_name": lambda device=None: "pretend GPU",
-            "mem_get_info": lambda device=None: (2**30, 2**30),
+            "mem_get_info": lambda device=None: (2**30, 2**30),  # counting what is there takes long
             "memory_reserved": lambda device=None: 0,
             "memory_allocated": lambda device=None: 0,
         }
