@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -70,7 +72,8 @@ def load_policy(module: PolicyModule, path: Path) -> None:
             f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is a folder of FSDP2, or not whole. Give a checkpoint of "
             "one device, DDP or DeepSpeed; for one of FSDP2 resume with that strategy and ExportPolicy instead."
         )
-    module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
+    with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
+        module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
     state = load_file(path / WEIGHTS)
     own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
     differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})

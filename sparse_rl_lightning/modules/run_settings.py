@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl_lightning.compressors import Drawn
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.lora import LoraPolicy
@@ -27,19 +29,20 @@ PLACES = {
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
 
-NOT_OF_WEIGHTS = {
-    "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "name_or_path", "eos_token_id",
-    "bos_token_id", "pad_token_id", "max_position_embeddings", "attn_implementation", "quantization_config",
-    "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder",
-}  # fmt: skip
+NOT_OF_WEIGHTS = re.compile(
+    "_.*|transformers_version|(torch_)?dtype|use_cache|architectures|name_or_path|.*_token_id|max_position_embeddings|"
+    "attn_implementation|quantization_config|output_.*|return_dict|is_encoder_decoder|initializer_.*|.*(dropout|pdrop|"
+    "_coef|label|task|problem_type).*"
+)
 """Entries of config.json that change nothing of what the weights compute."""
 
 
 def arguments_of(kind: type) -> Iterator[str]:
     """Names of the arguments that a class and its bases take."""
     for base in kind.__mro__:
-        if "__init__" in vars(base):
-            for name, parameter in list(inspect.signature(base.__init__).parameters.items())[1:]:  # type: ignore[misc]
+        own = vars(base).get("__init__")
+        if inspect.isfunction(own):  # no builtin's
+            for name, parameter in list(inspect.signature(own).parameters.items())[1:]:
                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                     yield name
 
@@ -83,10 +86,10 @@ def seeds_of(module: PolicyModule) -> dict[str, int]:
 def policy_facts(module: PolicyModule, with_weights: bool) -> dict[str, Any]:
     """What the weights of a policy that was just loaded mean, and a digest of the weights it starts with."""
     config = json.loads(module.policy.config.to_json_string(use_diff=False))
-    own = {name: value for name, value in config.items() if name not in NOT_OF_WEIGHTS and not name.startswith("_")}
+    own = {name: value for name, value in config.items() if not NOT_OF_WEIGHTS.fullmatch(name)}
     return {
         "config": {name: json.dumps(value, sort_keys=True) for name, value in own.items()},
-        "vocabulary": fingerprint(vocabulary=sorted(module.tokenizer.get_vocab().items())),
+        "vocabulary": hashlib.sha256(json.dumps(module.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "weights": weights_digest(module.policy) if with_weights else None,
     }
 

@@ -320,5 +320,7 @@ def test_checkpoints_without_a_description_still_load(name: str, tmp_path: Path)
     load_policy(exported, path)
 
 
-def test_a_module_of_tests_is_described_whole() -> None:
-    assert settings_of(module())["reward_funcs"] == "[likes_a]"
+def test_a_description_is_the_same_in_every_process() -> None:
+    own = settings_of(module(reward=[likes_a, functools.partial(likes_a)]))
+    assert own["reward_funcs"] == "[likes_a, partial()]"
+    assert not [text for text in own.values() if " at 0x" in text]
