@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -17,6 +17,14 @@ from sparse_rl_lightning.ops.keyed_random import seed_of
 
 Row: TypeAlias = dict[str, Any]
 """A prompt (text, or a list of chat messages), its bare answer, and whatever else a reward function reads."""
+
+
+class PlacedRows(list[Row]):
+    """Rows with their places in files, for messages."""
+
+    def __init__(self, rows: Iterable[Row], places: Iterable[str]) -> None:
+        super().__init__(rows)
+        self.places = list(places)
 
 
 class PromptDataModule(LightningDataModule):
@@ -88,17 +96,18 @@ class PromptDataModule(LightningDataModule):
             self._train = self.train_rows()
         if not self._train:
             raise UserError(f"{type(self).__name__}: the training data has no rows.")
+        rows = self._admitted(self._train, "training")
         sampler = RepeatedBlockSampler(
-            self._train,
+            rows,
             block_size=self.prompts_per_rollout,
             repeats=getattr(self.trainer and self.trainer.lightning_module, "steps_per_rollout", 1),
             num_replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
             seed=self.seed,
-            lengths=[_length(row["prompt"]) for row in self._train],
+            lengths=[_length(row["prompt"]) for row in rows],
         )
         return StatefulDataLoader(
-            cast("Dataset[list[Row]]", self._train),
+            cast("Dataset[list[Row]]", rows),
             batch_size=self.prompts_per_rollout,
             sampler=sampler,
             num_workers=0,
@@ -110,7 +119,7 @@ class PromptDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows in their own order, or an empty list without any."""
         if self._val is None:
-            self._val = self.val_rows()[: self.max_val_prompts]
+            self._val = self.val_rows()
         if not self._val:
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:  # silence looked like success
                 raise UserError(
@@ -118,7 +127,18 @@ class PromptDataModule(LightningDataModule):
                     "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks."
                 )
             return []
-        return in_order(self._val, self.val_batch_size)
+        return in_order(self._admitted(self._val, "validation", self.max_val_prompts), self.val_batch_size)
+
+    def _admitted(self, rows: list[Row], stage: str, most: int | None = None) -> list[Row]:
+        """The first rows, as the attached module wants them: it checks all, before anything is drawn."""
+        module = self.trainer.lightning_module if self.trainer else None
+        admit = getattr(module, "admit", None)
+        if admit is None:
+            return rows[:most]
+        places = getattr(rows, "places", None)
+        named = places.__getitem__ if places else f"row {{}} of the {stage} data".format
+        admitted: list[Row] = admit(rows[:most], named, stage == "training")
+        return admitted
 
     def test_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows."""
@@ -127,6 +147,22 @@ class PromptDataModule(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows."""
         return self.val_dataloader()
+
+
+def check_own_loader(trainer: Trainer, admit: Callable[[list[Row], Callable[[int], str], bool], list[Row]]) -> None:
+    """Have the rows of a user's own training loader checked, if it shows them; a stream's are as they are read.
+
+    Raises:
+        ValueError: If a row is refused, or would be left out.
+    """
+    rows: Any = getattr(trainer.train_dataloader, "dataset", None)
+    if isinstance(getattr(trainer, "datamodule", None), PromptDataModule) or not isinstance(rows, list):
+        return
+    if len(admit(rows, "row {} of the training data".format, True)) < len(rows):
+        raise UserError(
+            "rollout.on_long_prompt='skip' needs a data module of prompts (PromptDataModule), because a loader's "
+            "batches are fixed. Leave these rows out yourself, or use truncate."
+        )
 
 
 def _length(prompt: Any) -> int:

@@ -150,7 +150,7 @@ class MathBenchmarks(PromptDataModule):
         """The validation rows in their own order."""
         if self._val is None:
             self._val = self.val_rows()
-        return in_order(self._val, self.val_batch_size)
+        return in_order(self._admitted(self._val, "validation"), self.val_batch_size)
 
     def test_dataloader(self) -> DataLoader[list[Row]]:
         """One batch per benchmark."""

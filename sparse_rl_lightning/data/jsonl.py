@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
+from sparse_rl_lightning.data.base import PlacedRows, PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
@@ -114,16 +114,18 @@ class JsonlPrompts(PromptDataModule):
 
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows, or the rows of ``path`` if there are none."""
-        return in_order((self.val_rows() or self.train_rows())[: self.max_val_prompts], self.val_batch_size)
+        rows = self._admitted(self.val_rows() or self.train_rows(), "prediction", self.max_val_prompts)
+        return in_order(rows, self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:
         table = read_table(path, self.config, split)
-        rows, dropped = [], []
+        rows, dropped = PlacedRows([], []), []
         for where, record in table:
             row = self._row(where, record)
             is_usable = row["answer"] and not (self.math_answers and answer_kind(row["answer"]) == "uncheckable")
             if self.answer_column is None or is_usable:
                 rows.append(row)
+                rows.places.append(where)
             else:
                 dropped.append(where.removeprefix(f"{path}, "))
         if dropped:

@@ -26,6 +26,7 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.callbacks.calls import correct, report, rescores_all, rollout_callbacks
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.data.base import check_own_loader
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.downsampling import down_sample
@@ -180,6 +181,11 @@ class SparseGRPO(PolicyModule):
         output = self.loss(part, logprobs, denominators)
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output
+
+    def admit(self, rows: Rows, place: Callable[[int], str], is_training: bool) -> Rows:
+        """The rows of a data set, checked before the first rollout; ``place`` says where one comes from."""
+        rows = self.rewards.admit(rows, place)
+        return self.generator.admit(rows, place, None if is_training else self.val_sampling)
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -367,6 +373,7 @@ class SparseGRPO(PolicyModule):
         for callback in self.trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
                 callback._last_global_step_saved = self.trainer.global_step
+        check_own_loader(self.trainer, self.admit)
         if self.generator.partial is not None:
             self.generator.begin_partial(rows_of(self.trainer.train_dataloader))
 

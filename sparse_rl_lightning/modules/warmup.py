@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.rollout.prompts import encode_prompt
+from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.rollout.prompts import encode_prompt, long_prompts
 from sparse_rl_lightning.text import compiled, matches
 
 
@@ -57,6 +58,19 @@ class SupervisedWarmup(PolicyModule):
         self.chat_template_kwargs = chat_template_kwargs
         self._tokens = 0.0  # of the optimizer step so far, on all ranks
         self.given = None if given is None else compiled(given, "given")
+
+    def admit(self, rows: Rows, place: Callable[[int], str], is_training: bool) -> Rows:
+        """The rows of a data set, checked before the first step; ``place`` says where one comes from."""
+        prompts = [row.get("prompt", "") for row in rows]
+        long_prompts(self.tokenizer, prompts, None, self.chat_template_kwargs, place)
+        for index, row in enumerate(rows):
+            text = row.get(self.solution_column)
+            if not isinstance(text, str):
+                raise UserError(
+                    f"{place(index)}: solution_column={self.solution_column!r} must hold text, got {text!r:.80}. Its "
+                    f"columns are: {', '.join(map(repr, row))}."
+                )
+        return rows
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens, with its weight in the optimizer step."""

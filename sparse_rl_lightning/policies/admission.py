@@ -84,15 +84,22 @@ def cache_layer(module: Any) -> int:
     return index - types[:index].count(LINEAR)
 
 
+def steady_length(config: Any) -> int | None:
+    """The number of tokens beyond which rotary frequencies depend on the length, None if they never do."""
+    rope = rope_of(config)
+    own = getattr(config, "max_position_embeddings", None)
+    original: int | None = rope.get("original_max_position_embeddings") or own
+    return original if rope.get("rope_type") in GROWING else None
+
+
 def check_length(model: PreTrainedModel, longest: int) -> None:
     """Refuse sequences on whose length the rotary frequencies depend.
 
     ``longest`` is the number of tokens of the longest sequence, prompt and completion.
     """
-    rope = rope_of(model.config)
-    kind, own = rope.get("rope_type"), getattr(model.config, "max_position_embeddings", None)
-    original = rope.get("original_max_position_embeddings") or own
-    if kind in GROWING and original is not None and longest > original:
+    original = steady_length(model.config)
+    if original is not None and longest > original:
+        kind = rope_of(model.config).get("rope_type")
         raise UserError(
             f"{type(model).__name__} has rope_type={kind!r}, whose frequencies change beyond {original} tokens, and "
             f"sequences may have up to {longest}: cached keys would not fit. Keep prompt and completion within "

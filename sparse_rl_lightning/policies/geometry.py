@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.policies.admission import attention_modules, check_supported, linear_modules
+from sparse_rl_lightning.policies.admission import attention_modules, check_supported, linear_modules, steady_length
 from sparse_rl_lightning.policies.windows import binding_windows, rope_of, rotation_of
 
 
@@ -173,3 +173,9 @@ def context_length(config: Any) -> int | None:
         return own
     original = rope.get("original_max_position_embeddings") or own
     return own if kind == "llama3" and original < own else max(own, int(original * factor))
+
+
+def longest_sequence(config: Any) -> int | None:
+    """The number of tokens of the longest sequence that can be drawn, None for no limit."""
+    limits = [context_length(config), steady_length(config)]
+    return min((limit for limit in limits if limit is not None), default=None)

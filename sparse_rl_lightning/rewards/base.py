@@ -94,7 +94,7 @@ def reward_batch(
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
     """The arguments of reward functions for B samples, by name."""
-    reserved = [name for name in (*_ARGUMENTS, "self") if name in columns]
+    reserved = reserved_columns(columns)
     if reserved:
         raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
@@ -153,10 +153,20 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
 
 def asks_for_prompt_texts(function: RewardFunction, columns: Sequence[str]) -> bool:
     """Whether a function names the argument ``prompt_texts``, and the data have no column of that name."""
+    return PROMPT_TEXTS not in columns and PROMPT_TEXTS in named_arguments(function)
+
+
+def named_arguments(function: RewardFunction) -> list[str]:
+    """The names of a function's arguments."""
     try:
-        return PROMPT_TEXTS not in columns and PROMPT_TEXTS in inspect.signature(function).parameters
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # builtins need not have a signature
-        return False
+        return []
+
+
+def reserved_columns(columns: Iterable[str]) -> list[str]:
+    """Columns that the data may not have, because functions get such an argument already."""
+    return [name for name in columns if name in (*_ARGUMENTS, "self")]
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:

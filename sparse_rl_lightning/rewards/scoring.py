@@ -22,8 +22,10 @@ from sparse_rl_lightning.rewards.base import (
     attempt,
     check_rewards,
     describe_sample,
+    named_arguments,
     no_number,
     one_sample,
+    reserved_columns,
     reward_batch,
     reward_counters,
     reward_name,
@@ -114,6 +116,32 @@ class Rewards:
             check_rewards(self.functions, columns)
             self._fitting = columns
 
+    def admit(self, rows: Rows, place: Callable[[int], str]) -> Rows:
+        """The rows of a data set, checked before anything is drawn: None in place of columns that others have.
+
+        Args:
+            rows: All rows.
+            place: Where a row comes from, by its index.
+
+        Raises:
+            ValueError: If a row has a column that functions get already, or a function does not fit the columns.
+        """
+        columns = columns_of(rows)
+        for name in reserved_columns(columns):
+            index = next(index for index, row in enumerate(rows) if name in row)
+            raise UserError(
+                f"The data may not have a column named {name!r}: reward functions get it already ({place(index)})."
+            )
+        self.check(rows)
+        lacking = [index for index, row in enumerate(rows) if len(row) - ("prompt" in row) < len(columns)]
+        if not lacking:
+            return rows
+        self._tell_lacking(rows, lacking, columns, place)
+        empty, rows = dict.fromkeys(columns), list(rows)
+        for index in lacking:
+            rows[index] = empty | rows[index]
+        return rows
+
     def __call__(self, scored: ScoredRollout) -> Tensor:
         """(B,) weighted sums of the functions' rewards; each function's own values go into the reward table."""
         repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
@@ -198,6 +226,20 @@ class Rewards:
         if scored.prompt_texts is None or not asks_for_prompt_texts(guard.function, list(columns)):
             return {}
         return {PROMPT_TEXTS: scored.prompt_texts()}
+
+    def _tell_lacking(
+        self, rows: Rows, lacking: Sequence[int], columns: Sequence[str], place: Callable[[int], str]
+    ) -> None:
+        """Tell once of columns that a function names and some rows do not have."""
+        for guard in self.guards:
+            for column in set(named_arguments(guard.function)) & set(columns):
+                without = [index for index in lacking if column not in rows[index]]
+                if without:
+                    self._warn_once(
+                        ("lacking", f"{guard.__name__} {column}"),
+                        f"{len(without)} of {len(rows)} rows have no column {column!r}, which the reward function "
+                        f"{guard.__name__} names: it gets None there. First: {place(without[0])}.",
+                    )
 
     def _tell(self, guard: GuardedReward, weight: float) -> None:
         """Tell once that a function has failed, and what becomes of these samples."""

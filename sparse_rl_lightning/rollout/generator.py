@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.environments.base import TurnOptions
 from sparse_rl_lightning.environments.tools import as_factory
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.geometry import longest_sequence
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.records import Conversation, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -26,7 +26,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.rollout.partial import PartialRollouts, state_bytes
-from sparse_rl_lightning.rollout.prompts import check_prompts, decode_texts, encode_prompts, with_tools
+from sparse_rl_lightning.rollout.prompts import check_prompts, decode_texts, encode_prompts, long_prompts, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.storable import check_storable
 
@@ -67,7 +67,7 @@ class Generator:
         environment: Callable[[], Any] | None = None,
     ) -> None:
         if environment is not None:
-            _check_conversations(compressor, retriever, options.turns)
+            _check_conversations(compressor, retriever, options)
         self.environment = None if environment is None else as_factory(environment)
         self.compressor = compressor
         self.retriever = retriever
@@ -88,6 +88,7 @@ class Generator:
         self._samplers: dict[bool, RolloutSampler] = {}
         self._tell = tell
         self._told: set[bool] = set()  # caches whose memory plan was reported
+        self._said: set[str] = set()  # what was told of rows
 
     def bind(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Draw with this policy from now on."""
@@ -172,7 +173,7 @@ class Generator:
         sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places, first)
         with self.dense_mode() if dense else self.sparse_mode():
             if self.environment is None:
-                rollout = sampler.generate(self.encode(rows), params, progress=report, sequence_ids=ids)
+                rollout = sampler.generate(self.encode(rows, params), params, progress=report, sequence_ids=ids)
                 return self.decode(rollout, rows, index, start)
             rows, rollout, talks = converse(sampler, self.conversations(), rows, params, ids, report)
         return self.decode(rollout, rows, index, start, talks)
@@ -237,10 +238,76 @@ class Generator:
         """Metrics of a training rollout besides its own."""
         return {} if self.partial is None else self.partial.metrics(rollout)
 
-    def encode(self, rows: Rows) -> list[list[int]]:
-        """The token ids of the rows' prompts, with an environment's tools."""
-        described = with_tools(self.options.chat_template_kwargs, self._tools)
-        return encode_prompts(self.tokenizer, [row["prompt"] for row in rows], described)
+    def encode(self, rows: Rows, params: SamplingParams | None = None) -> list[list[int]]:
+        """The token ids of the rows' prompts, with an environment's tools; long ones are cut if that is asked for.
+
+        The sampling parameters, default those of training, say how much room the completion needs.
+        """
+        encoded = encode_prompts(self.tokenizer, [row["prompt"] for row in rows], self._described)
+        most = self.room(params) if self.options.on_long_prompt == "truncate" else None
+        return encoded if most is None else [prompt[-most:] for prompt in encoded]
+
+    def room(self, params: SamplingParams | None = None) -> int | None:
+        """The number of tokens of the longest prompt that leaves room for its completion, None for any.
+
+        Raises:
+            ValueError: If there is room for none.
+        """
+        assert self._policy is not None
+        context, longest = longest_sequence(self._policy.config), (params or self.sampling).max_completion_length
+        if context is not None and context <= longest:
+            raise UserError(
+                f"max_completion_length={longest} leaves no room for a prompt in the model's context of {context} "
+                "tokens: lower it."
+            )
+        return None if context is None else context - longest
+
+    def admit(self, rows: Rows, place: Callable[[int], str], params: SamplingParams | None = None) -> Rows:
+        """The rows whose prompts can be completed; what becomes of those that are too long, an option says.
+
+        Args:
+            rows: All rows of a data set.
+            place: Where a row comes from, by its index.
+            params: Sampling parameters, default those of training.
+
+        Raises:
+            ValueError: If a row has no prompt, it cannot be encoded, or it is too long.
+        """
+        if self.environment is not None:  # it may give the prompt
+            return rows
+        for index, row in enumerate(rows):
+            if "prompt" not in row:
+                raise UserError(f"{place(index)} has no column 'prompt'. Its columns are: {', '.join(map(repr, row))}.")
+        assert self._policy is not None
+        most, how = self.room(params), self.options.on_long_prompt
+        found = long_prompts(self.tokenizer, [row["prompt"] for row in rows], most, self._described, place)
+        if not found:
+            return rows
+        first, length = next(iter(found.items()))
+        longest = (params or self.sampling).max_completion_length
+        text = (
+            f"{place(first)}: the prompt has {length} tokens; with max_completion_length={longest} that exceeds "
+            f"the model's context of {longest_sequence(self._policy.config)} tokens, as in {len(found)} of {len(rows)} "
+            "rows."
+        )
+        if how == "error":
+            raise UserError(
+                f"{text} Drop such rows, lower max_completion_length, or set model.rollout.on_long_prompt to skip or "
+                "truncate."
+            )
+        left = rows if how == "truncate" else [row for index, row in enumerate(rows) if index not in found]
+        if not left:
+            raise UserError(f"{text} No row is left.")
+        text += f" They are {'cut to their last tokens' if how == 'truncate' else 'skipped'}."
+        if text not in self._said:  # validation rows are asked for several times
+            self._said.add(text)
+            self._tell(text)
+        return left
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        """The arguments of the chat template."""
+        return with_tools(self.options.chat_template_kwargs, self._tools)
 
     def decode(
         self, rollout: Rollout, rows: Rows, index: int, start: float, talks: list[Conversation] | None = None
@@ -281,7 +348,7 @@ class Generator:
             self._tell(f"Memory plan of the {'full' if dense else 'compressed'} cache: {plan.why}")
 
 
-def _check_conversations(compressor: Compressor, retriever: Retriever | None, turns: TurnOptions) -> None:
+def _check_conversations(compressor: Compressor, retriever: Retriever | None, options: RolloutOptions) -> None:
     """Refuse, by name, what does not go together with an environment.
 
     Raises:
@@ -292,7 +359,12 @@ def _check_conversations(compressor: Compressor, retriever: Retriever | None, tu
             f"environment does not work with retriever={type(retriever).__name__}: what an environment answers is "
             "read in chunks, and pages are chosen for single tokens. Set model.retriever to null."
         )
-    count, longest = compressor.protect_observations, turns.max_observation_length
+    count, longest = compressor.protect_observations, options.turns.max_observation_length
+    if options.on_long_prompt != "error":
+        raise UserError(
+            f"rollout.on_long_prompt={options.on_long_prompt!r} does not work with environment, whose reset() may give "
+            "the prompt: let it shorten what is too long, and leave the option out."
+        )
     if count and longest is None:
         raise UserError(
             f"protect_observations={count} keeps observations whole, so their length must be limited: set "

@@ -23,6 +23,11 @@ from sparse_rl_lightning.rollout.sampler import RolloutSampler
 PartialCheckpoint = Literal["store", "restart"]
 OF_MEMORY = ("num_slots", "memory_limit", "max_prefill_tokens", "keep_pool", "cuda_graphs")
 """Options of rollouts, and arguments of samplers, that change no result: what is stored does not depend on them."""
+OnLongPrompt = Literal["error", "skip", "truncate"]
+OF_TRAINING = (
+    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit", "on_long_prompt",
+)  # fmt: skip
+"""Options without an effect in ``Evaluation``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class RolloutOptions:
             and it is counted as ``rewards/{function}/failed``.
         chat_template_kwargs: Arguments of the tokenizer's chat template, such as ``{enable_thinking: false}``; in
             validation too.
+        on_long_prompt: What to do with prompts that leave no room for ``max_completion_length`` in the model's context,
+            all of which are found before the first rollout: ``error`` names the first, ``skip`` leaves their rows out,
+            ``truncate`` keeps their last tokens, as ``max_prompt_length`` of older versions of TRL did.
         skip_special_tokens: Leave special tokens out of the texts that reward functions, environments and tables get,
             as TRL does; false keeps them, such as ``<think>`` where it is one, but for the token that ended the text.
         turns: Limits on conversations with an environment.
@@ -86,6 +94,7 @@ class RolloutOptions:
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
     turns: TurnOptions = TurnOptions()  # noqa: RUF009  # frozen
+    on_long_prompt: OnLongPrompt = "error"
     skip_special_tokens: bool = True
     decoder: DecoderChoice = "auto"
     record_routing: bool = False
@@ -98,6 +107,7 @@ class RolloutOptions:
             raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
         if self.memory_limit is not None:
             check_limit(self.memory_limit)
+        check_choice("rollout.on_long_prompt", self.on_long_prompt, OnLongPrompt)
         check_choice("rollout.decoder", self.decoder, DecoderChoice)
         kv_type(self.kv_dtype, "rollout.kv_dtype")  # raises for an unknown name
         check_number("rollout.oversampling", self.oversampling, least=1)
@@ -146,7 +156,7 @@ class RolloutOptions:
         Raises:
             ValueError: If an option is given that is of training alone.
         """
-        for name in ("partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit"):
+        for name in OF_TRAINING:
             if getattr(self, name) != getattr(RolloutOptions, name):
                 raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
         return with_generation_kwargs(sampling, self.generation_kwargs)

@@ -5,11 +5,12 @@ No other place decides about special tokens.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,6 +140,13 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
 ) -> list[int]:
+    text = _rendered(tokenizer, messages, arguments)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+    """The text of chat messages as the template writes it."""
     if not messages:
         raise UserError("empty prompt: the list of chat messages is empty. Drop the row or fill in its prompt.")
     clean = valid_messages(messages)
@@ -152,13 +160,13 @@ def _encode_messages(
     if goes_on and not clean[-1]["content"].strip():
         raise UserError("the last message is the assistant's, to be continued, and it is empty: leave it out.")
     try:
-        ids = tokenizer.apply_chat_template(
-            clean, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=True, return_dict=False,
-            **arguments,
-        )  # fmt: skip
+        return str(
+            tokenizer.apply_chat_template(
+                clean, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False, **arguments
+            )
+        )
     except Exception as error:  # templates raise any exception, e.g. for roles that do not alternate
         raise UserError(f"the chat template refuses the messages {clean!r}: {error}") from error
-    return cast("list[int]", ids)
 
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
@@ -183,6 +191,55 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
             f"chat_template_kwargs: the chat template of {tokenizer.name_or_path!r} does not read {', '.join(unread)}. "
             "Correct or remove it."
         )
+
+
+def long_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    most: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    place: Callable[[int], str],
+) -> dict[int, int]:
+    """Prompts with more than ``most`` tokens (None: no limit), by index, with their number of tokens.
+
+    All are rendered, and those encoded whose text could have more tokens than that.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        prompts: Prompts.
+        most: Largest number of tokens.
+        chat_template_kwargs: More arguments for the template.
+        place: Where a prompt comes from, by its index, for errors.
+
+    Raises:
+        ValueError: If a prompt cannot be encoded.
+    """
+    found = {}
+    for index, prompt in enumerate(prompts):
+        try:
+            text = prompt if isinstance(prompt, str) else _rendered(tokenizer, prompt, chat_template_kwargs or {})
+            if not text or (most is not None and most_tokens(tokenizer, text) > most):
+                length = len(encode_prompt(tokenizer, prompt, chat_template_kwargs))
+                if most is not None and length > most:
+                    found[index] = length
+        except ValueError as error:
+            raise UserError(f"{place(index)}: {error}") from error
+    return found
+
+
+def most_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
+    """A number of tokens that a rendered prompt cannot exceed, found without the tokenizer's search for tokens.
+
+    After the tokenizer's normalizer every token stands for at least one byte, but for a space that is put in front, and
+    the beginning-of-sequence token. Infinite for tokenizers that do not show their normalizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return math.inf
+    text = valid_unicode(text)
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    return len(text.encode()) + 2
 
 
 def decode_texts(

@@ -74,7 +74,11 @@ NUMBERS = [
     Case("model.learner.head_chunk_size=null", "head_chunk_size\": Expected a &lt;class 'int'&gt;. Got value: None", 2),
     Case("trainer.max_steps=null", "Parser key \"trainer.max_steps\": Expected a &lt;class 'int'&gt;", 2, slow=True),
     Case("model.sampling.max_completion_length=-3", "max_completion_length must be at least 1", 1, slow=True),
-    Case("model.sampling.max_completion_length=5000", "that exceeds the model's context of 128 tokens", 1),
+    Case(
+        "model.sampling.max_completion_length=5000",
+        "leaves no room for a prompt in the model's context of 128",
+        1,
+    ),
     Case("model.sampling.num_generations=2.5", "Expected a &lt;class 'int'&gt;. Got value: 2.5", 2),
     Case("model.sampling.num_generations=2.0", "Expected a &lt;class 'int'&gt;. Got value: 2.0", 2, slow=True),
     Case("model.sampling.num_generations=true", "Expected a &lt;class 'int'&gt;. Got value: True", 2, slow=True),

@@ -178,7 +178,8 @@ SETTINGS = [
 
 FITTING = [
     Case("a GPT-2 by its `model_type`", "does not hold this model", 1, policy=settings(model_type="gpt2"), slow=True),
-    Case("a context of 0", "exceeds the model's context of 0 tokens", 1, policy=settings(max_position_embeddings=0),
+    Case("a context of 0", "leaves no room for a prompt in the model's context of 0 tokens", 1,
+         policy=settings(max_position_embeddings=0),
          slow=True),
     Case("an end token outside of the vocabulary", TRAINS, 0, policy=settings(eos_token_id=100000), slow=True),
     Case("bfloat16 in config.json", TRAINS, 0, policy=settings(dtype="bfloat16"), slow=True),

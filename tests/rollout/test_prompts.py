@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import pytest
 from chat_templates import PUBLISHED
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts, valid_unicode
+from sparse_rl_lightning.rollout.prompts import _encode_text, encode_prompt, encode_prompts, most_tokens, valid_unicode
 from sparse_rl_lightning.testing import character_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
@@ -142,3 +145,59 @@ def test_text_parts_are_joined_and_images_refused(tokenizer: PreTrainedTokenizer
     for other in ({"type": "image", "image": "x.png"}, {"type": "text"}, "1", {"text": "1"}):
         with pytest.raises(ValueError, match=r"role and content \(text, or a list of text parts\), got"):
             encode_prompt(tokenizer, [{"role": "user", "content": [*parts, other]}])
+
+
+# ---------------------------------------------------------------- lengths without encoding
+
+TEXTS = [
+    "",
+    "a",
+    " a",
+    "1+1=",
+    "  \n\t  ",
+    "é漢字🙂\u0301",
+    "\ufdfa\ufdfa㎏ﬁ",
+    "<s><s> <|im_end|>x",
+    "a\ud800",
+    "\x00\x7f\u200b",
+    "数",
+]
+
+
+def wordpiece() -> PreTrainedTokenizerFast:
+    """Compatibility forms make one character of three bytes eighteen."""
+    core = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "1": 3}, unk_token="[UNK]"))
+    core.normalizer, core.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """A space is put in front, and what is unknown falls back to bytes."""
+    pieces = [("<unk>", 0.0), ("▁", -1.0), ("a", -1.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    core = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    core.normalizer = normalizers.NFKC()
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=["<s>"])
+
+
+MADE = {"characters": character_tokenizer, "wordpiece": wordpiece, "unigram": unigram}
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *MADE, "stories260K"])
+def test_no_text_has_more_tokens_than_its_bytes_allow(name: str, models_dir: Path) -> None:
+    if name in PUBLISHED:
+        tokenizer = PUBLISHED[name].tokenizer()
+    else:
+        tokenizer = MADE[name]() if name in MADE else AutoTokenizer.from_pretrained(models_dir / name)
+    draw = random.Random(0)
+    mixed = ["".join(draw.choices("".join(TEXTS), k=draw.randint(1, 40))) for _ in range(300)]
+    for text in [*TEXTS, *mixed, "a" * 1000, "🙂" * 200]:
+        assert len(_encode_text(tokenizer, valid_unicode(text))) <= most_tokens(tokenizer, text), text
+        assert most_tokens(tokenizer, "1+1=" * 100) <= 3 * 402  # not so wide that all would be encoded
+
+
+def test_what_shows_no_normalizer_is_encoded() -> None:
+    class Foreign:
+        pass
+
+    assert most_tokens(Foreign(), "a") == math.inf  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
 OTHERS = (
     "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit",
-    "skip_special_tokens",
+    "skip_special_tokens", "on_long_prompt",
     "chat_template_kwargs", "generation_kwargs", "record_routing",
 )  # fmt: skip
 """Options of rollouts that TRL decides, or whose loss it does not have."""

@@ -1,0 +1,219 @@
+"""Bad rows are found before the first rollout, and named by file and line, whatever loader or strategy there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny_grpo import ALPHABET, Recorder, Rows, fit, module
+from torch.utils.data import DataLoader
+
+from sparse_rl_lightning.data import JsonlPrompts
+from sparse_rl_lightning.data.base import as_list
+from sparse_rl_lightning.modules import SupervisedWarmup
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+LONG = "abcdef0123" * 60  # of a context of 512, of which a completion takes 12
+GOOD = [{"prompt": ALPHABET[n:], "answer": "1"} for n in range(16)]
+
+
+def jsonl(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def drawn(trainer_steps: int = 4, data: Any = None, **options: Any) -> tuple[list[str], list[int]]:
+    """The prompts and their numbers of tokens of a run's rollouts."""
+    recorder = Recorder()
+    fit(module(**options), trainer_steps, [recorder], data=data)
+    rows = [row["prompt"] for scored in recorder.scored for row in scored.rows]
+    lengths = [int(n) for scored in recorder.scored for n in scored.rollout.prompt_lengths[:: scored.num_generations]]
+    return rows, lengths
+
+
+def test_a_long_prompt_is_named_by_file_and_line_before_anything_is_drawn(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, *GOOD, {"prompt": LONG, "answer": "1"}, {"prompt": LONG + "a", "answer": "1"})
+    recorder = Recorder()
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, line 17: the prompt has 600 tokens; .*=12 that .* 512 tokens, .* 2 of 18 rows"
+    ):
+        fit(module(), 40, [recorder], data=JsonlPrompts(path, prompts_per_rollout=4))
+    assert not recorder.scored
+
+
+def test_long_prompts_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = jsonl(tmp_path, {"prompt": LONG, "answer": "1"}, *GOOD)
+    caplog.set_level("INFO")
+    prompts, _ = drawn(data=JsonlPrompts(path, prompts_per_rollout=4), on_long_prompt="skip")
+    assert sorted(prompts) == sorted(row["prompt"] for row in GOOD)
+    assert "line 1: the prompt has 600 tokens" in caplog.text
+    assert "1 of 17 rows. They are skipped." in caplog.text
+    data = JsonlPrompts(jsonl(tmp_path, *[{"prompt": LONG, "answer": "1"}] * 4), prompts_per_rollout=4)
+    with pytest.raises(ValueError, match="No row is left"):
+        fit(module(on_long_prompt="skip"), 1, data=data)
+
+
+def test_long_prompts_are_cut_to_their_last_tokens(tmp_path: Path) -> None:
+    """512 - 12 tokens are left, of a character each; the data's order draws all four rows."""
+    path = jsonl(tmp_path, {"prompt": LONG, "answer": "1"}, *GOOD[:3])
+    grpo = module(on_long_prompt="truncate")
+    prompts, lengths = drawn(1, JsonlPrompts(path, prompts_per_rollout=4), on_long_prompt="truncate")
+    assert sorted(lengths) == [14, 15, 16, 500]
+    assert LONG in prompts  # rewards see the row as it is
+    grpo.configure_model()
+    assert grpo.tokenizer.decode(grpo.generator.encode([{"prompt": LONG}])[0]) == LONG[-500:]
+    params = grpo.val_sampling
+    assert len(grpo.generator.encode([{"prompt": LONG}], params)[0]) == 512 - params.max_completion_length
+
+
+def test_validation_rows_are_checked_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    val = jsonl(tmp_path / "val", *GOOD, {"prompt": LONG, "answer": "1"})
+    data = JsonlPrompts(jsonl(tmp_path, *GOOD), val_path=val, prompts_per_rollout=4, val_batch_size=4)
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=r"val/rows.jsonl, line 17: the prompt has 600"):
+        fit(module(), 40, [recorder], data=data, limit_val_batches=1.0)
+    assert not recorder.scored
+
+
+def test_a_reserved_column_in_one_row_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, *GOOD, {"prompt": "a", "answer": "1", "completions": "x"})
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=r"named 'completions': reward functions get it already \(.*line 17\)"):
+        fit(module(), 40, [recorder], data=JsonlPrompts(path, prompts_per_rollout=4))
+    assert not recorder.scored
+
+
+def test_a_column_that_one_row_lacks_is_none_there_and_told(tmp_path: Path) -> None:
+    """Blocks of one row: the one that lacks it ended the run when its turn came."""
+    path = jsonl(tmp_path, *[row | {"level": 1} for row in GOOD[:3]], GOOD[3])
+    seen: list[Any] = []
+
+    def reward(completions: list[str], level: list[Any], **_: Any) -> list[float]:
+        seen.extend(level)
+        return [float(len(text)) for text in completions]
+
+    with pytest.warns(UserWarning, match=r"1 of 4 rows have no column 'level', which .* reward names: .*line 4"):
+        fit(module(reward), 4, data=JsonlPrompts(path, prompts_per_rollout=1))
+    assert sorted(seen, key=str) == [1] * 12 + [None] * 4
+
+
+def test_a_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="missing a required argument: 'level'"):
+        fit(module(lambda level, **_: []), 1, data=JsonlPrompts(jsonl(tmp_path, *GOOD), prompts_per_rollout=4))
+
+
+class Other(Rows):
+    """A data module of a user's own."""
+
+    extra: dict[str, Any] = {}  # noqa: RUF012
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [*super().train_rows(), self.extra]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": LONG, "answer": ""}, "row 16 of the training data: the prompt has 600 tokens"),
+        ({"answer": "1"}, "row 16 of the training data has no column 'prompt'. Its columns are: 'answer'"),
+        ({"prompt": "", "answer": "1"}, "row 16 of the training data: empty prompt"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "row 16 of the training data: a chat message must be"),
+    ],
+)
+def test_rows_of_any_data_module_and_loader_are_checked(row: dict[str, Any], message: str) -> None:
+    data = Other(prompts_per_rollout=4)
+    data.extra = row
+    with pytest.raises(ValueError, match=message):
+        fit(module(), 20, data=data)
+    loader = DataLoader(data.train_rows(), batch_size=4, collate_fn=as_list)  # type: ignore[arg-type]
+    trainer = Trainer(
+        accelerator="cpu", max_steps=9, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module(), loader)
+
+
+def test_a_loader_of_ones_own_skips_nothing() -> None:
+    rows = [*Rows().train_rows()[:3], {"prompt": LONG, "answer": ""}]
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=False)
+    with pytest.raises(ValueError, match="'skip' needs a data module of prompts"):
+        trainer.fit(module(on_long_prompt="skip"), DataLoader(rows, batch_size=4, collate_fn=as_list))  # type: ignore[arg-type]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from [*Rows().train_rows()[:7], {"prompt": LONG, "answer": ""}]
+
+
+def test_a_stream_is_checked_as_it_is_read() -> None:
+    def run(**options: Any) -> Trainer:
+        trainer = Trainer(
+            accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module(**options), DataLoader(Stream(), batch_size=4, collate_fn=as_list))
+        return trainer
+
+    with pytest.raises(ValueError, match="prompt 3 has 600 tokens"):
+        run()
+    assert run(on_long_prompt="truncate").global_step == 2
+
+
+def test_the_warm_up_checks_its_column(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, *[row | {"solution": "1"} for row in GOOD], GOOD[0])
+    tokenizer = character_tokenizer(ALPHABET)
+    warmup = SupervisedWarmup(LoadedPolicy(tiny_model(vocab_size=len(tokenizer)), tokenizer))
+    trainer = Trainer(accelerator="cpu", max_steps=20, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"line 17: solution_column='solution' must hold text, got None"):
+        trainer.fit(warmup, datamodule=JsonlPrompts(path, prompts_per_rollout=1))
+
+
+def test_an_environment_may_give_the_prompt() -> None:
+    with pytest.raises(ValueError, match="on_long_prompt='skip' does not work with environment"):
+        module(on_long_prompt="skip", environment=lambda: None)
+    with pytest.raises(ValueError, match=r"rollout\.on_long_prompt must be"):
+        module(on_long_prompt="drop")
+
+
+def test_only_texts_that_may_be_too_long_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_rl_lightning.rollout import prompts
+
+    calls: list[Any] = []
+    encode = prompts.encode_prompt
+    monkeypatch.setattr(prompts, "encode_prompt", lambda *given: calls.append(given[1]) or encode(*given))
+    found = prompts.long_prompts(character_tokenizer(), ["a" * 10, "b" * 11, "c" * 12, "é" * 6], 10, None, str)
+    assert found == {1: 11, 2: 12}
+    assert calls == ["a" * 10, "b" * 11, "c" * 12, "é" * 6]  # ten letters may have two tokens more
+
+
+RANKS = """
+import sys
+from test_rows_checked import *
+if __name__ == "__main__":
+    import pathlib
+    path = jsonl(pathlib.Path(sys.argv[1]), *GOOD, {"prompt": LONG, "answer": "1"})
+    fit(module(), 40, data=JsonlPrompts(path, prompts_per_rollout=2), strategy="ddp", devices=2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_find_it_too(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "ranks.py"), str(tmp_path)], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": paths}, check=False,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert "line 17: the prompt has 600 tokens" in run.stderr
