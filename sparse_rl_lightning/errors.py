@@ -6,6 +6,9 @@ import math
 from numbers import Integral, Real
 from typing import Any, cast, get_args
 
+LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127
+"""The sizes of float32's normal numbers."""
+
 
 class UserError(ValueError):
     """Input that cannot be used; the message states what was given, what is allowed and what to change.
@@ -25,7 +28,9 @@ def check_number(
     below: float | None = None,
     owner: str = "",
 ) -> None:
-    """Refuse what is no number, NaN, infinite or out of range.
+    """Refuse what is no number, NaN, infinite, out of range, or not a normal number of float32.
+
+    Options end up in float32, where 1e39 is infinite, and 1e-40 is rounded until nothing of it is left.
 
     Args:
         name: Of the argument; what follows its last dot is repeated before the value.
@@ -43,14 +48,27 @@ def check_number(
     Traceback (most recent call last):
     ValueError: beta must be a finite number, at least 0, got beta=nan.
     """
-    is_number = isinstance(value, Real) and math.isfinite(value)  # numpy's too
+    is_number = is_float32(value)
     if is_number and _within(cast(float, value), least, above, most, below):
         return
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
+    wanted += sizes_known(value)
     given = f"{name.rpartition('.')[2]}={value}"
     raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+
+
+def is_float32(value: object) -> bool:
+    """Whether this is a number, numpy's too, that float32 holds in full precision: 0, or of a size that it knows."""
+    size = cast(Any, abs(value)) if isinstance(value, Real) else math.nan
+    return bool(size == 0 or LEAST <= size <= MOST)  # compared as they are: an int may be too large for a float
+
+
+def sizes_known(value: object) -> str:
+    """What to add to a range that a message tells of, if the number given is none that float32 holds."""
+    is_finite = isinstance(value, Real) and bool(abs(cast(Any, value)) < math.inf)
+    return f" (0, or of a size from {LEAST:.2g} to {MOST:.2g}: float32)" if is_finite and not is_float32(value) else ""
 
 
 def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:

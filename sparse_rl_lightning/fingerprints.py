@@ -262,17 +262,18 @@ def _with_imports(file: Path, root: Path) -> set[Path]:
         if one not in found:
             found.add(one)
             near = (path for path in _imported(one, root) if path.is_relative_to(within))
-            waiting += [path for path in near if is_own or not _is_installed(path)]
+            waiting += [path for path in near if is_own or not is_installed(path)]
     return found
 
 
-def _is_installed(path: Path) -> bool:
+def is_installed(path: Path) -> bool:
+    """Whether a file is of Python's library or of an installed package, and not of a user's own code."""
     return not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(LIBRARY)
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:
     """Files below ``root`` that a file imports, in functions too."""
-    if file.suffix != ".py" or _is_installed(file):
+    if file.suffix != ".py" or is_installed(file):
         return
     for level, name in _import_lines(_content(file)):
         path = (file.parents[level - 1] if level else root).joinpath(*filter(None, name.split(".")))

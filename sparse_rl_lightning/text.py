@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -62,6 +64,13 @@ def shown(value: Any, width: int = 200) -> str:
     except Exception:  # its own __repr__ raises
         return type(value).__name__
     return text if len(text) <= width else f"{text[:width]}..."
+
+
+def nearby(path: Path) -> str:
+    """A path for messages: from the working directory if it is below it."""
+    with suppress(ValueError, OSError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def prompt_text(prompt: Any) -> str:

@@ -80,6 +80,21 @@ def test_no_number_is_taken_that_is_not_finite(name: str, argument: str) -> None
         assert str(value).removeprefix("-") in str(caught.value)
 
 
+NOT_IN_FLOAT32 = {"alpha", "few", "high", "length_drop", "low", "max_rejection_rate", "memory_limit", "mix_lambda"} | {
+    "similarity_threshold", "target", "threshold",
+}  # fmt: skip
+"""Shares, of which nothing is lost where they are rounded to 0; bounds, whose logarithms are taken before; bytes."""
+
+
+@pytest.mark.parametrize(("name", "argument"), [own for own in numbers_of(float) if own[1] not in NOT_IN_FLOAT32])
+def test_no_number_is_taken_that_float32_does_not_know(name: str, argument: str) -> None:
+    """It would be infinite there, or 0, or lose its digits: a weight of rewards of 1e39, a temperature of 1e-40."""
+    thing = CLASSES[name]
+    for value in (1e39, -1e39, 1e-40, 1e-320, 10**400):
+        with pytest.raises(ValueError, match=argument):
+            thing(**needed(thing) | {argument: value})
+
+
 def test_the_classes_that_a_configuration_names_have_numbers() -> None:
     assert len(numbers_of(float)) >= 45  # each in one class
     assert {("GRPOLoss", "beta"), ("SamplingParams", "temperature"), ("TIS", "clip_max")} <= {*numbers_of(float)}
@@ -124,11 +139,11 @@ def test_a_weight_is_never_clipped_to_nothing_or_below(arguments: dict[str, Any]
         ImportanceReweighting(**arguments)
 
 
-@pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], [None]])
+@pytest.mark.parametrize("weights", [[math.nan], [math.inf], [-math.inf], [None], [1e39], [1e-40]])
 def test_weights_of_rewards_are_numbers(weights: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number, got"):
+    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number.*, got"):
         SparseGRPO(**needed(SparseGRPO), reward_weights=weights)
-    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number, got"):
+    with pytest.raises(ValueError, match=r"reward_weights\[0\] must be a finite number.*, got"):
         compute_rewards([reward], weights, ["1"], ["2"], [[3]], {})
 
 
@@ -141,6 +156,7 @@ def test_weights_of_rewards_are_numbers(weights: list[Any]) -> None:
     ({}, None, "a finite number, got"),
     ({"least": 0}, math.inf, "a finite number, at least 0, got"),
     ({}, "3", "a finite number, got"),
+    ({"least": 0}, 1e-40, r"a finite number, at least 0 \(0, or of a size from 1.2e-38 to 3.4e\+38: float32\), got"),
 ])  # fmt: skip
 def test_a_number_is_refused_in_words(bounds: dict[str, float], value: object, said: str) -> None:
     with pytest.raises(ValueError, match=f"^RKV: part.x must be {said} x={value}.$"):
@@ -150,7 +166,8 @@ def test_a_number_is_refused_in_words(bounds: dict[str, float], value: object, s
 def test_numbers_at_their_bounds_are_taken() -> None:
     check_number("x", 0, least=0)
     check_number("x", 1, most=1)
-    check_number("x", -1e300)
+    check_number("x", -3.4e38)
+    check_number("x", 1.2e-38)
     check_number("x", 0.999, below=1)
     check_number("x", np.float32(2))
     check_number("x", np.int64(2), most=2)

@@ -43,7 +43,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import nearby, say
 
 OTHERS = (
     "Beside these: calibrate (a schedule of budgets for a policy), statistics (what QFilters and TriAttention need to "
@@ -137,7 +137,7 @@ class SparseRLCLI(LightningCLI):
             write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as error:
             raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
-        say(f"Written: {len(rows)} completions to {path}")
+        say(f"Written: {len(rows)} completions to {nearby(path)}")
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.advantages import informative_groups, nan_deviation
-from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.text import shown
 
 
 class DownSampling(ABC):
@@ -37,13 +38,30 @@ class DownSampling(ABC):
             count: How many will be kept, if there are as many.
 
         Returns:
-            Indices (M,), or at least ``count`` of them.
+            Different indices (M,), or at least ``count`` of them if there are as many.
         """
+
+    def _checked(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
+        """The ranking.
+
+        Raises:
+            ValueError: If it is none of these samples.
+        """
+        found, size = torch.as_tensor(self.ranking(rewards, lengths, count)), len(rewards)
+        indices = found.tolist()
+        fits = found.dim() == 1 and not (found.is_floating_point() or found.dtype == torch.bool)
+        if not fits or len({*indices}) < max(len(indices), min(count, size)) or not {*indices} <= {*range(size)}:
+            raise UserError(
+                f"rollout.downsampling: ranking of {type(self).__name__} returned {shown(indices)} for {size} samples, "
+                f"of which {min(count, size)} are kept: return at least as many indices, all different, from 0 to "
+                f"{size - 1}."
+            )
+        return found.to(torch.int64)
 
     def choose(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
         """Indices (count,), ascending, of the samples of one prompt to keep; those without a reward (NaN) come last."""
         scored = (~rewards.isnan()).nonzero().flatten()
-        order = scored[self.ranking(rewards[scored].double(), lengths[scored], count)][:count]
+        order = scored[self._checked(rewards[scored].double(), lengths[scored], count)][:count]
         rest = rewards.isnan().nonzero().flatten()
         return torch.cat([order, rest])[:count].sort().values
 

@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
+from sparse_rl_lightning.foreign import undisturbed, users_line
 from sparse_rl_lightning.text import shown
 
 PATIENCE = 1.0
@@ -69,14 +70,15 @@ class Call:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise CallFailure(f"raised {shown(error)}") from error
+            raise CallFailure(f"raised {shown(error)}{users_line(error)}") from error
 
     def run(self) -> None:
         """Call the function in this thread; what is ``async`` of it goes on in the loop."""
         if self.timeout is not None:
             self.deadline = time.monotonic() + self.timeout
         try:
-            result = self.function(*self.arguments)
+            with undisturbed() if self.timeout is None else nullcontext():  # of threads it is put back behind all calls
+                result = self.function(*self.arguments)
             if inspect.isawaitable(result):
                 self._loop = _running_loop()
                 self._task = asyncio.run_coroutine_threadsafe(self._awaited(result), self._loop)

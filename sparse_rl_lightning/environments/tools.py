@@ -40,7 +40,8 @@ class ToolCall:
 class ToolEnvironment(Environment):
     """Calls the tools that a turn asks for, and answers with what they return; a turn without calls is the last.
 
-    Tools are functions, and the public methods of an object as for ``environment_factory`` of TRL's GRPOTrainer. Their
+    Tools are functions, and the public methods of an object as for ``environment_factory`` of TRL's GRPOTrainer (static
+    ones too, class methods not). Their
     names, type hints and Google docstrings describe them to the policy; they may be ``async``. ``reset(**row)`` of the
     object returns None, or text that is appended to the prompt's last message. What its ``get_reward()`` returns, if it
     has one, is the conversation's reward; it may be ``async``. What is wrong with a call, and what a tool raises,
@@ -150,7 +151,7 @@ _ALLOWED = (
 
 
 def _methods(found: Any) -> list[Callable[..., Any]]:
-    """Public methods of an object's class, without evaluating its properties."""
+    """Public methods of an object's class but for class methods, as in TRL, without evaluating its properties."""
     names = [name for name, _ in inspect.getmembers(type(found), inspect.isfunction)]
     return [getattr(found, name) for name in names if not name.startswith("_") and name not in _OWN]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -36,6 +37,7 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
     return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
 
 
+FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
 FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
 """Settings of an optimizer that cannot be infinite; for others it may mean no limit (Prodigy's ``growth_rate``)."""
 
@@ -52,6 +54,18 @@ def check_numbers(optimizer: torch.optim.Optimizer) -> None:
             for number in numbers:
                 if isinstance(number, float) and (name in FINITE or math.isnan(number)):
                     check_number(f"model.optimizer.{name}", number, least=0 if name == "lr" else None)
+
+
+def fix_folders(trainer: Trainer) -> None:
+    """Make the folders of a run and of its loggers absolute: a user's function may change the working directory.
+
+    Those that Lightning reads later are its own attributes; it has no setting for them once a logger is made.
+    """
+    owners = [(trainer, "_default_root_dir"), *((own, name) for own in trainer.loggers for name in FOLDERS_OF_LOGGERS)]
+    for owner, name in owners:
+        path = vars(owner).get(name)
+        if path and isinstance(path, str | Path) and "://" not in str(path):
+            setattr(owner, name, os.path.abspath(os.path.expanduser(path)))
 
 
 class PolicyModule(LightningModule):
@@ -107,6 +121,7 @@ class PolicyModule(LightningModule):
             ValueError: If the strategy trains something else, or the trainer expects other processes.
         """
         check_strategy(self.trainer.strategy)
+        fix_folders(self.trainer)
         # ranks that have met and trained together may test one by one, as Lightning advises
         if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():
             check_processes(self.trainer.world_size)

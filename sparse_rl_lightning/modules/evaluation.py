@@ -49,7 +49,7 @@ from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecke
 from sparse_rl_lightning.rollout import Generator, Progress, RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.conversations import Conversations
 from sparse_rl_lightning.rollout.options import OF_MEMORY
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import nearby, say
 
 SEQUENCES_PER_BENCHMARK = 10**7  # the sequence ids of each benchmark start at a multiple of this
 MAX_SAMPLES = 1000  # per problem; the sequence ids of each problem start at a multiple of this
@@ -165,7 +165,7 @@ class Evaluation(PolicyModule):
             if result is None:
                 result = self._evaluate(problems, cache)
             else:
-                rank_zero_info(f"{name}, {cache}: taken from {self.folder.path}")
+                rank_zero_info(f"{name}, {cache}: taken from {nearby(self.folder.path)}")
                 self._clock.total -= self._work(problems)
             self.results.append(result)
             self.log(f"test/{name}/{cache}", result.by(self.answers).mean, batch_size=1)
@@ -185,7 +185,7 @@ class Evaluation(PolicyModule):
         text = results_table(self.results, self.answers)
         say(f"\n{text}\n")
         try:
-            say(f"Written: {', '.join(map(str, self._write(text)))}")
+            say(f"Written: {', '.join(map(nearby, self._write(text)))}")
         except OSError as error:
             raise UserError(
                 f"trainer.default_root_dir: the results cannot be written to {self.folder.path}: {error}. The table "

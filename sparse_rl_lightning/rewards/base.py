@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.foreign import undisturbed
 from sparse_rl_lightning.text import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -120,8 +119,8 @@ def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
 def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[Returned]:
     """One function's rewards of a batch, read completely, whatever lazy object it returns.
 
-    The function gets copies of the lists, so that its changes to them affect nobody else. The working directory,
-    torch's default type and gradient mode are restored after the call.
+    The function gets copies of the lists, so that its changes to them affect nobody else. What it changes of
+    the process is put back after the call.
 
     Raises:
         RewardMistake: If the columns do not fit its signature, or it does not return a list with an entry per sample.
@@ -129,7 +128,7 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
     """
     _check_columns(function, name, batch)
     try:
-        with _undisturbed():
+        with undisturbed():
             own = {argument: _copied(list(values)) for argument, values in batch.items()}
             return _read(name, function(**own), len(batch["completions"]))
     except RewardMistake:
@@ -273,22 +272,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(entry) for key, entry in value.items()}
     return tuple(_copied(entry) for entry in value) if type(value) is tuple else value
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Restore the state of this process that foreign code may have changed."""
-    dtype, folder = torch.get_default_dtype(), None
-    with suppress(OSError):  # the folder was removed meanwhile
-        folder = os.getcwd()
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        with suppress(OSError):
-            if folder is not None:
-                os.chdir(folder)
 
 
 def _read(name: str, returned: Any, count: int) -> list[Returned]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.environments.base import Environment, EnvironmentFactory, Observation, TurnOptions
 from sparse_rl_lightning.environments.calls import Call, CallFailure, CallTimeout, start, wait_for_any
+from sparse_rl_lightning.environments.tools import ToolEnvironment
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.foreign import undisturbed, users_function
 from sparse_rl_lightning.records import Conversation, Rollout, Rows
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
@@ -83,14 +86,17 @@ class Conversations:
 
     # ---------------------------------------------------------------- from the first prompt to the last turn
 
+    @undisturbed()
     def begin(self, rows: Rows, num_generations: int) -> Opening:
         """Begin ``num_generations`` conversations about each row.
 
         Raises:
-            ValueError: If environments do not give all samples of a row the same prompt, or a row has none.
+            ValueError: If two conversations have the same environment, environments do not give all samples of a row
+                the same prompt, or a row has none.
         """
         repeated = [row for row in rows for _ in range(num_generations)]
         episodes = [Episode(self.factory(), Conversation(row)) for row in repeated]
+        self._check_own(episodes)
         calls = [self._reset(one) for one in episodes]
         given = [_prompt_of(one, call) for one, call in zip(episodes, calls, strict=True)]
         prompts = list[Prompt]()
@@ -120,6 +126,7 @@ class Conversations:
         self.episodes |= dict(enumerate(opening.episodes, first))
         return numbers
 
+    @undisturbed()
     def advance(
         self,
         max_steps: int | None = None,
@@ -187,13 +194,14 @@ class Conversations:
         """Give sequences what their environments have answered, and end those that are over."""
         for sequence in [sequence for sequence, call in self.calls.items() if call.is_over]:
             call, episode = self.calls.pop(sequence), self.episodes[sequence]
-            is_last, name = sequence in self.ending, type(episode.environment).__name__
+            is_last = sequence in self.ending
             try:
                 answer = (None, call.result()) if is_last else call.result()
-                observation, reward = _checked(answer, name)
-                episode.conversation.reward = _sum(episode.conversation.reward, reward, name)
+                observation, reward = _checked(answer)
+                episode.conversation.reward = _sum(episode.conversation.reward, reward)
             except CallFailure as failure:
-                self._fail(sequence, failure)
+                where = "" if failure.__cause__ else users_function(call.function)
+                self._fail(sequence, failure, where)
                 continue
             if observation is None:
                 self._end(sequence, self.ending.pop(sequence, "environment"))
@@ -230,8 +238,8 @@ class Conversations:
         messages = [{name: str(one[name]) for name in ("role", "content")} for one in shortened]
         episode.conversation.messages += messages
 
-    def _fail(self, sequence: int, failure: CallFailure) -> None:
-        _note_failure(self.episodes[sequence], failure)
+    def _fail(self, sequence: int, failure: CallFailure, where: str = "") -> None:
+        _note_failure(self.episodes[sequence], failure, where)
         self.ending.pop(sequence, None)
         self._end(sequence, self.episodes[sequence].conversation.end)
 
@@ -275,6 +283,7 @@ class Conversations:
             }  # fmt: skip
         return states
 
+    @undisturbed()
     def load_state(self, state: dict[int, dict[str, Any]]) -> None:
         """Load what :meth:`state` returned; conversations whose environment has no state start anew."""
         for sequence, saved in state.items():
@@ -284,6 +293,7 @@ class Conversations:
             elif not conversation.end:
                 conversation = Conversation(conversation.row)
             self.episodes[sequence] = Episode(environment, conversation, saved["is_chat"], saved["end_token"])
+        self._check_own([])
         calls = {sequence: self._reset(self.episodes[sequence]) for sequence in self.starts_anew(state)}
         for sequence, call in calls.items():
             _prompt_of(self.episodes[sequence], call)
@@ -294,6 +304,21 @@ class Conversations:
         return [n for n, saved in state.items() if saved["environment"] is None and not saved["conversation"]["end"]]
 
     # ---------------------------------------------------------------- beginnings
+
+    def _check_own(self, new: Sequence[Episode]) -> None:
+        """Refuse conversations that share their environment, or its object, with others that are not over.
+
+        Raises:
+            ValueError: If two do.
+        """
+        running = [one.environment for one in (*self.episodes.values(), *new) if not one.conversation.end]
+        for owners in (running, [one.environment for one in running if isinstance(one, ToolEnvironment)]):
+            known = [one for one in owners if one is not None]
+            if len({id(one) for one in known}) < len(known):
+                raise UserError(
+                    f"environment gives several conversations the same {type(known[0]).__name__}: their turns would "
+                    "mix. Create a new object in every call, such as by giving the class itself."
+                )
 
     def _reset(self, episode: Episode) -> Call:
         row = copy.deepcopy(episode.conversation.row)  # samples and epochs share it
@@ -339,11 +364,18 @@ def check_not_all_failed(conversations: Sequence[Conversation]) -> None:
 
 def _prompt_of(episode: Episode, call: Call) -> Prompt | None:
     try:
-        prompt: Prompt | None = call.result()
+        prompt = call.result()
     except CallFailure as failure:
         _note_failure(episode, failure)
         return None
-    return prompt
+    messages = prompt if isinstance(prompt, list) else []
+    if not (prompt is None or isinstance(prompt, str | list)) or not all(isinstance(one, Mapping) for one in messages):
+        raise UserError(
+            f"reset() of {type(episode.environment).__name__}{users_function(call.function)} returned {shown(prompt)}: "
+            "return the prompt as text or as chat messages with role and content, or None for the row's own."
+        )
+    own: Prompt | None = prompt
+    return own
 
 
 def _common_prompt(given: Sequence[Prompt | None], row: dict[str, Any], own: Sequence[Conversation]) -> Prompt:
@@ -370,38 +402,38 @@ def _common_prompt(given: Sequence[Prompt | None], row: dict[str, Any], own: Seq
     return prompts[0] if prompts else row["prompt"]
 
 
-def _checked(answer: Any, name: str) -> tuple[Observation | None, float]:
-    """What ``step`` of the class of this name returned.
+def _checked(answer: Any) -> tuple[Observation | None, float]:
+    """What ``step`` returned.
 
     Raises:
         CallFailure: If it is not an observation and a finite number.
     """
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise CallFailure(f"{name} returned {shown(answer)}, not an observation (or None) and a reward (or None)")
+        raise CallFailure(f"returned {shown(answer)}, not an observation (or None) and a reward (or None)")
     observation, reward = answer
     if not (observation is None or isinstance(observation, str | list)):
-        raise CallFailure(f"{name} returned the observation {shown(observation)}, not text, chat messages or None")
-    try:
-        return observation, 0.0 if reward is None else float(reward)
-    except Exception as error:
-        raise CallFailure(f"{name} returned the reward {shown(reward)}, not a number or None") from error
+        raise CallFailure(f"returned the observation {shown(observation)}, not text, chat messages or None")
+    with suppress(Exception):  # of others' numbers
+        if not isinstance(reward, str | bytes):
+            return observation, 0.0 if reward is None else float(reward)
+    raise CallFailure(f"returned the reward {shown(reward)}, not a number or None")
 
 
-def _sum(before: float, reward: float, name: str) -> float:
+def _sum(before: float, reward: float) -> float:
     """The reward so far.
 
     Raises:
         CallFailure: If it is not finite, as float32.
     """
     if not abs(before + reward) <= torch.finfo(torch.float32).max:
-        raise CallFailure(f"{name} returned the reward {reward}, which added to {before} is not finite")
+        raise CallFailure(f"returned the reward {reward}, which added to {before} is not finite")
     return before + reward
 
 
-def _note_failure(episode: Episode, failure: CallFailure) -> None:
+def _note_failure(episode: Episode, failure: CallFailure, where: str = "") -> None:
     conversation = episode.conversation
     conversation.end, conversation.reward = "timeout" if isinstance(failure, CallTimeout) else "failed", math.nan
-    conversation.error = f"{type(episode.environment).__name__} {failure}"
+    conversation.error = f"{type(episode.environment).__name__} {failure}{where}"
 
 
 def _clipped(observation: Observation, most: int) -> Observation:

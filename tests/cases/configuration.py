@@ -48,10 +48,17 @@ NUMBERS = [
     ),
     Case("model.sampling.temperature=.nan", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
     Case("model.sampling.temperature=-1", "temperature must be a finite number, 0 (greedy) or more", 1, slow=True),
+    Case(
+        "model.sampling.temperature=1e-40",
+        "temperature must be a finite number, 0 (greedy) or more (0, or of a size from 1.2e-38 to 3.4e+38: float32), "
+        "got temperature=1e-40.",
+        1,
+    ),
     Case("model.sampling.temperature=0.001", slow=True),
     Case("model.sampling.top_p=.nan", "top_p must be in (0, 1], got top_p=nan.", 1, slow=True),
     Case("model.reward_weights=[.nan,1]", "reward_weights[0] must be a finite number, got reward_weights[0]=nan.", 1),
     Case("model.reward_weights=[1,.inf]", "reward_weights[1] must be a finite number", 1, slow=True),
+    Case("model.reward_weights=[1e39,1]", "reward_weights[0] must be a finite number (0, or of a size", 1, slow=True),
     Case("model.reward_weights=[0,0]", slow=True),
     Case(
         "model.rollout.reward_timeout=.nan",

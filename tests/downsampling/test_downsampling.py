@@ -95,3 +95,29 @@ def test_where_nothing_is_dropped_nothing_changes(rule: DownSampling | None) -> 
     before = vars(own).copy()
     assert down_sample(own, rule, 4) is own.rollout.rewards
     assert all(value is before[name] for name, value in vars(own).items())
+
+
+@pytest.mark.parametrize("order", [
+    [0, 1], [0, 0, 0, 0], [0, 1, -1, 2], [0, 1, 2, 6], [], [0.0, 1.0, 2.0, 3.0], [True, False, True, True],
+    [[0, 1, 2, 3]], [0, 1, 2, 3, 3],
+])  # fmt: skip
+def test_a_rule_of_ones_own_that_names_no_samples_is_refused(order: list[Any]) -> None:
+    """Too few would make groups across prompts, doubles count a sample twice, -1 is counted from the end."""
+
+    class Mine(DownSampling):
+        def ranking(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
+            return torch.tensor(order)
+
+    said = r"rollout.downsampling: ranking of Mine returned \[.* for 6 samples, of which 4 are kept: return at least"
+    with pytest.raises(ValueError, match=said):
+        kept(Mine(6), [1.0] * 6, 4)
+
+
+def test_a_rule_of_ones_own_may_name_as_many_as_are_kept_or_have_rewards() -> None:
+    class Mine(DownSampling):
+        def ranking(self, rewards: Tensor, lengths: Tensor, count: int) -> Any:
+            return rewards.argsort(descending=True)[:count].to(torch.int32)
+
+    assert kept(Mine(6), [0, 1, 2, 3, 4, 5], 4) == [2, 3, 4, 5]
+    assert kept(Mine(6), [NAN, 1, NAN, NAN, NAN, NAN], 4) == [0, 1, 2, 3]
+    assert kept(Mine(6), [NAN] * 6, 4) == [0, 1, 2, 3]

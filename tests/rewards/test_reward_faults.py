@@ -464,3 +464,18 @@ def test_a_function_that_applies_to_some_is_not_complained_of() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned None for all")
         fit(module([likes_a, of(lambda texts: [None if text.startswith("b") else 1.0 for text in texts])]), 2)
+
+
+@pytest.mark.parametrize(("pays", "size"), [
+    (lambda text: 1e8 + text.count("a"), "1e+08"), (lambda text: 3e9 + 100 * len(text), "3e+09"),
+    (lambda text: float(text.count("a")), None), (lambda text: 0.1 + 0.2 if "a" in text else 0.3, None),
+    (lambda text: 1e8, None), (lambda text: None, None),
+])  # fmt: skip
+def test_rewards_that_float32_does_not_tell_apart_are_told_of(pays: Callable[[str], Any], size: str | None) -> None:
+    """1e8 and a few: the differences from which a prompt is learned round to nothing. Those of sums mean nothing."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module(of(lambda texts: [pays(text) for text in texts])), 2)
+    told = [str(one.message) for one in caught if "float32 does not tell apart" in str(one.message)]
+    assert len(told) == (size is not None)
+    assert all(f"at a size of {size}" in one and "nothing is learned" in one for one in told)

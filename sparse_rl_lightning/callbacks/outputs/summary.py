@@ -26,7 +26,7 @@ from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import nearby, say
 
 ROW_KEYS = (
     "time/", "memory/", "guard/", "clip_ratio/", "staleness_ratio/", "top10_token_share", "entropy", "kl",
@@ -268,7 +268,7 @@ class RunSummary(RolloutCallback):
             written.append(folder / "report.png")
         except ModuleNotFoundError as error:
             say(f"No picture: {error}")
-        say("Written: " + ", ".join(map(str, written)))
+        say("Written: " + ", ".join(map(nearby, written)))
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(self.folder or trainer.default_root_dir).expanduser()

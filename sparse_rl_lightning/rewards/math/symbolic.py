@@ -8,7 +8,6 @@ killed costs its own pair and is replaced.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import selectors
@@ -22,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, is_float32
 
 Outcome: TypeAlias = Literal["same", "different", "unparsed", "timeout", "crash"]
 
@@ -55,7 +54,7 @@ class SymbolicPool:
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
-        if num_workers < 1 or not 0 < timeout < math.inf:
+        if num_workers < 1 or not (is_float32(timeout) and timeout > 0):
             raise UserError(
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.errors import UserError, check_seed
+from sparse_rl_lightning.errors import UserError, check_seed, is_float32, sizes_known
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.ops.keyed_random import hash_bits, seed_of
 
@@ -60,11 +59,17 @@ class SamplingParams:
                 0 <= self.min_completion_length <= self.max_completion_length,
                 f"between 0 and max_completion_length={self.max_completion_length}",
             ),
-            "temperature": (0 <= self.temperature < math.inf, "a finite number, 0 (greedy) or more"),
+            "temperature": (
+                is_float32(self.temperature) and self.temperature >= 0,
+                "a finite number, 0 (greedy) or more",
+            ),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "None or in [0, 1]"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a positive number, 1 for no penalty"),
+            "top_p": (is_float32(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (self.min_p is None or (is_float32(self.min_p) and 0 <= self.min_p <= 1), "None or in [0, 1]"),
+            "repetition_penalty": (
+                is_float32(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a positive number, 1 for no penalty",
+            ),
             "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
             "stop_strings": (
                 not isinstance(self.stop_strings, str) and all(self.stop_strings),
@@ -74,7 +79,8 @@ class SamplingParams:
         }
         for name, (fine, meaning) in allowed.items():
             if not fine:
-                raise UserError(f"{name} must be {meaning}, got {name}={getattr(self, name)}.")
+                value = getattr(self, name)
+                raise UserError(f"{name} must be {meaning}{sizes_known(value)}, got {name}={value}.")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         check_seed(self.seed)
 
