@@ -10,6 +10,9 @@ from torch import Tensor
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
 
+ROUNDING = 2.0**-18
+"""What float32 may be off by in a score that is a sum over a head's channels, as a share of it; with room."""
+
 
 def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:
     """Keys or values (S, H, N, D) to sum over: float32 or better, 0 in free memory."""
@@ -46,12 +49,15 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
 def standardized(scores: Tensor, valid: Tensor) -> Tensor:
     """Scores (..., N) minus their mean, divided by their standard deviation, over the live entries of each row.
 
-    Infinite scores do not count, and are left unchanged. Scores in free memory are undefined.
+    Infinite scores do not count, and are left unchanged. Scores in free memory are undefined. A deviation within the
+    rounding of the scores, such as of the norms of one repeated token's keys, counts as that rounding: it would
+    otherwise be blown up to order 1.
     """
     counted = valid & scores.isfinite()
     number = counted.sum(dim=-1, keepdim=True).clamp(min=1)
     finite = scores.masked_fill(~counted, 0.0)
     centered = (finite - finite.sum(dim=-1, keepdim=True) / number).masked_fill(~counted, 0.0)
     variance = centered.square().sum(dim=-1, keepdim=True) / number
-    deviation = variance.clamp(min=1e-12).sqrt()  # before the root, whose slope at 0 is infinite
+    rounding = (finite.detach().abs().amax(dim=-1, keepdim=True) * ROUNDING).square().clamp(min=1e-12)
+    deviation = torch.maximum(variance, rounding).sqrt()  # before the root, whose slope at 0 is infinite
     return torch.where(counted, centered / deviation, scores)

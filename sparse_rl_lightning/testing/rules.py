@@ -158,6 +158,22 @@ def free_memory(compressor: Compressor) -> str | None:
 
 
 @_rule(
+    "The queries lie in a ring, whose places are no order: the newest one is where layer.query_positions is largest. "
+    "sparse_rl_lightning.compressors.entries.newest_queries(layer, n) has the n newest; -1 marks places without one."
+)
+def ring_of_queries(compressor: Compressor) -> str | None:
+    """Scores must not depend on where in the ring the queries lie, only on their positions."""
+    for layer in _layers(compressor):
+        scores, size = _scores(compressor, layer), layer.queries.shape[2]
+        for turn in range(1, size):
+            queries, positions = layer.queries.roll(turn, dims=2), layer.query_positions.roll(turn, dims=1)
+            turned = replace(layer, queries=queries, query_positions=positions)
+            if difference := _difference(_scores(compressor, turned), scores):
+                return f"with the ring turned by {turn} of {size} places, scores change: {difference}"
+    return None
+
+
+@_rule(
     "A score may not look at other slots or at its place among them: reduce over dimensions 1 and up, not over "
     "dimension 0, and keep no random numbers per slot."
 )

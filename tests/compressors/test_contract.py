@@ -138,6 +138,14 @@ class WholeNumbers(Compressor):
         return layer.positions
 
 
+class NewestByPlace(Compressor):
+    """Takes the last place of the ring for the newest query."""
+
+    def score(self, layer: LayerState) -> Tensor:
+        newest = layer.queries[:, :: layer.group_size, -1].float().nan_to_num()  # (S, H, D)
+        return (layer.keys.float() * newest[:, :, None]).sum(dim=-1)
+
+
 class Crash(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         return layer.key_norms  # type: ignore[attr-defined]
@@ -255,13 +263,12 @@ class Fades(KNorm):
 
 BROKEN = [
     (NoSuperInit, "declarations", "no attribute 'budget'", r"super\(\).__init__"),
-    (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
     (FractionOfQueries, "declarations", "num_queries is 0.5", "whole number"),
     (Unheard, "declarations", "state_fields is empty, so nobody calls it", "state_fields"),
     (HeadFieldsAsATuple, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
     (OneHead, "shape", r"shape \(3, 14\) for slots, KV heads, entries = \(3, 2, 14\)", "one floating-point number"),
     (WholeNumbers, "shape", "torch.int64", "floating-point"),
-    (Crash, "shape", "AttributeError: .*key_norms", "traceback above"),
+    (NewestByPlace, "ring of queries", r"with the ring turned by 1 of 3 places, scores change", "newest_queries"),
     (ZScore, "numbers", "NaN for 56 of 56 live entries with equal keys", "divisions by zero"),
     (UnmaskedMean, "free memory", "with nan in free memory.* became nan", "masked_fill"),
     (InPlace, "read only", "changed layer.keys", "copies"),
@@ -272,11 +279,9 @@ BROKEN = [
     (NoWindow, "selection", "entries of sinks and window were evicted", "Write score only"),
     (Overflow, "half precision", "float16: scores are not finite", r"keys.float\(\)"),
     (Cancels, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
-    (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),
     (RemembersMass, "running state", "update_state changed self.last", "state_fields"),
     (MeanOverSlots, "running state", r"update.state\['mass'\] of a sequence depends on the others", "same slot"),
     (Silent, "running state", "changed nothing in update.state", "in place"),
-    (NotAsked, "running state", "reads mass, which the compressor does not ask for: needs_attention = True", "place"),
     (
         Undecayed,
         "reading",
@@ -288,6 +293,28 @@ BROKEN = [
     (Lambda, "copies", "pickle does not work: .*lambda", "no lambdas"),
     (Fades, "replay", r"log-probs differ by up to \d", "keys or values were changed"),
 ]
+
+
+RAISING = [
+    (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
+    (Crash, "shape", r"AttributeError: .*key_norms.* \(test_contract.py:\d+\)", "traceback above"),
+    (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),
+    (NotAsked, "running state", "reads mass, which the compressor does not ask for: needs_attention = True", "place"),
+]
+
+
+@pytest.mark.parametrize(("cls", "rule", "found", "change"), RAISING, ids=lambda value: getattr(value, "__name__", ""))
+def test_an_error_of_the_compressor_is_told_from_a_broken_rule(
+    cls: type[Compressor], rule: str, found: str, change: str
+) -> None:
+    how = f"raised an error while the rule '{rule}' was checked"
+    with pytest.raises(ContractError, match=rf"(?s)^{cls.__name__} {how}.\n  Found: .*{found}.*\n  Change: .*{change}"):
+        check_compressor(cls)
+
+
+def test_that_all_is_well_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    check_compressor(KNorm)
+    assert capsys.readouterr().out == f"KNorm keeps the contract of compressors: {len(RULES)} rules.\n"
 
 
 @pytest.mark.parametrize(("cls", "rule", "found", "change"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))

@@ -70,6 +70,22 @@ def test_standard_scores_have_mean_0_and_deviation_1() -> None:
     assert torch.equal(standardized(equal, equal == 2), torch.zeros(1, 1, 4))
 
 
+def test_rounding_is_not_standardized_into_scores() -> None:
+    """Norms of one repeated token's keys, rotated to every position, differ in their last bits, and mean nothing."""
+    key, angles = torch.randn(64), torch.arange(48.0)[:, None] * 10000.0 ** -(torch.arange(32.0) / 32)
+    turned = torch.cat(
+        [key[:32] * angles.cos() - key[32:] * angles.sin(), key[32:] * angles.cos() + key[:32] * angles.sin()], dim=-1
+    )
+    scores = turned.norm(dim=-1)[None, None]
+    valid = torch.ones_like(scores, dtype=torch.bool)
+    assert len(scores.unique()) > 1
+    assert standardized(scores, valid).abs().max() < 0.15
+    told = scores * (1 + 1e-4 * torch.randn(48))  # what a method sees is left as it is, to the last bit
+    centered = told - told.mean(dim=-1, keepdim=True)
+    plain = centered / (centered.square().sum(dim=-1, keepdim=True) / 48).sqrt()
+    torch.testing.assert_close(standardized(told, valid), plain, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["max", "mean"])
 def test_tokens_are_found_in_other_heads_by_position(reduction: Any) -> None:
     positions = torch.tensor([[[0, 2, 5, -1], [0, 5, 6, 9]], [[1, 2, 3, 4], [1, 2, 3, 4]]])
