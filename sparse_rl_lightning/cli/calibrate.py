@@ -98,7 +98,7 @@ def calibrate(
         raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
-    model, tokenizer = resolve_policy(policy).load()
+    model, tokenizer = resolve_policy(policy).as_stored().load()
     model.to(device or default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     shape = None if hardware is None else ModelShape.of(model, *[model.dtype.itemsize] * 2)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]

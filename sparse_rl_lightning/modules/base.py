@@ -11,8 +11,9 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from sparse_rl_lightning.distributed.ranks import check_processes, check_strateg
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import Configured
+from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
@@ -149,7 +151,7 @@ class PolicyModule(LightningModule):
         """Load the policy on first use."""
         if self.policy is not None:
             return
-        self.policy, self.tokenizer = self.policy_source.load()
+        self.policy, self.tokenizer = self._loaded_source.load()
         self.run_state.see_policy()
         self._rotary = [
             (module, name, value.clone())
@@ -164,6 +166,13 @@ class PolicyModule(LightningModule):
         if self._device_mesh is not None:
             self.same_on_ranks["starting weights"] = weights_digest(self.policy)  # FSDP2 keeps only a part of each
             self._shard_fully()
+
+    @property
+    def _loaded_source(self) -> PolicySource:
+        """The source of weights, in the type of their folder where the engine keeps float32 ones of its own."""
+        if self._trainer is None or not isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            return self.policy_source
+        return self.policy_source if self.trainer.precision.startswith("32") else self.policy_source.as_stored()
 
     def on_policy_loaded(self) -> None:
         """Hook for subclasses, called once while the policy is still whole on every rank."""
@@ -237,7 +246,10 @@ class PolicyModule(LightningModule):
             checkpoint.update(readable(checkpoint))  # on all ranks, of which one writes
 
     def on_train_start(self) -> None:
-        """Apply changes in the configuration to a resumed run, and tell of them."""
+        """Tell of steps that 16-bit weights lose; apply changed settings to a resumed run, and tell of them."""
+        lost = None if isinstance(self.trainer.strategy, DeepSpeedStrategy) else lost_steps(self.trainer.optimizers)
+        if lost is not None:
+            rank_zero_warn(lost)
         self.run_state.apply()
 
     @property

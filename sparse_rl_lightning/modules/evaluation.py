@@ -42,7 +42,7 @@ from sparse_rl_lightning.fingerprints import fingerprint, sources
 from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies.geometry import context_length
-from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.records import Conversation, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker
@@ -103,7 +103,7 @@ class Evaluation(PolicyModule):
         check_workers: int = 1,
         answers: Convention = "strict",
     ) -> None:
-        super().__init__(policy)
+        super().__init__(resolve_policy(policy).as_stored())
         self.caches = name_caches([*([FullKV()] if dense else []), *(compressors or []), *(retrievers or [])])
         if not self.caches:
             raise UserError("Evaluation needs dense: true, compressors or retrievers; got none of them.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.lora import LoraPolicy
+from sparse_rl_lightning.policies.lora import LoraPolicy, adapters
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
 
 FAMILIES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama"}
@@ -49,32 +50,46 @@ class Blueprint:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the model."""
-        return read_config(self.path)
+        """The configuration of the model, a new copy: transformers writes the type of a model made from it into it."""
+        return copy.deepcopy(read_config(self.path))
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The type of weights that are loaded to stay as they are."""
+        found = self.config.dtype if self.dtype == "auto" else getattr(torch, self.dtype, None)
+        return found if isinstance(found, torch.dtype) else torch.float32
 
     @property
     def loaded_dtype(self) -> torch.dtype:
-        """The type of the weights when they are loaded."""
-        found = self.config.dtype if self.dtype == "auto" else getattr(torch, self.dtype, None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        """The type of the policy's weights when they are loaded; adapters on them are float32."""
+        return torch.float32 if self.dtype == "auto" and self.adapters is None else self.stored_dtype
 
     @property
     def quantization(self) -> str | None:
         """The form of frozen weights in 4 or 8 bits, None for whole ones."""
         return dict(self.adapters or ()).get("quantization")
 
-    def adapt(self, model: PreTrainedModel) -> None:
-        """Freeze a model under its adapters, if there are any."""
-        if self.adapters is not None:
-            LoraPolicy(self.path, **dict(self.adapters)).adapt(model)
+    def adapt(self, model: PreTrainedModel, of_one_type: bool = False) -> None:
+        """Freeze a model under its adapters, if there are any, in float32 or in the type of its weights."""
+        if self.adapters is None:
+            return
+        LoraPolicy(self.path, **dict(self.adapters)).adapt(model)
+        for parameter in adapters(model) if of_one_type else ():
+            parameter.data = parameter.data.to(model.dtype)
 
 
 @lru_cache(maxsize=8)
-def empty_model(blueprint: Blueprint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its adapters on torch's meta device: shapes and types, but no memory."""
+def empty_model(blueprint: Blueprint, dtype: torch.dtype, of_one_type: bool = False) -> PreTrainedModel:
+    """The model with its adapters on torch's meta device: shapes and types, but no memory.
+
+    Args:
+        blueprint: Policy.
+        dtype: Type of the weights.
+        of_one_type: Whether adapters have that type too, instead of float32.
+    """
     with torch.device("meta"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(blueprint.config, dtype=dtype)
-        blueprint.adapt(made)
+        blueprint.adapt(made, of_one_type)
     return made
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.learner.block import BlockPlan
@@ -57,10 +58,25 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights while they are trained; DeepSpeed's mixed precision has them in 16 bits."""
+        return self._cast or self.blueprint.loaded_dtype
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model as it is trained, without memory."""
+        return empty_model(self.blueprint, self.dtype, self.is_of_one_type)
+
+    @property
+    def is_of_one_type(self) -> bool:
+        """Whether Lightning or DeepSpeed give all weights one type, adapters too."""
+        return self._cast is not None
+
+    @property
+    def _cast(self) -> torch.dtype | None:
+        """The type that Lightning or DeepSpeed gives all weights, None for theirs."""
         half = HALF.get(self.precision.partition("-")[0])
         if half is not None and (self.precision.endswith("true") or self.sharding.stage):
             return half
-        return torch.float64 if self.precision == "64-true" else self.blueprint.loaded_dtype
+        return torch.float64 if self.precision == "64-true" else None
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class States:
 
 def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     """The parts of a job and its number of slots; they depend on the card if ``memory_limit`` is a share of it."""
-    model, g, of_head = empty_model(job.blueprint, job.dtype), job.geometry, job.rollout.head_in_float32
+    model, g, of_head = job.model, job.geometry, job.rollout.head_in_float32
     copies = decoder_bytes(model, g, job.length, choose_way(model, job.rollout.decoder), of_head)
     shadow = nbytes(model.parameters()) if job.sharding.stage == 3 else 0  # read by rollouts
     held, reference, slot = states(job), reference_bytes(job), slot_size(job)
@@ -105,7 +105,7 @@ def states(job: Job) -> States:
     DeepSpeed's optimizer has float32 weights of its own beside those in 16 bits and, in its step, float32 gradients.
     Stage 1 shares what belongs to the optimizer, stage 2 the gradients too, stage 3 the weights too.
     """
-    model, shard = empty_model(job.blueprint, job.dtype), job.sharding
+    model, shard = job.model, job.sharding
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights, buffers, gradients = nbytes(model.parameters()), nbytes(model.buffers()), nbytes(trained)
     if shard.stage == 0:
@@ -164,7 +164,7 @@ def reference_bytes(job: Job) -> int:
     """The whole reference policy of the KL penalty on every rank, as it is loaded; LoRA's is the policy itself."""
     if job.beta == 0 or job.blueprint.adapters is not None:
         return 0
-    return nbytes(empty_model(job.blueprint, job.blueprint.loaded_dtype).parameters())
+    return nbytes(empty_model(job.blueprint, job.blueprint.stored_dtype).parameters())
 
 
 # ---------------------------------------------------------------- the rollout
@@ -176,7 +176,7 @@ def slot_size(job: Job) -> SlotBytes:
     Raises:
         ValueError: If windows leave no layer to evict from, or positions do not reach this far.
     """
-    g, model, length = job.geometry, empty_model(job.blueprint, job.dtype), job.length + steps_past_end(CUDA)
+    g, model, length = job.geometry, job.model, job.length + steps_past_end(CUDA)
     check_length(model, job.length)
     if job.compressor.evicts or job.retriever is not None:
         check_full_layers(model, job.length, type(job.retriever or job.compressor).__name__)
@@ -188,7 +188,7 @@ def slot_size(job: Job) -> SlotBytes:
 
 def routing(job: Job) -> RoutingShape | None:
     """The sizes of the record of experts, None without one."""
-    return Routers(empty_model(job.blueprint, job.dtype)).shape if job.rollout.record_routing else None
+    return Routers(job.model).shape if job.rollout.record_routing else None
 
 
 def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
@@ -230,23 +230,26 @@ def learner(job: Job) -> LearnerBytes:
             f"sparse-rl plan does not know what sliding windows (of {job.blueprint.config.model_type!r}) take in the "
             f"learner: their masks of {job.length} x {job.length} depend on the attention's kernel. DryRun measures it."
         )
-    found = _learner(job.blueprint, job.micro_batch, job.learner, job.dtype, job.autocast)
+    types = (job.dtype, job.autocast, job.is_of_one_type)
+    found = _learner(job.blueprint, job.micro_batch, job.learner, *types)
     if job.parts == 1:
         return found
-    parameters, kept = empty_model(job.blueprint, job.dtype).parameters(), 0
+    parameters, kept = job.model.parameters(), 0
     if job.learner.gradient_checkpointing == "selective":
         plain = replace(job.learner, gradient_checkpointing=True)
-        kept = found.kept - _learner(job.blueprint, job.micro_batch, plain, job.dtype, job.autocast).kept
+        kept = found.kept - _learner(job.blueprint, job.micro_batch, plain, *types).kept
     summed = nbytes(parameter for parameter in parameters if parameter.requires_grad)
     return LearnerBytes(found.kept, found.peak + summed + (job.parts - 1) * kept, found.host * job.parts)
 
 
 @lru_cache(maxsize=256)
 def _learner(
-    blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None
-) -> LearnerBytes:
+    blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None,
+    of_one_type: bool,
+) -> LearnerBytes:  # fmt: skip
+    adapt = partial(blueprint.adapt, of_one_type=of_one_type)
     try:
-        return learner_bytes(blueprint.config, part, options, dtype, autocast, blueprint.adapt)
+        return learner_bytes(blueprint.config, part, options, dtype, autocast, adapt)
     except RuntimeError as error:
         raise UserError(
             f"The learner's pass over {blueprint.config.model_type!r} cannot be counted without numbers in {dtype}: "

@@ -15,14 +15,15 @@ from transformers.utils.peft_utils import check_peft_version
 from sparse_rl_lightning.errors import UserError, check_choice, check_number, check_seed
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.policies.quantized import Quantization, QuantizedLinear, dequantize, quantize
+from sparse_rl_lightning.policies.quantized import Quantization, dequantize, quantize
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 
 
 class LoraPolicy(PolicySource):
     """A policy whose weights are frozen under low-rank adapters (LoRA, arXiv 2106.09685), through peft.
 
-    The reference policy of the KL penalty is the same model with its adapters switched off, without a second copy.
+    Frozen weights stay in the type of their folder, adapters are float32. The reference policy of the KL penalty is the
+    same model with its adapters switched off, without a second copy.
     Export writes a plain model with the adapters merged. Needs ``pip install 'sparse-rl-lightning[lora]'``.
 
     Args:
@@ -50,7 +51,7 @@ class LoraPolicy(PolicySource):
         if quantization is not None:
             check_choice("quantization", quantization, Quantization, "LoraPolicy")
         check_number("lora_dropout", lora_dropout, least=0, below=1)
-        self.base = resolve_policy(policy)
+        self.base = resolve_policy(policy).as_stored()
         self.attn_implementation = self.base.attn_implementation
         self.options: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         self.target_modules = target_modules
@@ -140,9 +141,8 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, seed: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed))
         model.add_adapter(LoraConfig(**options, target_modules=target_modules))
-        if model.device.type == "meta" or any(isinstance(module, QuantizedLinear) for module in model.modules()):
-            for parameter in adapters(model):  # peft gives them their layer's type, but not here
-                parameter.data = parameter.data.to(model.dtype)
+        for parameter in adapters(model):  # peft gives them their layer's type; 16 bits would lose small steps
+            parameter.data = parameter.data.to(torch.promote_types(model.dtype, torch.float32))
     _check_trainable(model)
 
 

@@ -25,9 +25,13 @@ class PolicySource(ABC):
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """A causal language model and its tokenizer."""
 
+    def as_stored(self) -> PolicySource:
+        """This source for weights that no step of an optimizer rounds: of the folder's type, unless one is given."""
+        return self
+
     def load_reference(self) -> PreTrainedModel:
         """A second model with the initial weights, frozen. Called before training begins."""
-        return freeze(self.load()[0])
+        return freeze(self.as_stored().load()[0])
 
     def exported(self, model: PreTrainedModel) -> PreTrainedModel:
         """The trained model in the form that is saved as a plain Hugging Face folder."""
@@ -39,7 +43,10 @@ class PretrainedPolicy(PolicySource):
 
     Args:
         path: Folder with ``config.json``, safetensors weights and a tokenizer, or a hub name.
-        dtype: Type of the weights, such as ``float32`` or ``bfloat16``; ``auto`` takes the folder's.
+        dtype: Type of the weights, such as ``float32`` or ``bfloat16``. ``auto`` is ``float32`` for weights that are
+            trained, since 16 bits lose the small steps of an optimizer, and the folder's type for frozen ones: those
+            below adapters, of a reference policy or in an evaluation, and under DeepSpeed's mixed precision, which
+            keeps float32 weights itself.
         attn_implementation: The learner's attention, ``sdpa``, ``eager`` or, on a GPU with weights or autocast in a
             16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). By default ``sdpa``,
             or ``eager`` for models of which transformers has no other (gpt-oss). The sampler always uses the library's
@@ -50,6 +57,13 @@ class PretrainedPolicy(PolicySource):
         self.path = path
         self.dtype = dtype
         self.attn_implementation = attn_implementation
+        self._widens = dtype == "auto"
+
+    def as_stored(self) -> PolicySource:
+        """The same folder, in its own type if none was chosen."""
+        other = copy.copy(self)
+        other._widens = False
+        return other
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, from safetensors only."""
@@ -61,7 +75,7 @@ class PretrainedPolicy(PolicySource):
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
                 "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
             )
-        return load_pretrained(path, self.dtype, self.attn_implementation)
+        return load_pretrained(path, "float32" if self._widens else self.dtype, self.attn_implementation)
 
 
 class LoadedPolicy(PolicySource):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,30 @@ def test_the_reference_is_whole_in_its_own_type(folder: str) -> None:
     assert reference_bytes(given) == sum(parameter.nbytes for parameter in real(job(folder)).parameters())
     assert reference_bytes(replace(given, beta=0.0)) == 0
     assert reference_bytes(replace(given, blueprint=Blueprint(folder, "float32", LORA))) == 0
+
+
+def test_auto_is_float32_for_what_trains_and_the_folders_type_for_the_rest(tmp_path: Path) -> None:
+    config = tiny_model("qwen3", vocab_size=300, num_layers=3).config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path)
+    path = str(tmp_path)
+    plain, explicit = (job(path, blueprint=Blueprint(path, dtype), beta=0.1) for dtype in ("auto", "float32"))
+    assert states(plain) == states(explicit)
+    assert reference_bytes(plain) == reference_bytes(explicit) / 2
+    lora = job(path, blueprint=Blueprint(path, "auto", LORA))
+    model, found = real(lora), states(lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
+    assert found.weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert (found.gradients, found.optimizer) == (sum(p.nbytes for p in trained), sum(2 * p.nbytes for p in trained))
+    mixed = replace(lora, precision="bf16-mixed")  # of DeepSpeed: adapters in 16 bits, and masters and moments in 32
+    sharded = states(replace(mixed, sharding=Sharding(2, ranks=1)))
+    half = sum(p.numel() for p in trained) * 2
+    assert (found.weights - sharded.weights, sharded.gradients) == (half, half)
+    assert sharded.optimizer == 16 * sum(p.numel() for p in trained)
+    assert job(path, blueprint=Blueprint(path), sharding=Sharding(2, 2), precision="bf16-mixed").dtype == torch.bfloat16
+    assert learner(lora).peak == pytest.approx(live_pass(model, lora), rel=0.01)
 
 
 @pytest.mark.parametrize(

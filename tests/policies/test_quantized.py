@@ -135,7 +135,8 @@ def test_no_whole_weights_are_kept_or_copied(kind: Any, bits: float) -> None:
     assert largest == 2 * max(whole.values())
     with LiveBytes() as live:  # a whole training pass over one token
         sequence_logprobs(model, torch.tensor([[3, 4]]), torch.tensor([[False, True]]))[0].sum().backward()
-    assert largest < live.most < 2 * largest
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert largest < live.most < 2 * largest + gradients
     geometry = CacheGeometry.of(model)
     others = sum(p.nbytes for name, p in model.named_parameters() if "lora" in name or "embed" in name)  # tied head
     for way in ("walked", "forward"):
@@ -208,4 +209,4 @@ def test_nothing_but_adapters_changes_its_type(kind: Any) -> None:
     LoraPolicy(TINY, r=2, quantization=kind).adapt(model)
     for name, value in before.items():
         torch.testing.assert_close(model.get_buffer(name), value, rtol=0, atol=0)
-    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.bfloat16}
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}

@@ -1,0 +1,192 @@
+"""Types of weights: those that are trained take the optimizer's steps, frozen ones are as their folder has them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from tiny_grpo import ALPHABET, Rows, likes_a
+from torch import Tensor
+
+from sparse_rl_lightning import RolloutSampler, SamplingParams
+from sparse_rl_lightning.compressors import RKV, FullKV
+from sparse_rl_lightning.learner.rounding import lost_steps
+from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.modules import DistillSparse, Evaluation, GRPOLoss, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PretrainedPolicy
+from sparse_rl_lightning.policies.lora import adapters
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A policy that is published in bfloat16, with weights as large as those of real ones."""
+    path, tokenizer = tmp_path_factory.mktemp("half") / "policy", character_tokenizer(ALPHABET)
+    tiny_model(vocab_size=len(tokenizer), hidden_size=32).to(HALF).save_pretrained(path)  # type: ignore[arg-type]
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def types(model: Any, trained: bool | None = None) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters() if trained is None or p.requires_grad == trained}
+
+
+def grpo(policy: Any, kind: type[SparseGRPO] = SparseGRPO, **options: Any) -> SparseGRPO:
+    sampling = SamplingParams(num_generations=4, max_completion_length=8, seed=3)
+    return kind(policy, FullKV(), likes_a, sampling=sampling, **options)
+
+
+def fit(module: PolicyModule, steps: int = 20, **options: Any) -> list[str]:
+    """Warnings of a run, about rounded steps."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Trainer(
+            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, **options,
+        ).fit(module, datamodule=Rows(prompts_per_rollout=4))  # fmt: skip
+    return [str(one.message) for one in said if "rounds small steps" in str(one.message)]
+
+
+def moved(module: PolicyModule, steps: int = 20, **options: Any) -> tuple[float, list[str]]:
+    """Share of the trained weights that are others after a run, and what it warned of."""
+    module.configure_model()
+    before = [p.detach().clone().float() for p in module.policy.parameters() if p.requires_grad]
+    said = fit(module, steps, **options)
+    after = [p.detach().float() for p in module.policy.parameters() if p.requires_grad]
+    pairs = list(zip(before, after, strict=True))
+    return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs), said
+
+
+@pytest.mark.parametrize("kind", [SparseGRPO, SupervisedWarmup, DistillSparse])
+def test_auto_is_float32_for_what_is_trained(folder: str, kind: Any) -> None:
+    if kind is DistillSparse:
+        pytest.importorskip("peft", reason="peft is an extra")
+    module = SupervisedWarmup(folder) if kind is SupervisedWarmup else grpo(folder, kind)
+    module.configure_model()
+    assert types(module.policy) == {WHOLE}
+    assert {p.dtype for group in module.configure_optimizers().param_groups for p in group["params"]} == {WHOLE}
+
+
+def test_frozen_weights_stay_as_the_folder_has_them(folder: str) -> None:
+    module = grpo(folder, loss=GRPOLoss(beta=0.1))
+    module.configure_model()
+    assert types(module._reference[0]) == {HALF}
+    judge = Evaluation(folder)
+    judge.configure_model()
+    assert types(judge.policy) == {HALF}
+    assert types(PretrainedPolicy(folder).as_stored().load()[0]) == {HALF}
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_adapters_are_float32_on_a_base_that_stays(folder: str, quantization: Any) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    model, _ = LoraPolicy(folder, r=4, quantization=quantization).load()
+    assert types(model, trained=True) == {WHOLE}
+    assert types(model, trained=False) <= {HALF, torch.int8, torch.uint8}
+    double = LoraPolicy(LoadedPolicy(tiny_model().double(), character_tokenizer(ALPHABET))).load()[0]
+    assert types(double) == {torch.float64}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_type_that_is_asked_for_is_taken(folder: str, dtype: str) -> None:
+    source = PretrainedPolicy(folder, dtype=dtype)
+    for each in (source, source.as_stored()):
+        assert types(each.load()[0]) == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_nearly_all_weights_move_at_the_default_rate(folder: str, precision: Any) -> None:
+    share, said = moved(grpo(folder), precision=precision)
+    assert share > 0.99
+    assert not said
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_all_adapters_move(folder: str, precision: Any) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
+    adamw = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.0)
+    share, said = moved(grpo(LoraPolicy(folder, r=4), optimizer=adamw), precision=precision)
+    assert share > 0.97  # lora_A waits a step for the first gradient
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("bfloat16", {}), ("auto", {"precision": "bf16-true"}), ("bfloat16", {"precision": "bf16-mixed"})],
+)  # fmt: skip
+def test_the_share_that_will_not_move_is_told(folder: str, dtype: str, options: Any) -> None:
+    """The first step is the size of the rate: what does not move in it is what is told, and hardly any moves later."""
+    first, said = moved(grpo(PretrainedPolicy(folder, dtype=dtype)), 1, **options)
+    assert len(said) == 1
+    share, end = re.search(r"are bfloat16, .* away\. ([\d.]+)% of them (.*)", said[0]).groups()  # type: ignore[union-attr]
+    assert float(share) / 100 == pytest.approx(1 - first, abs=0.005)
+    assert end.startswith("do not move by a step of the learning rate, lr=1e-06. Train float32 weights")
+    assert moved(grpo(PretrainedPolicy(folder, dtype=dtype)), 20, **options)[0] < first + 0.05
+
+
+def told(weights: Tensor, kind: Any = torch.optim.AdamW, **options: Any) -> str | None:
+    return lost_steps([kind([torch.nn.Parameter(weights)], **options)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [1e-6, 3e-6, 1e-5, 1e-4])
+def test_the_share_is_that_of_adding_the_step(dtype: torch.dtype, rate: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10 ** (-5 * torch.rand(20_000, generator=generator))
+    weights = (sizes * torch.randn(20_000, generator=generator)).to(dtype)
+    stuck = ((weights.double() + rate).to(dtype) == weights) & ((weights.double() - rate).to(dtype) == weights)
+    share = float(stuck.double().mean())
+    assert 0.02 < share < 0.98
+    said = told(weights, lr=rate)
+    assert said is not None
+    assert abs(float(said.split("%")[0].rpartition(" ")[2]) / 100 - share) < 0.01
+
+
+def test_what_is_not_rounded_is_not_told() -> None:
+    assert told(torch.ones(3), lr=1e-6) is None
+    assert told(torch.ones(3, dtype=HALF), lr=0.1) is not None
+    said = told(torch.ones(3, dtype=HALF), torch.optim.SGD, lr=1e-6)  # whose steps are no size of the rate alone
+    assert said is not None
+    assert "Most of them may not move" in said
+    warm = torch.optim.AdamW([torch.nn.Parameter(torch.full((8,), 1e-3, dtype=HALF))], lr=1e-2)
+    torch.optim.lr_scheduler.LinearLR(warm, 1e-6)  # a warm-up: the rate that counts is the one it leads to
+    found = lost_steps([warm])
+    assert found is not None
+    assert " 0.0% of them do not move by a step of the learning rate, lr=0.01." in found
+
+
+def test_the_sampler_and_the_learner_agree_with_mixed_types(folder: str) -> None:
+    """Adapters in float32 on weights in bfloat16 are computed alike in both, and act."""
+    pytest.importorskip("peft", reason="peft is an extra")
+    model = LoraPolicy(folder, r=4).load()[0].eval()
+    with torch.no_grad():
+        for parameter in adapters(model):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    for compressor in (FullKV(), RKV(budget=8, buffer=3, num_sinks=1, window=2)):
+        params = SamplingParams(num_generations=2, max_completion_length=12, seed=3)
+        rollout = RolloutSampler(model, compressor).generate([[3, 4, 5], [6, 7]], params)
+        assert bool(rollout.sampler_logprobs.isfinite().all())
+        if isinstance(compressor, FullKV):
+            with torch.no_grad():
+                found, _ = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)
+                base, _ = sequence_logprobs(
+                    PretrainedPolicy(folder).as_stored().load()[0], rollout.sequences, rollout.completion_mask
+                )
+            torch.testing.assert_close(rollout.sampler_logprobs, found, atol=0.1, rtol=0)
+            assert (found - base).abs().max() > 0.3
+
+
+def test_an_export_is_of_the_type_that_was_trained(folder: str, tmp_path: Path) -> None:
+    module = grpo(folder)
+    module.configure_model()
+    module.export(tmp_path)
+    assert types(PretrainedPolicy(str(tmp_path)).as_stored().load()[0]) == {WHOLE}
