@@ -104,11 +104,11 @@ def calibrate(
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
     params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
-    ends = {*rollout.sampler(model, tokenizer, FullKV()).end_token_ids, tokenizer.eos_token_id} - {None}
+    ends = rollout.sampler(model, tokenizer, FullKV()).end_token_ids
     options = {
         name: getattr(rollout, name) for name in ("num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool")
     }
-    options |= {"end_token_ids": sorted(ends), "tokenizer": tokenizer}
+    options |= {"end_token_ids": ends, "tokenizer": tokenizer}
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)

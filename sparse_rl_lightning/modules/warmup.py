@@ -17,7 +17,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows
-from sparse_rl_lightning.rollout.prompts import encode_prompt, long_prompts
+from sparse_rl_lightning.rollout.prompts import default_end_token_ids, encode_prompt, long_prompts
 from sparse_rl_lightning.text import compiled, matches
 
 
@@ -71,6 +71,20 @@ class SupervisedWarmup(PolicyModule):
                     f"columns are: {', '.join(map(repr, row))}."
                 )
         return rows
+
+    def on_policy_loaded(self) -> None:
+        """Find the token that ends a solution: the tokenizer's, or the model's; rollouts end at either.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        ends = default_end_token_ids(self.policy, self.tokenizer)
+        if not ends:
+            raise UserError(
+                "SupervisedWarmup: neither the tokenizer nor the model's generation_config names a token that ends a "
+                "solution. Set the tokenizer's eos_token."
+            )
+        self._end = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id in ends else ends[0]
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens, with its weight in the optimizer step."""
@@ -140,8 +154,8 @@ class SupervisedWarmup(PolicyModule):
                 part = tokenizer(text, add_special_tokens=False)["input_ids"]
                 whole += part
                 wanted += [-100] * len(part) if is_given else part
-            ids.append(torch.tensor([*whole, tokenizer.eos_token_id]))
-            targets.append(torch.tensor([*wanted, tokenizer.eos_token_id]))
+            ids.append(torch.tensor([*whole, self._end]))
+            targets.append(torch.tensor([*wanted, self._end]))
         pad = torch.nn.utils.rnn.pad_sequence
         padded = pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
         return padded.to(self.device), pad(targets, batch_first=True, padding_value=-100).to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,10 +17,13 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
 from sparse_rl_lightning.errors import UserError
@@ -41,6 +45,7 @@ def load_pretrained(
     with _without_reports():
         try:
             options = _check_plain(path)
+            _check_generation_config(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options,
@@ -79,6 +84,21 @@ def _check_plain(path: str) -> dict[str, Any]:
             "weights; LoraPolicy(quantization='nf4') holds them in 4 bits, for sampler and learner alike."
         )
     return {}
+
+
+def _check_generation_config(path: str) -> None:
+    """Refuse a generation_config.json that cannot be read, which transformers ignores, its end tokens with it."""
+    name = GENERATION_CONFIG_NAME
+    found = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    if found is None:
+        return
+    try:
+        GenerationConfig.from_dict(json.loads(Path(found).read_text("utf-8")))
+    except Exception as error:  # foreign data
+        reason = " ".join(str(error).split())[:400]
+        raise UserError(f"has a {name} that cannot be read ({reason}). Repair or remove it.") from error
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:

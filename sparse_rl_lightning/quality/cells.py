@@ -74,10 +74,8 @@ class Bench:
     num_slots: int | None = None
 
     def sampler(self, compressor: Compressor) -> RolloutSampler:
-        """Sampler under a cache, whose completions end with the model's or the tokenizer's end token."""
-        sampler = RolloutOptions(num_slots=self.num_slots).sampler(self.model, self.tokenizer, compressor)
-        sampler.end_token_ids = sorted({*sampler.end_token_ids, self.tokenizer.eos_token_id} - {None})
-        return sampler
+        """Sampler under a cache."""
+        return RolloutOptions(num_slots=self.num_slots).sampler(self.model, self.tokenizer, compressor)
 
     def prompts(self) -> list[list[int]]:
         """Token ids of every problem."""

@@ -1,10 +1,16 @@
-"""TRL's ``generation_kwargs``: sampling settings under names of transformers and vLLM, which override the others."""
+"""TRL's ``generation_kwargs``: sampling settings under names of transformers and vLLM, which override the others.
+
+And what a model's own ``generation_config`` asks of ``generate`` that rollouts do not follow.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
@@ -26,8 +32,8 @@ HONORED = {
 """Keys of transformers' GenerationConfig and vLLM's SamplingParams, with their names in ``SamplingParams``."""
 
 ELSEWHERE = {
-    "eos_token_id": "end_tokens",
-    "stop_token_ids": "end_tokens",
+    "eos_token_id": "end_tokens of rollout (RolloutOptions)",
+    "stop_token_ids": "end_tokens of rollout (RolloutOptions)",
     "num_return_sequences": "num_generations",
     "n": "num_generations",
     "max_length": "max_completion_length",
@@ -36,6 +42,30 @@ OFF: dict[str, Any] = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "stop_strings": (),
 }  # fmt: skip
 """Values that null stands for."""
+
+NOT_FOLLOWED = {
+    "suppress_tokens": "", "begin_suppress_tokens": "", "forced_bos_token_id": "", "forced_eos_token_id": "",
+    "min_new_tokens": "min_completion_length", "min_length": "min_completion_length", "bad_words_ids": "",
+    "sequence_bias": "", "no_repeat_ngram_size": "", "exponential_decay_length_penalty": "",
+    "stop_strings": "stop_strings", "watermarking_config": "",
+}  # fmt: skip
+"""Settings of a model's ``generation_config`` that bind transformers' ``generate``; their names in ``SamplingParams``.
+
+Temperature and the like are settings of a rollout, whatever the model recommends.
+"""
+
+
+def warn_of_generation_config(model: PreTrainedModel) -> None:
+    """Name what a model's ``generation_config`` asks for and rollouts draw without."""
+    given = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
+    if given:
+        here = [f"{name} is sampling.{NOT_FOLLOWED[name]} here" for name in given if NOT_FOLLOWED[name]]
+        warnings.warn(
+            f"{', '.join(given)} of the model's generation_config: rollouts draw without "
+            f"{'them' if len(given) > 1 else 'it'}. {'; '.join([*here, ''])}remove what is not meant from "
+            "generation_config.json.",
+            stacklevel=3,
+        )
 
 
 def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | None) -> SamplingParams:

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -321,7 +321,7 @@ def _is_token(token: object, vocab_size: int) -> bool:
     return isinstance(token, Integral) and 0 <= int(token) < vocab_size
 
 
-def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int) -> list[int]:
+def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int, where: str = "end_token_ids") -> list[int]:
     """Refuse end tokens that can never be drawn.
 
     Raises:
@@ -330,15 +330,39 @@ def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int) -> list[int]:
     ids = ids.tolist() if isinstance(ids, Tensor) else ids
     wrong = [token for token in ids if not _is_token(token, vocab_size)]
     if wrong:
+        others = " Without end_token_ids they are those of the model's generation_config."
         raise UserError(
-            f"end_token_ids holds {wrong[0]!r}, which the model can never draw: end tokens are whole numbers from 0 to "
-            f"{vocab_size - 1}. Without end_token_ids they are those of the model's generation_config."
+            f"{where} holds {wrong[0]!r}, which the model can never draw: end tokens are whole numbers from 0 to "
+            f"{vocab_size - 1}.{others if where == 'end_token_ids' else ''}"
         )
     return [int(token) for token in ids]
 
 
-def default_end_token_ids(model: PreTrainedModel) -> list[int]:
-    """The end tokens of the model's generation config, or of its config."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+def default_end_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, tell: bool = True
+) -> list[int]:
+    """The end tokens of the model's generation config (or of its config), and the tokenizer's: both end a completion.
+
+    A tokenizer of supervised training on a chat template often has another one than the model was published with. A
+    warning names both if they differ.
+
+    Raises:
+        ValueError: If one of the generation config is not in the vocabulary.
+    """
+    config: Any = model.generation_config
+    ids = None if config is None else config.eos_token_id
     ids = model.config.eos_token_id if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else [ids] if isinstance(ids, int | str) else ids
+    vocab_size: int = model.config.vocab_size
+    own = check_end_tokens(ids, vocab_size, "eos_token_id of the model's generation_config")
+    other = None if tokenizer is None else tokenizer.eos_token_id
+    if tokenizer is None or not _is_token(other, vocab_size) or other in own:
+        return own
+    if own and tell:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in own)
+        warnings.warn(
+            f"The model's generation_config ends completions with {named}, its tokenizer with {tokenizer.eos_token} "
+            f"({other}): either ends one, in rollouts and in what a warm-up teaches.",
+            stacklevel=3,
+        )
+    return [*own, cast(int, other)]

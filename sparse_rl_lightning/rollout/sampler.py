@@ -28,6 +28,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.engine.stopping import StopStrings
+from sparse_rl_lightning.rollout.generation_kwargs import warn_of_generation_config
 from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class RolloutSampler:
         compressor: Compressor of the cache; default ``FullKV()``, which keeps everything.
         num_slots: Number of sequences decoded at the same time; further ones take the slots of finished ones.
             None gives every sequence its own slot.
-        end_token_ids: Tokens that end a completion; default those of the model's generation config.
+        end_token_ids: Tokens that end a completion; default those of the model's generation config and the tokenizer's.
         max_prefill_tokens: Limit on the prompt tokens in one forward pass; longer prompts are read in chunks.
-        tokenizer: Tokenizer, needed for stop strings only.
+        tokenizer: Tokenizer, for its end token and for stop strings.
         kv_dtype: Type of stored keys and values, e.g. ``torch.bfloat16`` or ``"bfloat16"`` for half the memory of
             float32; default the type that the model computes in. Queries are rounded to it too before attention, but
             not to ``"float8_e4m3fn"`` (or ``"fp8"``), a byte per number: that is for storage only, and saturates at
@@ -108,8 +109,11 @@ class RolloutSampler:
         if retriever is not None:
             check_retriever(retriever, self.compressor, geometry)
         self.num_slots = num_slots
-        ends = default_end_token_ids(model) if end_token_ids is None else end_token_ids
-        self.end_token_ids = check_end_tokens(ends, model.config.vocab_size)
+        if end_token_ids is None:
+            self.end_token_ids = default_end_token_ids(model, tokenizer)
+        else:
+            self.end_token_ids = check_end_tokens(end_token_ids, model.config.vocab_size)
+        warn_of_generation_config(model)
         self.max_prefill_tokens = max_prefill_tokens
         self.tokenizer = tokenizer
         self.kv_dtype = kv_type(kv_dtype)

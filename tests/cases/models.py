@@ -174,6 +174,8 @@ SETTINGS = [
          slow=True),
     Case("quantized weights", "holds quantized weights (quant_method='bitsandbytes')", 1, slow=True,
          policy=settings(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
+    Case("a generation_config.json that is no JSON", "has a generation_config.json that cannot be read (Expecting", 1,
+         policy=written("generation_config.json", "{"), slow=True),
 ]  # fmt: skip
 
 FITTING = [
@@ -182,6 +184,11 @@ FITTING = [
          policy=settings(max_position_embeddings=0),
          slow=True),
     Case("an end token outside of the vocabulary", TRAINS, 0, policy=settings(eos_token_id=100000), slow=True),
+    Case("an end token in generation_config.json outside of the vocabulary",
+         "eos_token_id of the model's generation_config holds 100000, which the model can never draw", 1,
+         policy=settings("generation_config.json", eos_token_id=100000), slow=True),
+    Case("tokens that generation_config.json suppresses", TRAINS, 0, slow=True,
+         policy=settings("generation_config.json", suppress_tokens=[5, 6], forced_eos_token_id=1)),
     Case("bfloat16 in config.json", TRAINS, 0, policy=settings(dtype="bfloat16"), slow=True),
     Case("a vocabulary smaller than the tokenizer's", "of another shape", 1, policy=settings(vocab_size=8), slow=True),
     Case("pickled adapters beside the weights", "./pol' cannot be loaded.", 1, policy=adapters, slow=True),

@@ -64,7 +64,7 @@ def test_no_keys_change_nothing() -> None:
     [
         ({"num_beams": 4}, "num_beams is not honored, remove it. Honored are do_sample, temperature, top_k"),
         ({"suppress_tokens": [3]}, "suppress_tokens is not honored"),
-        ({"eos_token_id": 3}, "eos_token_id is not honored, set end_tokens instead"),
+        ({"eos_token_id": 3}, "eos_token_id is not honored, set end_tokens of rollout"),
         ({"n": 4}, "n is not honored, set num_generations instead"),
         (
             {"max_tokens": 3, "max_new_tokens": 4},

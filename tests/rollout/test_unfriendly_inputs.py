@@ -93,7 +93,9 @@ def test_end_tokens_of_the_model_and_of_arrays() -> None:
     assert RolloutSampler(policy, end_token_ids=torch.tensor([3, 4])).end_token_ids == [3, 4]
     assert RolloutSampler(policy, end_token_ids=np.array([3])).end_token_ids == [3]
     policy.generation_config.eos_token_id = 200
-    with pytest.raises(ValueError, match=r"end_token_ids holds 200.*those of the model's generation_config"):
+    with pytest.raises(
+        ValueError, match=r"eos_token_id of the model's generation_config holds 200, which the model can never draw"
+    ):
         RolloutSampler(policy)
 
 
