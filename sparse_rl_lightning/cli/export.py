@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
 from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
 from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
@@ -30,6 +31,7 @@ class ExportingTrainer(Trainer):
         ckpt_path: str = "last",
         folder: str = "policy",
         weights_only: bool | None = None,
+        dtype: str | None = None,
     ) -> None:
         """Write the policy of a checkpoint and its tokenizer as a folder that ``from_pretrained`` reads.
 
@@ -39,6 +41,7 @@ class ExportingTrainer(Trainer):
             ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
             folder: Folder to write; a model in it is replaced.
             weights_only: Not used: nothing else is ever read.
+            dtype: Type of the weights in the folder, float32, bfloat16 or float16; null for the policy's own.
 
         Raises:
             ValueError: If the checkpoint is missing or of another policy, or the folder contains something else.
@@ -48,11 +51,12 @@ class ExportingTrainer(Trainer):
             raise UserError(
                 "ckpt_path=last needs a RolloutCheckpoint, or a ModelCheckpoint with save_last and a dirpath."
             )
+        check_dtype(dtype, "dtype")
         recover(path)
         check_replaceable(Path(folder).expanduser(), "folder")
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, Path(folder).expanduser())
+        write_policy(module, Path(folder).expanduser(), dtype)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:

@@ -21,6 +21,7 @@ from sparse_rl_lightning.callbacks.guards.last_save import LastSave
 from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
+from sparse_rl_lightning.checkpoints.folders import check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.errors import UserError, check_number
@@ -32,6 +33,7 @@ from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
+from sparse_rl_lightning.rollout.prompts import default_end_token_ids
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
@@ -262,8 +264,8 @@ class PolicyModule(LightningModule):
         """Whether the loss reads the policy that training began with, from somewhere else than the checkpoint."""
         return False
 
-    def export(self, folder: str | Path) -> None:
-        """Write policy and tokenizer as a plain Hugging Face folder (safetensors).
+    def export(self, folder: str | Path, dtype: str | None = None) -> None:
+        """Write policy and tokenizer as a plain Hugging Face folder (safetensors), in a type, default the policy's.
 
         On several ranks all call this, and rank zero writes.
         """
@@ -272,8 +274,16 @@ class PolicyModule(LightningModule):
         if is_sharded(self.policy):
             state = {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(self.policy) if is_zero}
         if is_zero:
-            self.policy_source.exported(self.policy).save_pretrained(folder, state_dict=state)
-            self.tokenizer.save_pretrained(folder)
+            self._export(self.policy, folder, dtype, state)
+
+    def _export(
+        self, policy: PreTrainedModel, folder: str | Path, dtype: str | None, state: dict[str, Tensor] | None = None
+    ) -> None:
+        """Write a model, with whole weights if it has only parts, and the end tokens that it was trained with."""
+        kind = check_dtype(dtype, "The dtype of an export")
+        plain = self.policy_source.exported(policy) if kind is None else self.policy_source.exported(policy, kind)
+        ends = default_end_token_ids(policy, self.tokenizer, tell=False)
+        save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The logits (B, T, V) of the dense policy, for experiments."""

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.checkpoints.folders import save_weights
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules.replay_grpo import check_attention, check_partial, replay_old
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-from sparse_rl_lightning.policies.lora import adapters, add_adapter, check_adapter, without_adapters
+from sparse_rl_lightning.policies.lora import adapters, add_adapter, check_adapter
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.source import without_adapters
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 
@@ -237,9 +239,7 @@ class DistillSparse(SparseGRPO):
         own: dict[str, Any] = {} if self.adapter.lr is None else {"lr": self.adapter.lr}
         return [{"params": self._own}, {"params": self._adapter_own, **own}]
 
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path, dtype: str | None = None) -> None:
         """Write the dense policy as a plain Hugging Face folder, and the sampler's adapter in a folder inside it."""
-        plain = without_adapters(self.policy, merge=False)
-        self.policy_source.exported(plain).save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        self.policy.save_pretrained(Path(folder) / "sparse_adapter")
+        self._export(without_adapters(self.policy, merge=False), folder, dtype)
+        save_weights(Path(folder) / "sparse_adapter", self.policy)

@@ -104,9 +104,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
         rate = {} if self.network_lr is None else {"lr": self.network_lr}
         return [{"params": groups}, {"params": list(own.parameters()), **rate}]
 
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path, dtype: str | None = None) -> None:
         """Write policy and tokenizer, and the compressor's network beside them."""
-        super().export(folder)
+        super().export(folder, dtype)
         if self.network is not None and (self._trainer is None or self.global_rank == 0):
             save_network(self.network, Path(folder) / FILE)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from transformers.utils.peft_utils import check_peft_version
 from sparse_rl_lightning.errors import UserError, check_choice, check_number, check_seed
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.policies.quantized import Quantization, dequantize, quantize
+from sparse_rl_lightning.policies.quantized import Quantization, quantize
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 
 
@@ -76,10 +75,6 @@ class LoraPolicy(PolicySource):
         """The model of the last :meth:`load` with its adapters switched off, for log-probs only."""
         model = self.load()[0] if self._model is None else self._model
         return cast(PreTrainedModel, _AdaptersOff(model))
-
-    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A copy with the adapters merged into the weights and removed; what was quantized is whole, on the host."""
-        return without_adapters(model, merge=True)
 
 
 class _AdaptersOff:
@@ -149,22 +144,6 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, seed: i
 def adapters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """The weights of a model's adapters."""
     return [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-
-
-def without_adapters(model: PreTrainedModel, merge: bool) -> PreTrainedModel:
-    """A copy of the model without its adapters, which ``merge`` adds to the weights first."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    plain = copy.deepcopy(model)
-    dequantize(plain)
-    for name, module in list(plain.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            if merge:
-                module.merge()
-            plain.set_submodule(name, module.get_base_layer())
-    plain._hf_peft_config_loaded = False  # transformers would save adapters only
-    del plain.peft_config
-    return plain
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:

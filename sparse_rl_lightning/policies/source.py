@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
+from sparse_rl_lightning.policies.quantized import dequantize
 
 
 class PolicySource(ABC):
@@ -33,9 +37,14 @@ class PolicySource(ABC):
         """A second model with the initial weights, frozen. Called before training begins."""
         return freeze(self.as_stored().load()[0])
 
-    def exported(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The trained model in the form that is saved as a plain Hugging Face folder."""
-        return model
+    def exported(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The trained model as it is saved in a plain Hugging Face folder: adapters are merged, in a copy.
+
+        A ``dtype`` is that of the folder, if it is not the model's: merged weights are rounded to it once.
+        """
+        wrapped: Any = model
+        inner: PreTrainedModel = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else model
+        return without_adapters(inner, merge=True, dtype=dtype) if has_adapters(inner) else inner
 
 
 class PretrainedPolicy(PolicySource):
@@ -98,6 +107,45 @@ class LoadedPolicy(PolicySource):
     def load_reference(self) -> PreTrainedModel:
         """A frozen copy of the model as it is now."""
         return freeze(copy.deepcopy(self.model))
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether peft has put adapters into a model, whether or not the model says so itself."""
+    return "peft" in sys.modules and any(isinstance(module, _parts_of_peft()) for module in model.modules())
+
+
+def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A copy of the model without its adapters, which ``merge`` adds to the weights first.
+
+    What was quantized is whole, on the host. The copy has a wider ``dtype`` before anything is added.
+    """
+    tuned, kept = _parts_of_peft()
+    plain = copy.deepcopy(model)
+    dequantize(plain)
+    if dtype is not None and dtype.itemsize > plain.dtype.itemsize:
+        plain.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    done: tuple[str, ...] = ()
+    for name, module in list(plain.named_modules()):
+        if not isinstance(module, (tuned, kept)) or name.startswith(done or "."):
+            continue
+        done = (*done, f"{name}.")
+        if isinstance(module, kept):  # a whole copy that was trained (modules_to_save)
+            plain.set_submodule(name, module.unload_and_optionally_merge_module(merge, False, None))
+            continue
+        if merge:
+            module.merge()
+        plain.set_submodule(name, module.get_base_layer())
+    plain._hf_peft_config_loaded = False  # transformers would save adapters only
+    vars(plain).pop("peft_config", None)
+    return plain
+
+
+def _parts_of_peft() -> tuple[Any, Any]:
+    """The bases of adapted layers, and of layers that are trained whole beside them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
 FLASH_PACKAGES = {

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import remove, writable_folder
 
@@ -20,14 +24,18 @@ class ExportPolicy(Callback):
 
     Args:
         folder: Folder to write; the export of an earlier run there is replaced.
+        dtype: Type of the weights in it, ``float32``, ``bfloat16`` or ``float16``; null for that of the trained policy,
+            float32 unless the policy was given another. ``bfloat16`` halves a float32 export, and rounds it.
 
     Raises:
         ValueError: At the start of ``fit``, if the folder cannot be written, contains something other than a model, or
             the module cannot export.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
         self.folder = Path(folder).expanduser()
+        check_dtype(dtype, "ExportPolicy: dtype")
+        self.dtype = dtype
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check before training that the folder can be written."""
@@ -38,6 +46,8 @@ class ExportPolicy(Callback):
                 f"ExportPolicy: {type(pl_module).__name__} has no export(folder). Use it with the modules of "
                 "sparse_rl_lightning, or define that method."
             )
+        if self.dtype is not None and "dtype" not in signature(cast(Callable[..., None], pl_module.export)).parameters:
+            raise UserError(f"ExportPolicy: export of {type(pl_module).__name__} takes no dtype. Set dtype to null.")
         if trainer.is_global_zero:
             writable_folder(self.folder.absolute().parent, "ExportPolicy: the parent of folder")
             check_replaceable(self.folder, "ExportPolicy: folder")
@@ -47,17 +57,18 @@ class ExportPolicy(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
             return
-        write_policy(pl_module, self.folder)
+        write_policy(pl_module, self.folder, self.dtype)
 
 
-def write_policy(module: LightningModule, folder: Path) -> None:
+def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
     """Export beside the folder, then rename. All ranks call this, rank zero writes."""
     is_zero = module.global_rank == 0
     new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
     if is_zero:
         remove(new)
         new.mkdir(parents=True)
-    module.export(new)  # type: ignore[operator]  # checked in setup
+    options = {} if dtype is None else {"dtype": dtype}  # a user's module may have none
+    module.export(new, **options)  # type: ignore[operator]  # checked in setup
     if is_zero:
         if folder.exists():
             folder.rename(old)

@@ -1,0 +1,185 @@
+"""A policy as a folder of Hugging Face that transformers 4 and 5, and the servers built on either, read alike.
+
+transformers 5 has other names for some settings, of which transformers 4 knows nothing and says nothing: it reads such
+a folder with the rotary positions of its defaults. So both spellings are written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from sparse_rl_lightning.errors import UserError
+
+OF_BOTH = "PreTrainedTokenizerFast"
+"""A tokenizer.json as it is, by the name that both know; transformers 5 writes another."""
+
+
+def save_folder(
+    folder: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    state: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    ends: list[int] | None = None,
+) -> None:
+    """Write a model and its tokenizer.
+
+    Args:
+        folder: Folder to write into.
+        model: Model without adapters.
+        tokenizer: Tokenizer of the model.
+        state: Whole weights by name, where the model has only parts of them.
+        dtype: Type of the weights in the folder, None for the model's.
+        ends: Tokens that end a completion, for the generation config; None leaves those of the model.
+    """
+    path = Path(folder)
+    if dtype is not None:
+        state = _cast(model.state_dict() if state is None else state, dtype, _kept_in_float32(model))
+    save_weights(path, model, state, ends)
+    _edit(path / "config.json", lambda given: _config(given, model.config, dtype))
+    tokenizer.save_pretrained(path)
+    _edit(path / "tokenizer_config.json", lambda given: _tokenizer_config(given, tokenizer))
+
+
+def save_weights(
+    path: Path, model: PreTrainedModel, state: dict[str, Tensor] | None = None, ends: list[int] | None = None
+) -> None:
+    """Write weights and configurations, or adapters alone if the model has some.
+
+    transformers would refuse a generation config that was changed since it was loaded and is not consistent.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(path, state_dict=state)
+    finally:
+        model.generation_config = own
+    if own is None:
+        return
+    own = copy.deepcopy(own)
+    if ends is not None and set(ends) != {*_several(own.eos_token_id)}:
+        own.eos_token_id = list(ends)
+    own.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def check_dtype(name: str | None, where: str) -> torch.dtype | None:
+    """The type of a name.
+
+    Raises:
+        ValueError: If it is none of the types that weights are exported in.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise UserError(f"{where} must be one of {', '.join(known)} or null for the policy's own, got dtype={name!r}.")
+    return None if name is None else known[name]
+
+
+def _several(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else ids
+
+
+def _cast(state: Mapping[str, Tensor], dtype: torch.dtype, kept: tuple[str, ...]) -> dict[str, Tensor]:
+    """The weights in another type; what is one tensor under two names stays one."""
+    done: dict[tuple[int, torch.Size], Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if value.is_floating_point() and not any(part in name for part in kept):
+            value = done.setdefault((value.data_ptr(), value.shape), value.to(dtype))
+        found[name] = value
+    return found
+
+
+def _kept_in_float32(model: Any) -> tuple[str, ...]:
+    """Parts of names of weights that transformers has in float32 whatever the type of the model."""
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return tuple(part for name in names for part in getattr(model, name, None) or ())
+
+
+def _edit(file: Path, change: Any) -> None:
+    given = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(change(given), indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def _config(given: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The configuration with the names of transformers 4 beside those of 5."""
+    if dtype is not None:
+        given["dtype"] = str(dtype).removeprefix("torch.")
+    if "dtype" in given:
+        given["torch_dtype"] = given["dtype"]
+    aliases = {old: given[new] for old, new in config.attribute_map.items() if new in given}  # such as num_experts
+    given = aliases | given
+    if not given.get("rope_parameters"):
+        return given
+    both = given | _rope(given)
+    if _reads_alike(config, given, both):
+        return both
+    warnings.warn(
+        f"The exported folder of a {config.model_type!r} has rotary positions that transformers 4, and servers built "
+        "on it, read otherwise: serve it with transformers 5.",
+        stacklevel=5,
+    )
+    return given
+
+
+def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary positions as transformers 4 spells them; empty if it has no words for them."""
+    rope = given["rope_parameters"]
+    nested = {name: one for name, one in rope.items() if isinstance(one, dict)}
+    whole, local = nested.get("full_attention", rope), nested.get("sliding_attention", {})
+    scaling = {name: value for name, value in whole.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    kind = scaling.get("rope_type", "default")
+    if kind == "longrope":  # Phi asks for these three and no other
+        scaling = {"type": kind, "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"]}
+    found = {"rope_theta": whole.get("rope_theta"), "rope_scaling": None if kind == "default" else scaling}
+    for name in ("partial_rotary_factor", *(["original_max_position_embeddings"] if kind == "longrope" else [])):
+        if name in whole and given.get(name) is None:
+            found[name] = whole[name]
+    if nested and given["model_type"] in ("gemma3", "gemma3_text"):
+        return found | {"rope_local_base_freq": local.get("rope_theta")}
+    of_one_base = (
+        set(nested) <= {"full_attention", "sliding_attention"} and local.get("rope_theta") == whole["rope_theta"]
+    )
+    return found if not nested or of_one_base else {}
+
+
+def _reads_alike(config: PreTrainedConfig, given: dict[str, Any], both: dict[str, Any]) -> bool:
+    """Whether there is something to add, and transformers 5 still reads the same."""
+    again, before = (dict(type(config).from_dict(copy.deepcopy(one)).rope_parameters or {}) for one in (both, given))
+    again.pop("type", None)  # beside rope_type
+    return both != given and again == before
+
+
+# ---------------------------------------------------------------- tokenizer_config.json
+
+
+def _tokenizer_config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The tokenizer's settings with the names of transformers 4: its class is the source's, or one of both."""
+    if given.get("tokenizer_class") == "TokenizersBackend":
+        given["tokenizer_class"] = _class_of_source(tokenizer.name_or_path) or OF_BOTH
+    if isinstance(given.get("extra_special_tokens"), list):  # transformers 4 has a mapping of this name
+        given["additional_special_tokens"] = given.pop("extra_special_tokens")
+    return given
+
+
+def _class_of_source(path: str) -> str | None:
+    """The tokenizer's class in the folder that it was read from; None if that is not here."""
+    try:
+        file = cached_file(path, "tokenizer_config.json", local_files_only=True) if path else None
+        found = json.loads(Path(file).read_text("utf-8")).get("tokenizer_class") if file else None
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) and found != "TokenizersBackend" else None
