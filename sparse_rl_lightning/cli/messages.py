@@ -23,6 +23,11 @@ NOISE = re.compile(
     re.VERBOSE,
 )
 """Lines of jsonargparse's messages that repeat the type or the whole configuration."""
+PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+SCHEDULES = (
+    "A schedule in a file is a class: one of torch.optim.lr_scheduler, lightning.pytorch.cli.ReduceLROnPlateau with "
+    "monitor, or one of yours around a function such as transformers' (docs/from_trl.md, a warm-up and a cosine)."
+)
 
 
 class ClearParser(LightningArgumentParser):
@@ -48,6 +53,7 @@ class ClearParser(LightningArgumentParser):
             TypeError: If a value does not fit its key.
         """
         super().validate(namespace, *args, **kwargs)
+        _check_schedule(namespace.get("lr_scheduler"))
         for action in self._actions:
             annotation = getattr(action, "_typehint", None)
             kinds = [annotation, *get_args(annotation)]
@@ -59,6 +65,19 @@ class ClearParser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
+
+
+def _check_schedule(given: Any) -> None:
+    """Refuse what the type of ``lr_scheduler`` allows and nothing can be made of.
+
+    Raises:
+        TypeError: If it is torch's schedule after a metric, without a metric, or a function that wants an optimizer.
+    """
+    path, arguments = getattr(given, "class_path", None), getattr(given, "init_args", None) or ()
+    if path == PLATEAU:
+        raise TypeError(f"lr_scheduler: {path} does not know what it looks at. {SCHEDULES}")
+    if "optimizer" in arguments:
+        raise TypeError(f"lr_scheduler: {path} is a function. {SCHEDULES}")
 
 
 def explain(message: str) -> str:
@@ -113,6 +132,8 @@ def _suggestion(message: str) -> list[str]:
         )
     else:
         hint = ""
+    if "expects a function or a callable class" in message and 'key "lr_scheduler"' in message:
+        hint = SCHEDULES
     if "Expected an instantiatable class" in message:
         hint = "Give a class_path, and its options below init_args."
     return [hint] if hint else []

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.pretrained import check_finite
@@ -117,8 +117,11 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
 
 
 def advance(schedule: LRScheduler | None, steps: int) -> None:
-    """Advance a schedule that was just created by ``steps`` steps, with its optimizer's settings."""
-    if schedule is None:
+    """Advance a schedule that was just created by ``steps`` steps, with its optimizer's settings.
+
+    One that follows a metric begins anew: what it saw is over.
+    """
+    if schedule is None or isinstance(schedule, ReduceLROnPlateau):
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # before optimizer.step, as is meant

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -42,6 +42,9 @@ def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own 
 
 
 FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
+VALIDATION = "val"
+"""Beginning of the names of metrics that a validation logs."""
+
 FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
 """Settings of an optimizer that cannot be infinite; for others it may mean no limit (Prodigy's ``growth_rate``)."""
 
@@ -79,6 +82,7 @@ class PolicyModule(LightningModule):
         policy: Hugging Face folder or hub name, or a source of models.
         optimizer: Function from the parameters to the optimizer.
         lr_scheduler: Function from the optimizer to the learning-rate schedule, stepped every optimizer step.
+            Lightning's ``ReduceLROnPlateau`` follows the metric of its ``monitor``: a validation's after each one.
         disable_dropout: Set every dropout of the policy to zero.
     """
 
@@ -202,8 +206,11 @@ class PolicyModule(LightningModule):
         self.training_state.set_aside()
 
     def on_validation_end(self) -> None:
-        """Restore training's random state."""
+        """Restore training's random state; step a schedule that follows what was measured."""
         self.training_state.bring_back()
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            for each in self.trainer.lr_scheduler_configs:
+                self._follow(each.scheduler, validated=True)
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimizer over the trainable parameters, and its schedule if there is one.
@@ -215,7 +222,9 @@ class PolicyModule(LightningModule):
         self.run_state.optimizer = Configured.of(optimizer, schedule)
         if schedule is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        # Lightning would step one that follows a metric after the checkpoint of the same step is written
+        own = {"scheduler": schedule, "interval": "step", "reduce_on_plateau": False}
+        return {"optimizer": optimizer, "lr_scheduler": own}
 
     def configured(self) -> tuple[torch.optim.Optimizer, Any]:
         """An optimizer and its schedule, None if there is none, as they are before the first step."""
@@ -225,7 +234,36 @@ class PolicyModule(LightningModule):
         except ValueError as error:
             raise UserError(f"model.optimizer: {error}") from error
         check_numbers(optimizer)
-        return optimizer, None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
+        schedule = None if self.lr_scheduler_factory is None else self.lr_scheduler_factory(optimizer)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and not hasattr(schedule, "monitor"):
+            raise UserError(
+                "model.lr_scheduler: torch's ReduceLROnPlateau does not know what it looks at. Give lightning.pytorch."
+                "cli.ReduceLROnPlateau with monitor, such as monitor='reward', mode='max'."
+            )
+        return optimizer, schedule
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step a schedule; one that follows a metric of validation is stepped at its end."""
+        if isinstance(scheduler, ReduceLROnPlateau):
+            self._follow(scheduler, validated=False)
+        else:
+            super().lr_scheduler_step(scheduler, metric)
+
+    def _follow(self, schedule: Any, validated: bool) -> None:
+        """Step a schedule by its metric, if that is of what has just been done: a validation, or an optimizer step.
+
+        Raises:
+            ValueError: If there is no such metric.
+        """
+        if not isinstance(schedule, ReduceLROnPlateau) or schedule.monitor.startswith(VALIDATION) != validated:
+            return
+        found = self.trainer.callback_metrics
+        if schedule.monitor not in found:
+            raise UserError(
+                f"model.lr_scheduler: there is no metric {schedule.monitor!r} to follow. Known are "
+                f"{', '.join(sorted(found))}."
+            )
+        schedule.step(float(found[schedule.monitor]))
 
     def parameter_groups(self) -> list[Any]:
         """The parameters for the optimizer: the trainable ones, or groups of them with their own settings."""

@@ -72,7 +72,7 @@ class SparseGRPO(PolicyModule):
         val_sampling: Sampling parameters of validation, which draws numbers of its own; null is greedy with the length
             and the stop strings of ``sampling``.
         optimizer: Function from the parameters to the optimizer.
-        lr_scheduler: Function from the optimizer to the learning-rate schedule.
+        lr_scheduler: Function from the optimizer to the learning-rate schedule, or Lightning's ``ReduceLROnPlateau``.
 
     Raises:
         ValueError: If an argument is out of range, or the numbers of prompts, generations and steps do not fit.
