@@ -20,19 +20,24 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+NOISE = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Attributes of layers with the size of noise in training mode: of attention, and of the routers of mixtures."""
+
+
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to zero, including plain attributes of attention layers."""
+    """Set every dropout probability to zero, including plain attributes of attention layers and noise of routers."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # torch types module attributes as tensors
+        for name in NOISE:
+            if getattr(module, name, None):
+                setattr(module, name, 0.0)
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
     """Whether a dropout probability is not zero: two passes in training mode then give different numbers."""
     return any(
-        getattr(module, "attention_dropout", 0.0) or (isinstance(module, torch.nn.Dropout) and module.p)
+        (isinstance(module, torch.nn.Dropout) and module.p) or any(getattr(module, name, None) for name in NOISE)
         for module in model.modules()
     )
 

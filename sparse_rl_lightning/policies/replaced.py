@@ -59,16 +59,25 @@ def check_reachable(model: Any) -> None:
 
     It does with soft prompts (prefix, prompt and p-tuning), which peft adds there, and with a replaced ``forward``.
     """
+    check_no_soft_prompt(model)
+    wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for module in (model, wrapped):
+        if isinstance(module, nn.Module) and is_replaced(module):
+            raise UserError(refusal(module))
+
+
+def check_no_soft_prompt(model: Any) -> None:
+    """Refuse a model of peft that puts trained vectors before the prompt, or before a layer's keys and values.
+
+    Raises:
+        ValueError: If it does.
+    """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):
             raise UserError(
                 f"The adapter {name!r} of {type(model).__name__} is a soft prompt ({config.peft_type}), which rollouts "
                 "and log-probabilities would pass over. Use LoRA, or another adapter that lives in the layers."
             )
-    wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for module in (model, wrapped):
-        if isinstance(module, nn.Module) and is_replaced(module):
-            raise UserError(refusal(module))
 
 
 def refusal(module: nn.Module) -> str:

@@ -43,6 +43,11 @@ def register(name: str, keyword: str, attend: Attend) -> None:
                 f"{type(module).__name__} (layer {module.layer_idx}) {reason}, so rollouts and replay cannot reproduce "
                 f"it. {WORKS}"
             )
+        if others.get("dropout"):
+            raise UserError(
+                f"{type(module).__name__} has attention_dropout={others['dropout']}, and what the sampler attended to "
+                "is computed again without. Set model.learner.disable_dropout to true."
+            )
         sinks = others.get("s_aux")  # learned ones
         return attend(others[keyword], layer, query, key, value, scaling, sinks).transpose(1, 2), None
 

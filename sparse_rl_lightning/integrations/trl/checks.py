@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import ProcessorMixin
 
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.modes import disable_dropout, has_dropout
+from sparse_rl_lightning.policies.replaced import check_no_soft_prompt
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
@@ -19,7 +23,7 @@ OTHERS = (
     "chat_template_kwargs", "generation_kwargs", "record_routing",
 )  # fmt: skip
 """Options of rollouts that TRL decides, or whose loss it does not have."""
-SEVERAL_TURNS = "a completion of several turns is not drawn under one cache"
+SEVERAL_TURNS = "it draws completions of one turn; SparseGRPO has conversations with tools, as its `environment`"
 REFUSED = {
     "tools": SEVERAL_TURNS,
     "environment_factory": SEVERAL_TURNS,
@@ -27,7 +31,6 @@ REFUSED = {
     "use_vllm": "rollouts are drawn in this process, from the live weights",
     "use_transformers_continuous_batching": "the compressor decides what is cached (RolloutOptions has num_slots)",
     "cache_implementation": "the compressor decides what is cached",
-    "cast_lm_head_to_fp32": "the sampler would not see that head (load the model in float32)",
 }
 """Arguments of TRL's trainer and of its configuration, and why not."""
 
@@ -82,9 +85,11 @@ def sampling_of(args: Any) -> SamplingParams:
     )  # fmt: skip
     params = with_generation_kwargs(own, args.generation_kwargs)
     if (params.temperature, params.seed) != (own.temperature, own.seed) or own.temperature == 0:
+        given = [name for name in ("do_sample", "temperature", "seed") if name in (args.generation_kwargs or {})]
+        remedy = f", and remove {', '.join(given)} from generation_kwargs" if given else ""
         raise UserError(
-            f"The learner divides logits by temperature={own.temperature} too, and every rollout has another seed: set "
-            "temperature (above 0) and seed in GRPOConfig, and neither in generation_kwargs."
+            f"The learner divides logits by temperature={own.temperature} too, greedy samples are all the same, and "
+            f"every rollout has another seed: set temperature (above 0) and seed in GRPOConfig{remedy}."
         )
     if params.stop_strings and args.mask_truncated_completions:
         raise UserError(
@@ -95,16 +100,57 @@ def sampling_of(args: Any) -> SamplingParams:
 
 
 def check_trainer(trainer: Any, replay: bool) -> None:
-    """Refuse what is known once TRL's trainer is built: images, sharded weights, attention that takes no mask.
+    """Refuse what is known once TRL's trainer is built: images, soft prompts, sharded weights, some attention.
 
     Raises:
         ValueError: If it is one of these.
     """
+    check_no_soft_prompt(trainer.accelerator.unwrap_model(trainer.model))
     for message in _obstacles(trainer, replay):
         raise UserError(message)
 
 
+def check_loss(kind: type, ours: type, theirs: type) -> None:
+    """Refuse corrections of a trainer whose loss, between our class and TRL's, is not TRL's own.
+
+    Raises:
+        ValueError: If there is such a loss.
+    """
+    kinds = kind.__mro__
+    between = kinds[kinds.index(ours) + 1 : kinds.index(theirs)]
+    other = next((kind for kind in between if "_compute_loss" in vars(kind)), None)
+    if other is not None:
+        raise UserError(
+            f"Corrections hand TRL's loss an advantage for each token, and {other.__name__} has a loss of its own, for "
+            "one advantage of each sequence. Give no corrections, or replay=True, which changes no advantage."
+        )
+
+
+def check_dropout(trainer: Any) -> None:
+    """Switch dropout off where the policy's log-probs are compared with the sampler's, which has none, and say so."""
+    if has_dropout(trainer.model):
+        disable_dropout(trainer.model)
+        warnings.warn(
+            "The policy has dropout (such as peft's lora_dropout, or attention_dropout of the model's config), and the "
+            "sampler has none: it is switched off, or noise of dropout would be corrected as if it were eviction.",
+            stacklevel=3,
+        )
+
+
 def _obstacles(trainer: Any, replay: bool) -> Iterator[str]:
+    policy, accelerator = trainer.model, trainer.accelerator
+    of_one_type = {p.dtype for p in policy.parameters() if p.is_floating_point()} <= {torch.float32}
+    if trainer.args.cast_lm_head_to_fp32 and not (of_one_type and accelerator.mixed_precision == "no"):
+        yield (
+            "SparseGRPOTrainer does not work with cast_lm_head_to_fp32=True: the sampler would not see that head. "
+            "Remove cast_lm_head_to_fp32, or load the model in float32 and set bf16=False."
+        )
+    packed = any(type(module).__name__ == "Linear4bit" for module in policy.modules())
+    if packed and accelerator.device.type == "cpu":
+        yield (
+            "Weights in 4 bits of bitsandbytes are packed anew on a CPU when it leaves training mode to draw, and "
+            "cannot be trained on afterwards. Use a GPU, 8 bits, or LoraPolicy(quantization='nf4') with SparseGRPO."
+        )
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     attention = trainer.model.config._attn_implementation or ""
     if trainer._is_vlm:

@@ -18,7 +18,15 @@ from trl import GRPOTrainer
 
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.integrations.trl.checks import check_arguments, check_method, check_trainer, sampling_of
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.trl.checks import (
+    check_arguments,
+    check_dropout,
+    check_loss,
+    check_method,
+    check_trainer,
+    sampling_of,
+)
 from sparse_rl_lightning.integrations.trl.correcting import Corrections, factors
 from sparse_rl_lightning.integrations.trl.layout import by_completion, by_token, grouped, rows_of, together
 from sparse_rl_lightning.metrics.rollout import sampling_metrics
@@ -71,17 +79,19 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         super().__init__(*given, **named)
         check_method(compressor, corrections, replay, self.args.loss_type)
         check_trainer(self, replay)
+        if corrections:
+            check_loss(type(self), SparseGRPOTrainer, GRPOTrainer)
         self._sampling = sampling_of(self.args)
         self._correct = Corrections(corrections, self.accelerator)
         self._replays = replay
         self._measures = bool(corrections) or (compressor.evicts and not replay)
+        if self._measures or replay:
+            check_dropout(self)
         self._active: Rollout | None = None  # the sequences of TRL's present call
         policy = self._policy(self.model)
         with _own_forward(policy):
             self.sampler = rollout.sampler(policy, self._tokenizer, compressor)
-        ends = {*self.sampler.end_token_ids, *(token for token in self.eos_token_ids if token is not None)}
-        self.eos_token_ids: list[int] = sorted(ends)  # TRL tells by them what was cut off
-        self.sampler.end_token_ids = self.eos_token_ids
+        self.eos_token_ids = self.sampler.end_token_ids  # TRL tells by them what was cut off
         if compressor.evicts and not (corrections or replay):
             warnings.warn(
                 f"{type(compressor).__name__} evicts, and there are neither corrections nor replay: this is naive "
@@ -171,7 +181,11 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
                     model, input_ids, attention_mask, logits_to_keep, batch_size, **options
                 )
             return plain
-        assert rollout is not None
+        if rollout is None:
+            raise UserError(
+                "With replay=True this method knows the sequences of the trainer's own rollouts, in its own steps, and "
+                "what was evicted there. For others use sparse_rl_lightning.logprobs.sequence_logprobs."
+            )
         size = batch_size or len(rollout)
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []

@@ -21,7 +21,7 @@ pytest.importorskip("trl", reason="trl is an extra")
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, ProcessorMixin
 from trl import GRPOTrainer
-from trl_runs import PROMPTS, build, evicting, logged, weights
+from trl_runs import PROMPTS, build, evicting, logged, policy, weights
 
 from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.errors import UserError
@@ -29,6 +29,7 @@ from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
 from sparse_rl_lightning.integrations.trl.checks import check_trainer
 from sparse_rl_lightning.integrations.trl.layout import grouped
 from sparse_rl_lightning.integrations.trl.trainer import DRAWN
+from sparse_rl_lightning.policies.modes import has_dropout
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
 
@@ -430,9 +431,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "vllm": ({}, {"use_vllm": True}, "does not work with use_vllm=True.*Remove use_vllm"),
     "paged": ({}, {"use_transformers_continuous_batching": True}, "num_slots"),
     "cache": ({}, {"cache_implementation": "static"}, "the compressor decides"),
-    "head": ({}, {"cast_lm_head_to_fp32": True}, "load the model in float32"),
-    "tools": ({"tools": [tool]}, {}, "does not work with tools"),
-    "environment": ({"environment_factory": object}, {}, "does not work with environment_factory"),
+    "head": ({}, {"cast_lm_head_to_fp32": True, "bf16": True}, "load the model in float32 and set bf16=False"),
+    "tools": ({"tools": [tool]}, {}, "does not work with tools.*SparseGRPO has conversations with .* `environment`"),
+    "environment": ({"environment_factory": object}, {}, "environment_factory.*SparseGRPO has .* `environment`"),
     "rollouts": ({"rollout_func": print}, {}, "does not work with rollout_func"),
     "module's option": ({"rollout": RolloutOptions(oversampling=2.0)}, {}, "rollout.oversampling has no effect"),
     "compressor": ({"compressor": "SnapKV"}, {}, "compressor must be"),
@@ -441,8 +442,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "baseline": ({"corrections": [SparsityAwareRejection(baseline="kept")]}, {}, "baseline to 'all'"),
     "both": ({"corrections": [TIS()], "replay": True}, {}, "nothing is left for corrections"),
     "vespo": ({"corrections": [TIS()]}, {"loss_type": "vespo"}, "vespo"),
-    "temperature": ({}, {"generation_kwargs": {"temperature": 0.5}}, "neither in generation_kwargs"),
-    "seed": ({}, {"generation_kwargs": {"seed": 3}}, "neither in generation_kwargs"),
+    "temperature": ({}, {"generation_kwargs": {"temperature": 0.5}}, "remove temperature from generation_kwargs"),
+    "seed": ({}, {"generation_kwargs": {"seed": 3}}, "remove seed from generation_kwargs"),
+    "greedy": ({}, {"generation_kwargs": {"do_sample": False}}, "remove do_sample from generation_kwargs"),
+    "end": ({}, {"generation_kwargs": {"eos_token_id": 5}}, r"set end_tokens of rollout \(RolloutOptions\) instead"),
     "key": ({}, {"generation_kwargs": {"num_beams": 3}}, "num_beams is not honored"),
     "stop": ({}, {"generation_kwargs": {"stop": "a"}, "mask_truncated_completions": True}, "is truncated"),
     "prompts": ({"processing_class": "processor"}, {}, "reads text alone"),
@@ -455,6 +458,117 @@ def test_refusals(tmp_path: Path, more: dict[str, Any], changes: dict[str, Any],
         more = {"processing_class": ProcessorMixin.__new__(ProcessorMixin)}
     with pytest.raises(UserError, match=message):
         build(tmp_path, more=more, **changes)
+
+
+SOFT = ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
+
+
+@pytest.mark.parametrize("kind", SOFT)
+@pytest.mark.parametrize("replay", [False, True])
+def test_soft_prompts_are_refused(tmp_path: Path, kind: str, replay: bool) -> None:
+    """They stand above the model that the sampler reads."""
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    prompt = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UserError, match=r"The adapter 'default' .* is a soft prompt .* Use LoRA"):
+        build(tmp_path, more={"peft_config": prompt, "replay": replay})
+
+
+def test_four_bits_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    class Linear4bit(torch.nn.Linear):
+        """By its name, which is all that can be had of bitsandbytes here."""
+
+    trainer = build(tmp_path)
+    check_trainer(trainer, replay=False)
+    trainer.model.model.layers[0].mlp.up_proj.__class__ = Linear4bit
+    with pytest.raises(UserError, match=r"4 bits of bitsandbytes .* Use a GPU, 8 bits, or LoraPolicy"):
+        check_trainer(trainer, replay=False)
+
+
+def test_a_head_in_float32_changes_nothing_in_float32(tmp_path: Path) -> None:
+    found = []
+    for cast in (False, True):
+        trainer = build(tmp_path, cast_lm_head_to_fp32=cast)
+        trainer.train()
+        found.append(weights(trainer))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], weights(build(tmp_path)))
+
+
+def test_a_head_in_float32_on_16_bits_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy(tmp_path), dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="the sampler would not see that head"):
+        build(tmp_path, more={"model": model}, cast_lm_head_to_fp32=True)
+
+
+class OfSequences(GRPOTrainer):
+    """A loss of its own with one advantage of each sequence, as TRL's experimental GMPOTrainer."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        assert inputs["advantages"].ndim == 1
+        return super()._compute_loss(model, inputs)
+
+
+class Below(SparseGRPOTrainer, OfSequences):
+    """Our class above that loss."""
+
+
+def test_corrections_of_another_loss_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"OfSequences has a loss of its own, .* Give no corrections, or replay=True"):
+        build(tmp_path, Below, {"corrections": [TIS()], "compressor": evicting()})
+    for method in ({}, {"replay": True}):
+        build(tmp_path, Below, method, max_steps=1).train()  # sees what it wants
+    build(tmp_path, Watched, {"corrections": [TIS()]}, max_steps=1).train()  # a loss around ours is handed TRL's shape
+
+
+DROPOUTS = ("lora_dropout", "attention_dropout")
+
+
+def dropping(folder: Path, kind: str) -> dict[str, Any]:
+    """Arguments of a trainer whose policy has dropout, and adapters that act."""
+    model = AutoModelForCausalLM.from_pretrained(
+        policy(folder), attention_dropout=0.3 if kind == "attention_dropout" else 0.0
+    )
+    if kind == "attention_dropout":
+        return {"model": model}
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    own = {"init_lora_weights": False, "lora_dropout": 0.3, "target_modules": "all-linear"}
+    return {"model": model, "peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=4, **own)}
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_dropout_is_no_mismatch(tmp_path: Path, kind: str) -> None:
+    """On policy with the full cache every ratio is 1: what corrections see is rounding alone."""
+    more = dropping(tmp_path, kind) | {"corrections": [ImportanceReweighting(clip_max=1.5)]}
+    with pytest.warns(UserWarning, match="has dropout .* it is switched off"):
+        trainer = build(tmp_path, more=more)
+    trainer.train()
+    assert logged(trainer, "clip_ratio/region_mean") == [0.0] * 3
+    assert max(logged(trainer, "mismatch/kl_k3")) < 1e-6
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_dropout_is_off_in_replay_and_stays_in_plain_trl(tmp_path: Path, kind: str) -> None:
+    with pytest.warns(UserWarning, match="has dropout"):
+        trainer = build(tmp_path, Watched, dropping(tmp_path, kind) | {"compressor": evicting(), "replay": True})
+    trainer.train()
+    assert max(trainer.differences) < 2e-5
+    plain = build(tmp_path, more=dropping(tmp_path, kind))
+    assert has_dropout(plain.model)
+
+
+def test_what_the_generation_config_binds_is_named(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy(tmp_path))
+    model.generation_config.suppress_tokens = [5]
+    model.generation_config.min_new_tokens = 4
+    with pytest.warns(UserWarning, match="suppress_tokens, min_new_tokens of the model's generation_config"):
+        build(tmp_path, more={"model": model})
+
+
+def test_log_probs_of_other_sequences_are_refused_in_replay(tmp_path: Path) -> None:
+    trainer = build(tmp_path, more={"compressor": evicting(), "replay": True})
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with pytest.raises(UserError, match=r"With replay=True .* use sparse_rl_lightning.logprobs.sequence_logprobs"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 2)
 
 
 @pytest.mark.parametrize("plugin", ["fsdp", "zero_3"])
