@@ -23,6 +23,7 @@ _NAMES = {
             mask_truncated_completions off_policy_delta off_policy_reference
         learner: head_in_float32 disable_dropout
         rollout: head_in_float32 partial_rollout_steps oversampling downsampling reward_timeout chat_template_kwargs
+            reward_failure_limit skip_special_tokens on_long_prompt
         val_sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty top_logprobs stop_strings
         adapter: kl_coef policy_gradient
@@ -48,7 +49,7 @@ _NAMES = {
         rollout: generation_kwargs
         data: prompts_per_rollout seed tasks num_terms digits num_train path prompt_column answer_column answer_pattern
             math_answers solution_column prompt_template as_chat system_prompt config split folder benchmarks own
-            prompt_format train max_rows
+            prompt_format train max_rows final_assistant
         : optimizer lr_scheduler network_lr""",
     Rule.FREE: """
         learner: micro_batch_tokens head_chunk_size gradient_checkpointing
