@@ -20,6 +20,7 @@ from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, GRPOLoss, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PretrainedPolicy
 from sparse_rl_lightning.policies.lora import adapters
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -183,6 +184,27 @@ def test_the_sampler_and_the_learner_agree_with_mixed_types(folder: str) -> None
                 )
             torch.testing.assert_close(rollout.sampler_logprobs, found, atol=0.1, rtol=0)
             assert (found - base).abs().max() > 0.3
+
+
+def test_adapters_in_float32_keep_no_inputs_of_their_own_under_autocast(folder: str) -> None:
+    """Autocast casts once what several layers read; a cast for each adapter would be kept beside it for nothing."""
+    pytest.importorskip("peft", reason="peft is an extra")
+    found, results = [], []
+    for outside, adapters_too in ((None, False), (True, False), (None, True)):
+        model = LoraPolicy(folder, r=4).load()[0].train()
+        for module in model.modules():
+            if outside is not None and hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = outside  # as peft has it
+        for parameter in adapters(model) if adapters_too else ():
+            parameter.data = parameter.data.to(HALF)
+        ids = torch.full((2, 60), 4)
+        with LiveBytes() as live, torch.autocast("cpu", HALF):
+            logits = model(ids, use_cache=False).logits
+            found.append(live.now)
+        results.append(logits.detach())
+        del logits
+    assert torch.equal(*results[:2])
+    assert found[0] < 1.03 * found[2] < found[1]
 
 
 def test_an_export_is_of_the_type_that_was_trained(folder: str, tmp_path: Path) -> None:
