@@ -73,8 +73,13 @@ def _check_plain(path: str) -> dict[str, Any]:
 
     It would leave MXFP4 (gpt-oss) quantized where it finds kernels for it.
     """
-    config: Any = PreTrainedConfig.get_config_dict(path)[0]
-    held = config.get("quantization_config") if isinstance(config, dict) else None
+    try:
+        config: Any = PreTrainedConfig.get_config_dict(path)[0]
+    except TypeError:  # of older transformers, where newer ones hand on what they read
+        config = None
+    if not isinstance(config, dict):
+        raise UserError("has a config.json that is no JSON object: give the folder that save_pretrained wrote.")
+    held = config.get("quantization_config")
     method = held.get("quant_method") if isinstance(held, dict) else held
     if method == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}

@@ -157,7 +157,7 @@ SETTINGS = [
     Case("a T5", "Tested are llama, mistral, qwen2, qwen3, ", 1, policy=settings(model_type="t5"), slow=True),
     Case("no `model_type`", "Should have a `model_type` key in its config.json. Tested are llama", 1,
          policy=written("config.json", "{}"), slow=True),
-    Case("a list as config.json", "Should have a `model_type` key in its config.json. Tested are llama", 1,
+    Case("a list as config.json", "has a config.json that is no JSON object: give the folder", 1,
          policy=written("config.json", "[]"), slow=True),
     Case("a config.json that is no JSON", "is not a valid JSON file", 1, policy=written("config.json", "{"), slow=True),
     Case("a text where a number belongs", "Field 'max_position_embeddings' expected int, got str", 1,
