@@ -3,9 +3,10 @@
     python -m benchmarks.arms [--budgets 30 26] [--seeds 0] [--steps 240] [--only ARM ...] [--quick] [--save docs]
 
 Every run is `sparse-rl fit` with a shipped configuration in a process of its own, in a folder below --runs. What is
-finished is not run again, what was interrupted goes on from its last checkpoint. All runs of a seed see the same
-prompts in the same order, and all are evaluated greedily on the same held-out problems with the full cache and under
-the compressor. The four arms run under all budgets, the corrections under the last one.
+finished is not run again, unless its rewards, task or compressor have other code now, what was interrupted goes on from
+its last checkpoint. All runs of a seed see the same prompts in the same order, and all are evaluated greedily on the
+same held-out problems with the full cache and under the compressor. The four arms run under all budgets, the
+corrections under the last one.
 """
 
 from __future__ import annotations

@@ -9,14 +9,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks import ROOT
+from benchmarks.common.code import code_of
+from benchmarks.common.pages import say
+from sparse_rl_lightning.cli.yaml_files import read_file
+from sparse_rl_lightning.files import write_whole
 
 CONFIGS = ROOT / "configs"
+CODE = "code.txt"  # in a run's folder: which code it was begun with
 ANY_CALLBACK = str | dict[str, Any]
 
 
@@ -124,10 +131,21 @@ class Run:
         budgets = "-".join(map(str, self.budgets))
         return self.settings.folder / f"{name}-budget-{budgets}-steps-{self.settings.steps}-seed-{self.seed}"
 
+    @cached_property
+    def code(self) -> str:
+        """Of the rewards, tasks and compressors that it is told to use: with others it is another run."""
+        told = [yaml.safe_load(word.partition("=")[2]) for word in self.command() if word.startswith("--")]
+        return code_of(read_file(CONFIGS / f"{self.arm.config}.yaml"), told)
+
     @property
     def is_finished(self) -> bool:
-        """Whether its numbers are there; they are written last."""
-        return (self.folder / "course.json").is_file()
+        """Whether its numbers are there, of this code; they are written last."""
+        return (self.folder / "course.json").is_file() and self._has_this_code
+
+    @property
+    def _has_this_code(self) -> bool:
+        noted = self.folder / CODE
+        return noted.is_file() and noted.read_text(encoding="utf-8") == self.code
 
     @property
     def checkpoint(self) -> Path:
@@ -171,8 +189,18 @@ class Run:
         return command
 
     def execute(self) -> bool:
-        """Run to the end unless it has, from the last checkpoint of an interrupted run; whether it got there."""
+        """Run to the end unless it has, from the last checkpoint of an interrupted run; whether it got there.
+
+        What other code has left, or a version that noted none, is put aside.
+        """
+        if self.folder.exists() and not self._has_this_code:
+            places = (self.folder.with_name(f"{self.folder.name}~{number}") for number in count(1))
+            aside = next(place for place in places if not place.exists())
+            say(f"{self.folder.name}: its rewards, tasks or compressors have changed; it is run anew, was {aside.name}")
+            self.folder.rename(aside)
         if not self.is_finished:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / CODE, self.code)
             run_in(self.folder, self.command())
         return self.is_finished
 

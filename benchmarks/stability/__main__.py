@@ -5,7 +5,8 @@
 The protocol stands in docs/results.md. Every run is `sparse-rl fit` with a shipped configuration in a process of its
 own, in a folder below --runs, from one warm-up per task. What an interrupted run has is kept: it goes on from its last
 checkpoint. What a finished run came to is a line in --kept, a file of the repository, and a run that has one is not run
-again: delete the line to have it anew. Seeds come one after the other, so that an early end leaves whole ones.
+again, unless its rewards, task or compressor have other code now: delete the line to have it anew. Seeds come one after
+the other, so that an early end leaves whole ones.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ def execute(runs: Sequence[Run], archive: Archive, jobs: int) -> None:
     """Run what is not finished, ``jobs`` runs at once; print what is left and how long it will take."""
     waiting = [run for run in runs if archive.of(run) is None]
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
+    if changed := sum(archive.is_of_other_code(run) for run in waiting):
+        say(
+            f"{changed} are run anew: their rewards, tasks or compressors have changed, or nobody noted which they were"
+        )
     minutes: list[float] = []
 
     def one(run: Run) -> tuple[Run, float]:
@@ -81,13 +86,16 @@ def collapses(results: Results, studies: Sequence[Study]) -> list[str]:
 def note(results: Results, runs: Sequence[Run]) -> str:
     """Which runs there are, and where they ran."""
     found = [record for run in runs if (record := results.archive.of(run)) is not None]
+    other = sum(results.archive.is_of_other_code(run) for run in runs)
+    changed = f" {other} of them ran with rewards, tasks or compressors that have changed since, or were not noted."
+    changed *= bool(other)
     machines: dict[str, list[str]] = {}
     for day, name in sorted({tuple(record.machine.split(", ", 1)) for record in found}):
         machines.setdefault(name, []).append(day)
     where = "; ".join(f"{name} ({' and '.join(days)})" for name, days in machines.items())
     return (
-        f"{len(found)} of {len(runs)} planned runs are finished. The k3 of rounding, from the sampler to its replay, "
-        f"is at most {rounding(results):.1g} in any of them. Machines: {where or 'none yet'}."
+        f"{len(found)} of {len(runs)} planned runs are finished.{changed} The k3 of rounding, from the sampler to its "
+        f"replay, is at most {rounding(results):.1g} in any of them. Machines: {where or 'none yet'}."
     )
 
 
@@ -124,7 +132,8 @@ def main() -> None:
     if unknown:
         parser.error(f"--seeds: no study chosen has the seeds {sorted(unknown)}")
     runs = planned(studies, folder, args.seeds)
-    results = Results(Archive(folder / "short.jsonl" if args.short else args.kept), folder)
+    file = folder / "short.jsonl" if args.short else args.kept
+    results = Results(Archive(file, of_any_code=args.finished), folder)
     if not args.finished:
         folder.mkdir(parents=True, exist_ok=True)
         warm_up(folder, {run.settings.options["data.init_args.tasks"] for run in runs})

@@ -44,6 +44,7 @@ class Record:
     spikes: float  # share of the optimizer steps with a gradient longer than SPIKE
     minutes: float  # of training, without the evaluations
     long_steps: list[list[float]] | None = None  # that StepGuard told of: rollout and largest ratio
+    code: str = ""  # of its rewards, tasks and compressors; empty in lines from before it was noted
 
     @classmethod
     def of(cls, found: Found) -> Record:
@@ -66,7 +67,7 @@ class Record:
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(course["clipped"]),
             saved=summary["kv_saving_final"], largest_ratio=max(course["ratios"]),
             spikes=sum(norm > SPIKE for norm in norms) / max(1, len(norms)), minutes=found.minutes,
-            long_steps=long_steps(found.run),
+            long_steps=long_steps(found.run), code=found.run.code,
         )  # fmt: skip
 
     def end(self, cache: str, last: int, until: float = math.inf) -> float:
@@ -80,10 +81,16 @@ class Record:
 
 
 class Archive:
-    """The records in a file, one a line; a run that has one is not run again."""
+    """The records in a file, one a line; a run that has one is not run again.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: The file.
+        of_any_code: Whether records count that were measured with other rewards, tasks or compressors than there are
+            now: to show what there is, and not to run what is missing.
+    """
+
+    def __init__(self, path: Path, of_any_code: bool = False) -> None:
+        self.path, self.of_any_code = path, of_any_code
         self.records = {one["key"]: Record(**one) for one in kept.read(path)}
 
     def of(self, run: Run) -> Record | None:
@@ -91,10 +98,17 @@ class Archive:
         known = self.records.get(key_of(run))
         if known is not None and known.settings != settings_of(run):
             known = None
+        if known is not None and not self.of_any_code and known.code != run.code:
+            known = None
         if known is None and run.is_finished:
             known = self.records[key_of(run)] = rounded(Record.of(Found.read(run)))
             self._write()
         return known
+
+    def is_of_other_code(self, run: Run) -> bool:
+        """Whether there is a record of the run with these settings, but of other code than there is now."""
+        known = self.records.get(key_of(run))
+        return known is not None and known.settings == settings_of(run) and known.code != run.code
 
     def _write(self) -> None:
         kept.write(self.path, (asdict(self.records[key]) for key in sorted(self.records)))

@@ -4,8 +4,8 @@
 
 Every run is `sparse-rl fit` of `configs/tools.yaml` with one thing changed, in a process and a folder of its own below
 --runs, from one warm-up. An interrupted run goes on from its last checkpoint. A finished one is a line in --kept and is
-not run again. Seeds come one after the other, so that an early end leaves whole ones. The tables have all arms and
-seeds that are finished, whichever were asked for.
+not run again, unless its environment, task or compressor has other code now. Seeds come one after the other, so that an
+early end leaves whole ones. The tables have all arms and seeds that are finished, whichever were asked for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ def warm_up(folder: Path) -> Path:
 
 
 def execute(runs: Sequence[Run], path: Path, jobs: int) -> None:
-    """Run what has no line yet, and write its line."""
-    done = {run.key for run, _ in finished(runs, path)}
+    """Run what has no line yet, or one of other code, and write its line."""
+    lines_of = finished(runs, path)
+    done = {run.key for run, line in lines_of if line.get("code") == run.code}
+    if changed := len(lines_of) - len(done):
+        say(f"{changed} are run anew: their environment, task or compressor has changed, or was not noted")
     waiting = [run for run in runs if run.key not in done]
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
 
@@ -57,9 +60,10 @@ def execute(runs: Sequence[Run], path: Path, jobs: int) -> None:
         found = run.execute()
         minutes = round((time.perf_counter() - start) / 60, 1)
         if found is None:
-            say(f"{run.key}: stopped, see {run.folder / run.key / run.settings / 'log.txt'}")
+            say(f"{run.key}: stopped, see {run.folder / run.key / run.settings / run.code / 'log.txt'}")
             return
-        names = {"key": run.key, "settings": run.settings, "machine": machine("cpu"), "minutes": minutes}
+        names = {"key": run.key, "settings": run.settings, "code": run.code, "machine": machine("cpu")}
+        names["minutes"] = minutes
         with lock:
             lines = {line["key"]: line for line in kept.read(path)} | {run.key: {**names, **rounded(found)}}
             kept.write(path, (lines[key] for key in sorted(lines)))

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.arms.runs import CONFIGS, run_in
+from benchmarks.common.code import code_of
 from sparse_rl_lightning.cli.yaml_files import merged, read_file
 
 METRICS = (
@@ -108,9 +109,14 @@ class Run:
         config["model"]["init_args"]["policy"] = None
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
+    @cached_property
+    def code(self) -> str:
+        """Of the rewards, tasks, environments and compressors that the configuration names."""
+        return code_of(self.config())
+
     def execute(self) -> dict[str, Any] | None:
         """Run to the end, from the last checkpoint of an interrupted run; what it came to, None if it stopped."""
-        own = self.folder / self.key / self.settings
+        own = self.folder / self.key / self.settings / self.code
         own.mkdir(parents=True, exist_ok=True)
         (own / "run.yaml").write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
         command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config=run.yaml"]

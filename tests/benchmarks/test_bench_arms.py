@@ -13,6 +13,7 @@ import pytest
 from benchmarks.arms import __main__ as command
 from benchmarks.arms import curves
 from benchmarks.arms import runs as planning
+from benchmarks.common import code
 from sparse_rl_lightning import callbacks
 
 RELATIVES = {"SparsityAwareRejection", "ImportanceReweighting", "RolloutCallback"}  # not corrections by name
@@ -48,6 +49,7 @@ def test_interrupted_run_goes_on_and_finished_one_is_left_alone(
     assert "--ckpt_path=last" not in run.command()
     run.checkpoint.parent.mkdir(parents=True)
     run.checkpoint.touch()
+    (run.folder / planning.CODE).write_text(run.code)
     assert "--ckpt_path=last" in run.command()
     begun: list[Any] = []
     monkeypatch.setattr(planning, "run_in", lambda folder, command: begun.append(command))
@@ -55,6 +57,33 @@ def test_interrupted_run_goes_on_and_finished_one_is_left_alone(
     (run.folder / "course.json").touch()
     assert run.execute()
     assert len(begun) == 1
+
+
+def test_a_run_of_other_code_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited reward is another run, and so is a compressor; a callback's options are in the command line already."""
+    run = planning.planned(settings(tmp_path), [0], 26)[1]
+    assert run.code == planning.planned(settings(tmp_path / "elsewhere"), [1], 26)[1].code
+    run.folder.mkdir(parents=True)
+    (run.folder / "course.json").touch()  # as an earlier version left it
+    begun: list[Any] = []
+    monkeypatch.setattr(planning, "run_in", lambda folder, command: begun.append(command))
+    assert not run.is_finished
+    assert not run.execute()
+    assert len(begun) == 1
+    assert (run.folder.with_name(f"{run.folder.name}~1") / "course.json").is_file()
+    (run.folder / "course.json").touch()
+    assert run.execute()
+    again = planning.planned(settings(tmp_path), [0], 26)[1]
+    monkeypatch.setattr(planning, "code_of", lambda *configs: "another reward")
+    assert not again.is_finished
+
+
+def test_code_is_that_of_rewards_tasks_environments_and_compressors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(code, "_sources", lambda kind: seen.append(kind.__qualname__) or "")
+    config = planning.read_file(planning.CONFIGS / "tools.yaml")
+    code.code_of(config, [{"class_path": "SnapKV"}, "sparse_rl_lightning.rewards.arithmetic_reward", 3, None])
+    assert seen == ["ArithmeticTasks", "Calculator", "RKV", "SnapKV", "arithmetic_reward"]
 
 
 def found(run: Any, level: float) -> Any:

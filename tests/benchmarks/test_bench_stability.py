@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.arms import curves
-from benchmarks.arms.runs import DENSE, NAIVE
+from benchmarks.arms.runs import CODE, DENSE, NAIVE
 from benchmarks.stability import __main__ as command
 from benchmarks.stability import outcomes, signs, studies
 from benchmarks.stability.outcomes import fall
@@ -95,6 +95,7 @@ def write(run: Any, end: float | None = None, ratio: float = 50.0, rejected: flo
     warning = f"The gradient of optimizer step 42 is 1,043 times as long as usual (20.9). {told}\n" if told else ""
     (run.folder / "log.txt").write_text(2 * warning, encoding="utf-8")  # again, when it went on
     summary = {"wall_time_seconds": 150.0, "kv_saving_final": 0.25}
+    (run.folder / CODE).write_text(run.code, encoding="utf-8")
     (run.folder / "course.json").write_text(json.dumps(course), encoding="utf-8")
     (run.folder / "summary.json").write_text(json.dumps({"history": history, "summary": summary}), encoding="utf-8")
 
@@ -162,6 +163,25 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     again = Results(Archive(kept), tmp_path)
     assert tables(again) == blocks
     assert [again.archive.of(run) is None for run in runs] == [run.arm.label == "rejection only" for run in runs]
+
+
+def test_a_record_of_other_code_is_shown_and_measured_anew(tmp_path: Path) -> None:
+    (run,) = replace(studies.MAIN, arms=(NAIVE,)).runs(10, tmp_path)
+    write(run)
+    kept = tmp_path / "kept.jsonl"
+    assert Archive(kept).of(run) is not None
+    for name in ("course.json", "summary.json"):
+        (run.folder / name).unlink()
+    assert not Archive(kept).is_of_other_code(run)
+    line = json.loads(kept.read_text())
+    del line["code"]
+    for noted in ({"code": "of before"}, {}):
+        kept.write_text(json.dumps(line | noted))
+        assert Archive(kept).is_of_other_code(run)
+        assert Archive(kept).of(run) is None
+        shown = Results(Archive(kept, of_any_code=True), tmp_path)
+        assert shown.archive.of(run) is not None
+        assert "1 of them ran with rewards, tasks or compressors that have changed since" in command.note(shown, [run])
 
 
 def finished(path: Path) -> Results:
@@ -377,6 +397,9 @@ def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch,
     class Empty:
         def of(self, run: Any) -> Record | None:
             return None
+
+        def is_of_other_code(self, run: Any) -> bool:
+            return False
 
     monkeypatch.setattr(command, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):

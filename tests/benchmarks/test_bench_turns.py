@@ -142,6 +142,6 @@ def test_a_run_to_its_end_is_not_run_again(tmp_path: Path) -> None:
     assert all(isinstance(value, float) for value in line["logged"].values()), line["logged"]
     assert line["logged"]["kv/evicted/prompt"] > 0
     assert line["before"]["full"]["turns"] >= 1
-    (tmp_path / run.key / run.settings / "ending.json").write_text(json.dumps("not read again"))
+    (tmp_path / run.key / run.settings / run.code / "ending.json").write_text(json.dumps("not read again"))
     command.execute([run], path, jobs=1)
     assert kept.read(path) == [line]
