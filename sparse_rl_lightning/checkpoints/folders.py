@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from transformers.utils.hub import cached_file
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import write_whole
 
 OF_BOTH = "PreTrainedTokenizerFast"
 """A tokenizer.json as it is, by the name that both know; transformers 5 writes another."""
@@ -108,7 +109,7 @@ def _kept_in_float32(model: Any) -> tuple[str, ...]:
 
 def _edit(file: Path, change: Any) -> None:
     given = json.loads(file.read_text("utf-8"))
-    file.write_text(json.dumps(change(given), indent=2, sort_keys=True) + "\n", "utf-8")
+    write_whole(file, json.dumps(change(given), indent=2, sort_keys=True) + "\n")
 
 
 # ---------------------------------------------------------------- config.json

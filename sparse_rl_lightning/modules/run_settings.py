@@ -11,8 +11,10 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from sparse_rl_lightning.compressors import Drawn
-from sparse_rl_lightning.fingerprints import weights_digest
+from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.lora import LoraPolicy
@@ -100,6 +102,8 @@ def text_of(value: Any) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {text_of(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Tensor):
+        return fingerprint(tensor=value)
     if isinstance(value, Iterable):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.foreign import undisturbed
+from sparse_rl_lightning.rewards.foreign import undisturbed
 from sparse_rl_lightning.text import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -25,7 +25,7 @@ FAMILIES = [Qwen2Config, Qwen3Config, LlamaConfig]
 
 def lora(model: Any) -> None:
     pytest.importorskip("peft", reason="peft is an extra")
-    add_adapter(model, target_modules="all-linear", r=4, lora_alpha=8.0, lora_dropout=0.0)
+    add_adapter(model, target_modules="all-linear", seed=0, r=4, lora_alpha=8.0, lora_dropout=0.0)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

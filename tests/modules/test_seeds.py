@@ -80,7 +80,7 @@ DRAWN: dict[str, Callable[[], torch.Tensor]] = {
     "TinyPolicy": lambda: tokens_of(TinyPolicy(alphabet=ALPHABET), sampling=replace(SHORT, seed=1)),
     "LoraPolicy": lambda: adapter_of(lambda: SparseGRPO(LoraPolicy(TINY, r=2), RKV(**SIZES), likes_a, sampling=SHORT)),
     "distilled adapter": lambda: adapter_of(
-        lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, adapter=SparseAdapter(r=2))
+        lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2))
     ),
     "LearnedScore": learned,
     "Evaluation": evaluated,
@@ -106,9 +106,11 @@ def test_a_seed_that_is_set_stays(name: str) -> None:
     given: dict[str, Callable[[], torch.Tensor]] = {
         "sampling": lambda: tokens_of(sampling=replace(SHORT, seed=3)),
         "TinyPolicy": lambda: torch.cat([p.flatten() for p in TINY.load()[0].parameters()]),
-        "LoraPolicy": lambda: adapter_of(lambda: SparseGRPO(LoraPolicy(TINY, r=2, seed=3), RKV(**SIZES), likes_a)),
+        "LoraPolicy": lambda: adapter_of(
+            lambda: SparseGRPO(LoraPolicy(TINY, r=2, seed=3), RKV(**SIZES), likes_a, sampling=SHORT)
+        ),
         "distilled adapter": lambda: adapter_of(
-            lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, adapter=SparseAdapter(r=2, seed=3))
+            lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2, seed=3))
         ),
         "LearnedScore": lambda: LearnedScore(**SIZES, seed=3).build(ModelSizes(1, 1, 4, 8), anew=True).hidden.detach(),
         "Evaluation": lambda: torch.tensor([Evaluation(TINY, sampling=SamplingParams(seed=3)).sampling.seeded.seed]),
@@ -126,7 +128,7 @@ def test_a_source_and_data_used_by_several_runs_follow_each(monkeypatch: pytest.
     policy, data, seen = TinyPolicy(alphabet=ALPHABET, hidden_size=32), ArithmeticTasks(num_train=16), []
     for seed in (0, 1, 0):
         seed_everything(seed)
-        grpo = SparseGRPO(policy, RKV(**SIZES), likes_a)
+        grpo = SparseGRPO(policy, RKV(**SIZES), likes_a, sampling=SHORT)
         fit(grpo, 0, data=data)
         seen.append((float(weights(grpo).sum()), [row["prompt"] for row in data.train_dataloader().dataset]))
     assert seen[0] == seen[2] != seen[1]

@@ -168,7 +168,7 @@ def test_a_policy_without_an_end_is_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin()
-        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
         begin(sampling=SamplingParams(num_generations=8, stop_strings=("#",)))
     with pytest.warns(
         UserWarning,

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("budgets",),
     ("ops",),
     ("advantages", "corrections", "downsampling", "losses", "output_head"),
-    ("errors", "evictions", "files", "fingerprints", "foreign", "records", "text"),
+    ("errors", "evictions", "files", "fingerprints", "records", "text"),
 )
 KNOW_LIGHTNING = {"cli", "modules", "callbacks", "checkpoints", "data", "distributed"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}

@@ -73,7 +73,7 @@ def test_no_keys_change_nothing() -> None:
         ({"do_sample": False, "temperature": 1.0}, "gives temperature twice"),
         ({"do_sample": "no"}, "do_sample must be true or false, got 'no'"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got top_p=1.5"),
-        ({"temperature": "hot"}, "has the wrong type"),
+        ({"temperature": "hot"}, "temperature must be a finite number"),
         ({"stop": 5}, "has the wrong type"),
         ({"min_new_tokens": 99}, "min_completion_length must be between 0 and max_completion_length=30"),
     ],

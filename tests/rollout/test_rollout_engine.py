@@ -132,13 +132,13 @@ def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
     policy = tiny_model(initializer_range=0.2, vocab_size=len(TOKENIZER), eos_token_id=None)
     prompts = [encode("what is 7 * 6?"), encode("hello")]
     free = SamplingParams(num_generations=3, max_completion_length=80, seed=2)
-    whole = RolloutSampler(policy, SnapKV(**SMALL)).generate(prompts, free)
+    whole = RolloutSampler(policy, SnapKV(**SMALL), end_token_ids=[]).generate(prompts, free)
     drawn = [s[m].tolist() for s, m in zip(whole.sequences, whole.completion_mask, strict=True)]
     # the text after every token: a token is not always a character
     texts = [[TOKENIZER.decode(tokens[: n + 1]) for n in range(len(tokens))] for tokens in drawn]
     stops = (texts[0][-1][30:33], texts[4][-1][10:12])  # what two of the sequences are known to say
     params = SamplingParams(num_generations=3, max_completion_length=80, seed=2, stop_strings=stops)
-    cut = RolloutSampler(policy, SnapKV(**SMALL), tokenizer=TOKENIZER).generate(prompts, params)
+    cut = RolloutSampler(policy, SnapKV(**SMALL), end_token_ids=[], tokenizer=TOKENIZER).generate(prompts, params)
     for row, prefixes in enumerate(texts):
         ends = [n + 1 for n, text in enumerate(prefixes) if any(stop in text for stop in stops)]
         want = min(ends, default=80)
