@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import RKV, FullKV
+from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, GRPOLoss, SparseGRPO, SupervisedWarmup
@@ -85,6 +86,17 @@ def test_frozen_weights_stay_as_the_folder_has_them(folder: str) -> None:
     judge.configure_model()
     assert types(judge.policy) == {HALF}
     assert types(PretrainedPolicy(folder).as_stored().load()[0]) == {HALF}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", HALF), ("bf16-true", HALF), ("32-true", WHOLE)])
+def test_deepspeed_in_16_bits_takes_the_steps_on_weights_of_its_own(folder: str, precision: Any, dtype: Any) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is an extra")
+    module = grpo(folder)
+    module.trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=SparseRLDeepSpeed(stage=2), precision=precision, logger=False
+    )
+    module.configure_model()
+    assert types(module.policy) == {dtype}
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
