@@ -166,11 +166,13 @@ def test_replay(objective: str) -> None:
 
 
 def test_distillation() -> None:
+    pytest.importorskip("peft", reason="peft is an extra (lora)")
     check_equal(CORRECTIONS["paper"], {"kind": DistillSparse, "steps_per_generation": 2}, 2, steps=4)
 
 
 def lora(**options: Any) -> dict[str, Any]:
     """Arguments of a module whose policy has an adapter that is not zero."""
+    pytest.importorskip("peft", reason="peft is an extra (lora)")
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
     model = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)

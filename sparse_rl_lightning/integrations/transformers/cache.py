@@ -9,7 +9,7 @@ nothing. So this one answers the model's whole forward call: prompts and tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import update_wrapper
 from typing import Any
 
@@ -37,11 +37,17 @@ from sparse_rl_lightning.rollout.prompts import check_prompts
 
 FIRST_ROOM = 256  # tokens that there is room for after the prompts; doubled whenever they are used up
 OF_SEQUENCES = {"tokens": 0, "held": 0, "death": NEVER}  # tensors as long as the longest sequence, and their padding
-IGNORED = {"past_key_values", "use_cache", "position_ids", "logits_to_keep", "return_dict", "token_type_ids"}
+KEYWORDS = ("cache", "past_key_values")
+"""Names of a cache in calls of a model and of ``generate``: that of transformers 5.24 and the older one."""
+KEYWORD = next(name for name in KEYWORDS if name in {field.name for field in fields(CausalLMOutputWithPast)})
+"""The one that the installed release has."""
+IGNORED = {*KEYWORDS, "use_cache", "position_ids", "logits_to_keep", "return_dict", "token_type_ids"}
 
 
 class CompressedCache(Cache):
     """KV cache for ``model.generate(past_key_values=...)`` whose memory stays within a compressor's budget.
+
+    From transformers 5.24 on the argument is ``cache=...``, and the older name is deprecated.
 
     Greedy, sampled and beam search, batches padded on the left, and samples of the same prompt work as with caches of
     transformers. A cache serves one call, or several after :meth:`reset`: a prompt first, then one token at a time.
@@ -101,7 +107,8 @@ class CompressedCache(Cache):
                 self._feed(input_ids)
         self._num_tokens += input_ids.shape[1]
         logits = self._engine.logits[: len(input_ids), None].clone()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=self)
+        own: dict[str, Any] = {KEYWORD: self}
+        return CausalLMOutputWithPast(logits=logits, **own)
 
     # ---------------------------------------------------------------- what was evicted, and how much is held
 
@@ -256,8 +263,13 @@ def answer_with_cache(model: PreTrainedModel) -> None:
 
 
 def _answer(own: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     return cache.forward(*args, **kwargs) if isinstance(cache, CompressedCache) else own(*args, **kwargs)
+
+
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of a call, under either name."""
+    return next((kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None), None)
 
 
 def _check_positions(positions: Tensor | None, ids: Tensor, mask: Tensor | None) -> None:

@@ -10,14 +10,14 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.integrations.transformers.cache import CompressedCache
+from sparse_rl_lightning.integrations.transformers.cache import KEYWORD, CompressedCache, given_cache
 
 
 @contextmanager
 def compressed_generation(model: PreTrainedModel, compressor: Compressor, **options: Any) -> Iterator[None]:
     """Let each call of ``model.generate`` within the context use a new ``CompressedCache``.
 
-    Calls that bring ``past_key_values`` of their own keep them. Forward passes without a cache, such as those that
+    Calls that bring a cache of their own keep it. Forward passes without a cache, such as those that
     score given texts, are the model's own.
 
     Args:
@@ -35,8 +35,8 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
 
     @wraps(own)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = CompressedCache(compressor, model, **options)
+        if given_cache(kwargs) is None:
+            kwargs[KEYWORD] = CompressedCache(compressor, model, **options)
         return own(*args, **kwargs)
 
     vars(model)["generate"] = generate

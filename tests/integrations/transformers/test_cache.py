@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.transformers import CompressedCache, cache, compressed_generation
+from sparse_rl_lightning.integrations.transformers.cache import KEYWORD
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_logprobs
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -192,6 +194,17 @@ def test_a_context_compresses_what_other_tools_generate() -> None:
     assert some == tokenizer.decode(own, skip_special_tokens=True)
 
 
+def test_the_older_name_of_the_argument_is_taken_too() -> None:
+    model = small_model()
+    want = generated(model, CompressedCache(RKV(**SMALL), model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found = generated(model, None, past_key_values=CompressedCache(RKV(**SMALL), model))
+        with compressed_generation(model, RandomEviction(**SMALL)):
+            kept = generated(model, None, past_key_values=CompressedCache(RKV(**SMALL), model))
+    assert found == kept == want
+
+
 # -------------------------------------------------------------------- what is refused
 
 
@@ -202,21 +215,21 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="is empty"):
         _ = own.nbytes
     with pytest.raises(UserError, match="padded on the left"):
-        model(ids, attention_mask=(torch.arange(17) < 9).long().expand(2, -1), past_key_values=own)
+        model(ids, attention_mask=(torch.arange(17) < 9).long().expand(2, -1), **{KEYWORD: own})
     with pytest.raises(UserError, match="output_attentions"):
-        model(ids, past_key_values=own, output_attentions=True)
+        model(ids, **{KEYWORD: own}, output_attentions=True)
     with pytest.raises(UserError, match="needs input_ids"):
-        model(inputs_embeds=torch.zeros(2, 3, 64), past_key_values=own)
+        model(inputs_embeds=torch.zeros(2, 3, 64), **{KEYWORD: own})
     with pytest.raises(UserError, match="leave out position_ids"):
-        model(ids, position_ids=torch.arange(17)[None] * 3, past_key_values=own)
+        model(ids, position_ids=torch.arange(17)[None] * 3, **{KEYWORD: own})
     with pytest.raises(UserError, match="a slot for each of 2 rows"):
-        model(ids, past_key_values=CompressedCache(RKV(**SMALL), model, num_slots=1))
-    model(ids, past_key_values=own)
+        model(ids, **{KEYWORD: CompressedCache(RKV(**SMALL), model, num_slots=1)})
+    model(ids, **{KEYWORD: own})
     for wrong in (ids, ids[:1, :1]):
         with pytest.raises(UserError, match="one token for each of its 2 rows"):
-            model(wrong, past_key_values=own)
+            model(wrong, **{KEYWORD: own})
     with pytest.raises(UserError, match="belongs to the model"):
-        small_model()(ids[:, :1], past_key_values=own)
+        small_model()(ids[:, :1], **{KEYWORD: own})
     with pytest.raises(UserError, match="take tokens back"):
         own.crop(-1)
     with pytest.raises(UserError, match="causal language model of transformers"):
@@ -242,7 +255,8 @@ def call(model: PreTrainedModel, past: Any, **options: Any) -> Any:
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    return model.generate(ids, attention_mask=mask, past_key_values=past, **options)
+    given = {} if past is None else {KEYWORD: past}
+    return model.generate(ids, attention_mask=mask, **given, **options)
 
 
 def generated(model: PreTrainedModel, past: Any, **options: Any) -> list[list[int]]:

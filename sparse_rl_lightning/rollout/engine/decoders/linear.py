@@ -7,6 +7,7 @@ its state and writes the new one in its place. Nothing of the layer is computed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -26,11 +27,12 @@ def run_of(module: Any, own: Callable[..., Tensor]) -> Run:
     for flags in (held.is_conv_states_initialized, held.is_recurrent_states_initialized, held.has_previous_state):
         flags[0] = True
     held.conv_kernel_size[0] = module.conv_kernel_size
+    keyword = "cache" if "cache" in signature(type(module).forward).parameters else "cache_params"  # by the release
     cache = Cache(layers=[held] * (module.layer_idx + 1))  # read at the layer's index only
 
     def run(hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
         held.conv_states[0], held.recurrent_states[0] = conv, recurrent
-        out = own(hidden, cache_params=cache)
+        out = own(hidden, **{keyword: cache})
         held.conv_states[0] = held.recurrent_states[0] = None  # views of memory that may be freed
         return out
 
