@@ -42,7 +42,11 @@ model:
 data:
   class_path: JsonlPrompts
   init_args: {path: train.jsonl, prompts_per_rollout: 16}
-trainer: {max_steps: 100}
+trainer:
+  max_steps: 100
+  callbacks:  # what a compressed cache needs, unless the module replays it (choosing.md)
+    - {class_path: SparsityAwareRejection, init_args: {threshold: 1.0e-4}}
+    - {class_path: ImportanceReweighting, init_args: {clip_max: 1.5}}
 ```
 
 A file that begins with `base: other.yaml` has the keys of that file, found beside it, and overrides them with its own:

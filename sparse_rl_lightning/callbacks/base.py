@@ -81,6 +81,8 @@ class RolloutModule(Protocol):
     val_sampling: SamplingParams
     keeps_evictions: bool
     """Whether the loss reads the record of evictions."""
+    learns_as_sampled: bool
+    """Whether the loss replays what every sequence was drawn from, so that nothing is left to correct."""
     learns_from_rejected: bool
     """Whether sequences that callbacks reject as a whole are trained all the same, under replay."""
     block: RolloutBlock | None

@@ -84,8 +84,8 @@ class SparseGRPO(PolicyModule):
     )  # fmt: skip
     resumed_parts = ("sparse_rl",)
 
-    keeps_evictions = learns_from_rejected = False
-    """Whether the loss reads the record of evictions; whether sequences that are rejected as a whole train under it."""
+    keeps_evictions = learns_as_sampled = learns_from_rejected = False
+    """Whether the loss reads evictions; replays all sequences by them; trains what is rejected as a whole by them."""
 
     def __init__(
         self,

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch import Callback
 from test_readme import DOCS, README, Block, ParsedError, find_blocks, named, read
 from tiny_run import config
 
-from sparse_rl_lightning import cli
+from sparse_rl_lightning import SparseGRPO, cli
+from sparse_rl_lightning import callbacks as library
+from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import SnapKV
 
+CORRECTIONS = {
+    one for one in vars(library).values()
+    if isinstance(one, type) and issubclass(one, RolloutCallback) and one.correct is not RolloutCallback.correct
+}  # fmt: skip
 TOP = {"model", "data", "trainer", "seed_everything", "num_threads"}
 built: list[Namespace] = []
 
@@ -81,6 +88,34 @@ def test_yaml_blocks_are_read(document: Path, base: Path, monkeypatch: pytest.Mo
             build(block, base)
         except (SystemExit, ValueError) as error:
             pytest.fail(f"{document.name}, at or below line {block.line}: {error}\n{block.code}")
+
+
+def trains_naively(values: dict[str, Any], found: Namespace) -> bool:
+    """Whether a block names a whole module whose rollouts evict, and nothing that accounts for it."""
+    model, callbacks = values.get("model"), values.get("trainer", {})
+    if not isinstance(model, dict) or "compressor" not in model.get("init_args", {}) or "base" in values:
+        return False
+    module: Any = found.model
+    if not isinstance(module, SparseGRPO) or not module.generator.is_sparse or module.learns_as_sampled:
+        return False
+    given = [*callbacks.get("callbacks", []), *callbacks.get("callbacks+", [])]
+    return not any(getattr(library, one["class_path"], Callback) in CORRECTIONS for one in given)
+
+
+@named([d for d in (README, *DOCS) if any("compressor" in block.code for block in yaml_blocks(d))])
+def test_no_configuration_that_is_shown_trains_naively(document: Path, base: Path) -> None:
+    shown = [block for block in yaml_blocks(document) if "class_path" in whole(block).get("model", {})]
+    naive = [block.line for block in shown if trains_naively(whole(block), build(block, base))]
+    assert not naive, f"{document.name}, line {naive}: a compressed cache without a correction"
+
+
+def test_a_naive_block_is_found(base: Path) -> None:
+    shown = "model: {class_path: %s, init_args: {compressor: {class_path: RKV}}}"
+    block, replay = Block("yaml", shown % "SparseGRPO", 1), Block("yaml", shown % "ReplayGRPO", 1)
+    assert trains_naively(whole(block), build(block, base))
+    assert not trains_naively(whole(replay), build(replay, base))
+    callbacks = Block("yaml", f"{block.code}\ntrainer: {{callbacks: [{{class_path: TIS}}]}}", 1)
+    assert not trains_naively(whole(callbacks), build(callbacks, base))
 
 
 def test_what_a_block_names_is_built(base: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
+from sparse_rl_lightning.callbacks.corrections.naive import naive_warning
 from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, SpikeWatch
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
@@ -35,7 +36,7 @@ class StepGuard(Callback):
     A step whose gradient is far longer than those before it is not skipped but told of, with its likely cause and what
     helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it. Where
     the sampler evicts and neither weights nor replay account for it, such a ratio is told of by itself, once: a loss
-    that bounds it has no long steps.
+    that bounds it has no long steps. Where nothing accounts for the eviction, that is told of at the start.
 
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.
@@ -62,6 +63,12 @@ class StepGuard(Callback):
         self._skips_now = False
         self._norm: float | None = None
         self._worst: torch.Tensor | None = None  # of the step so far: ratio, share beside it, ratio of draws
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn of naive training."""
+        naive = naive_warning(pl_module)
+        if naive:
+            warn_of_run(trainer, naive)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Remove bad gradients: an optimizer passes over weights without any."""

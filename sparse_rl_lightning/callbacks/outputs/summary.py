@@ -133,8 +133,9 @@ class RunSummary(RolloutCallback):
         self.worst.see(scored, module.generator.tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
-        """Store the warning with its rollout."""
-        self.record.warnings.append({"rollout": self._rollout, "text": text})
+        """Store the warning with its rollout; a resumed run may give one of its start again."""
+        if all(one["text"] != text for one in self.record.warnings):
+            self.record.warnings.append({"rollout": self._rollout, "text": text})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Mark logged values as the newest rollout's; callbacks after this one have yet to log."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.corrections.naive import naive_training
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.trl.checks import (
@@ -93,12 +94,9 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
             self.sampler = rollout.sampler(policy, self._tokenizer, compressor)
         self.eos_token_ids = self.sampler.end_token_ids  # TRL tells by them what was cut off
         if compressor.evicts and not (corrections or replay):
-            warnings.warn(
-                f"{type(compressor).__name__} evicts, and there are neither corrections nor replay: this is naive "
-                "training, which the paper saw collapse. Give corrections=[SparsityAwareRejection(), "
-                "ImportanceReweighting(clip_max=1.5)], or replay=True.",
-                stacklevel=2,
-            )
+            evicts = f"{type(compressor).__name__} evicts"
+            correct = "corrections=[SparsityAwareRejection(), ImportanceReweighting(clip_max=1.5)]"
+            warnings.warn(naive_training(evicts, correct, "replay=True"), stacklevel=2)
 
     # ---------------------------------------------------------------- rollouts
 

@@ -1,0 +1,32 @@
+"""What is said of naive training: samples of a compressed cache that the loss takes for the full one's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_rl_lightning.callbacks.calls import rollout_callbacks
+from sparse_rl_lightning.rollout.generator import Generator
+
+CORRECT = "SparsityAwareRejection and ImportanceReweighting with clip_max=1.5"
+
+
+def naive_training(sampling: str, *cures: str) -> str:
+    """The warning, with what to do about it."""
+    return (
+        f"{sampling}, and neither corrections nor replay account for it: this is naive training, which may collapse "
+        f"(arXiv 2601.10079, and docs/results.md). Give {', or '.join(cures)}; docs/choosing.md says which."
+    )
+
+
+def naive_warning(module: Any) -> str:
+    """The warning, empty if a module does not roll out, sees the whole cache, or something accounts for the rest."""
+    generator, replay = getattr(module, "generator", None), "ReplayGRPO"
+    if not isinstance(generator, Generator) or not generator.is_sparse or module.learns_as_sampled:
+        return ""
+    if any(callback.corrects for callback in rollout_callbacks(module)):
+        return ""
+    correct = f"{CORRECT} in trainer.callbacks"
+    if generator.retriever is not None:  # no replay follows it
+        return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
+    learned = "LearnedEvictionGRPO with Drawn around the compressor"
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, replay, learned)

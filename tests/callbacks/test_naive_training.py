@@ -1,0 +1,91 @@
+"""A run whose samples are of a compressed cache, and whose loss takes them for the full one's, says so at its start."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from sparse_rl_lightning.callbacks import (
+    TIS,
+    ImportanceReweighting,
+    MismatchSplit,
+    RunSummary,
+    SparsityAwareRejection,
+    StepGuard,
+)
+from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.corrections.naive import naive_warning
+from sparse_rl_lightning.compressors import Drawn, FullKV, SnapKV
+from sparse_rl_lightning.modules import LearnedEvictionGRPO, ReplayGRPO
+from sparse_rl_lightning.retrievers import Centroid
+from tests.tiny_grpo import fit, module
+
+
+class Own(RolloutCallback):
+    """A correction that the library does not know."""
+
+    def correct(self, trainer: Any, module: Any, part: Any) -> None:
+        part.weights = None
+
+
+def warned(callbacks: list[Any], **options: Any) -> str:
+    """What the start of a run says of naive training."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        fit(module(**options), 1, callbacks)
+    said = [str(one.message) for one in record if "naive training" in str(one.message)]
+    assert len(said) <= 1
+    return "".join(said)
+
+
+NAIVE: dict[str, dict[str, Any]] = {
+    "RKV": {},
+    "SnapKV": {"compressor": SnapKV(budget=8, buffer=3, num_sinks=1, window=2)},
+    "pages": {"compressor": FullKV(), "retriever": Centroid(budget=8, page_size=2, num_dense_layers=0)},
+    "replayed for nothing": {"kind": ReplayGRPO, "replay_objective": "dense"},
+    "nothing is rejected": {"kind": ReplayGRPO, "replay_objective": "rejected"},
+    "drawn, and not learned from": {"compressor": Drawn(SnapKV(budget=8, buffer=3, num_sinks=1, window=2))},
+}
+ACCOUNTED: dict[str, dict[str, Any]] = {
+    "full cache": {"compressor": FullKV()},
+    "replay": {"kind": ReplayGRPO},
+    "mixed": {"kind": ReplayGRPO, "replay_objective": "mixed"},
+    "learned eviction": {
+        "kind": LearnedEvictionGRPO, "compressor": Drawn(SnapKV(budget=8, buffer=3, num_sinks=1, window=2))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_naive_training_is_named_with_its_cures(name: str) -> None:
+    said = warned([StepGuard(), MismatchSplit()] if name == "RKV" else [], **NAIVE[name])
+    for cure in ("ImportanceReweighting", "ReplayGRPO", "LearnedEvictionGRPO", "docs/choosing.md"):
+        assert (cure in said) == (name != "pages" or "GRPO" not in cure)
+    assert said.startswith({"SnapKV": "SnapKV evicts", "pages": "Centroid reads a part of the cache"}.get(name, ""))
+    assert warned([SparsityAwareRejection()], **NAIVE[name]) == ""
+
+
+@pytest.mark.parametrize("name", ACCOUNTED)
+def test_what_accounts_for_the_cache_is_not_warned_of(name: str) -> None:
+    assert warned([], **ACCOUNTED[name]) == ""
+
+
+@pytest.mark.parametrize("correction", [TIS(), ImportanceReweighting(clip_max=1.5), Own()])
+def test_any_correction_counts(correction: RolloutCallback) -> None:
+    assert warned([correction]) == ""
+
+
+def test_other_modules_may_have_the_guard() -> None:
+    assert naive_warning(LightningModule()) == ""
+
+
+def test_record_of_a_run_has_it_once(tmp_path: Any) -> None:
+    summary = RunSummary(num_problems=0, folder=tmp_path)
+    path = tmp_path / "a.ckpt"
+    fit(module(), 1, [summary]).save_checkpoint(path)
+    again = RunSummary(num_problems=0, folder=tmp_path)
+    fit(module(), 2, [again], ckpt_path=path)
+    assert ["naive" in one["text"] for one in again.record.warnings] == [True]
