@@ -9,18 +9,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Drawn
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.lora import LoraPolicy
-
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.base import PolicyModule
 
 PLACES = {
     "policy": "policy_source", "compressor": "generator.compressor", "retriever": "generator.retriever",
@@ -49,7 +48,7 @@ def arguments_of(kind: type) -> Iterator[str]:
                     yield name
 
 
-def parts_of(module: PolicyModule) -> dict[str, Any]:
+def parts_of(module: LightningModule) -> dict[str, Any]:
     """A module's arguments as they are now, by their names; a user's own are left out where they are not kept."""
     found = {}
     for name in arguments_of(type(module)):
@@ -60,7 +59,7 @@ def parts_of(module: PolicyModule) -> dict[str, Any]:
     return found
 
 
-def settings_of(module: PolicyModule) -> dict[str, str]:
+def settings_of(module: LightningModule) -> dict[str, str]:
     """All settings that a resumed run depends on, and that are not seen by what they make."""
     found: dict[str, Any] = {"module": type(module).__qualname__}
     for name, part in parts_of(module).items():
@@ -79,20 +78,20 @@ def settings_of(module: PolicyModule) -> dict[str, str]:
     return {name: text_of(value) for name, value in found.items() if rule_of(name) not in seen}
 
 
-def seeds_of(module: PolicyModule) -> dict[str, int]:
+def seeds_of(module: LightningModule) -> dict[str, int]:
     """The seeds of all that a module and its data draw, with the keys of the configuration that set them."""
     parts = [*parts_of(module).items(), ("data", getattr(module.trainer, "datamodule", None))]
     return dict(found for name, part in parts for found in _seeds_in(name, part))
 
 
-def policy_facts(module: PolicyModule, with_weights: bool) -> dict[str, Any]:
+def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, with_weights: bool) -> dict[str, Any]:
     """What the weights of a policy that was just loaded mean, and a digest of the weights it starts with."""
-    config = json.loads(module.policy.config.to_json_string(use_diff=False))
+    config = json.loads(policy.config.to_json_string(use_diff=False))
     own = {name: value for name, value in config.items() if not NOT_OF_WEIGHTS.fullmatch(name)}
     return {
         "config": {name: json.dumps(value, sort_keys=True) for name, value in own.items()},
-        "vocabulary": hashlib.sha256(json.dumps(module.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
-        "weights": weights_digest(module.policy) if with_weights else None,
+        "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+        "weights": weights_digest(policy) if with_weights else None,
     }
 
 

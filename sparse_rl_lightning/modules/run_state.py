@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -28,10 +28,6 @@ from sparse_rl_lightning.learner.resuming import (
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.modules.run_settings import policy_facts, seeds_of, settings_of
 
-if TYPE_CHECKING:
-    from sparse_rl_lightning.modules.base import PolicyModule
-    from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
-
 KEY = "sparse_rl_run"
 """Entry of a checkpoint."""
 
@@ -47,7 +43,7 @@ class RunState:
         module: Module that is trained.
     """
 
-    def __init__(self, module: PolicyModule) -> None:
+    def __init__(self, module: Any) -> None:  # a PolicyModule, which imports this file
         self.module = module
         self.seeds: dict[str, int] = {}
         self.settings: dict[str, str] = {}
@@ -68,7 +64,7 @@ class RunState:
 
     def see_policy(self) -> None:
         """Describe the policy that was just loaded."""
-        self.policy = policy_facts(self.module, with_weights=self._trains)
+        self.policy = policy_facts(self.module.policy, self.module.tokenizer, with_weights=self._trains)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the description."""
@@ -199,8 +195,6 @@ class RunState:
 
 class RolloutState(RunState):
     """The state of a run of rollouts: the rest of one, unfinished sequences, their number, and random numbers."""
-
-    module: SparseGRPO
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store all of it as tensors, numbers and texts."""
