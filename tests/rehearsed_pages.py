@@ -21,6 +21,7 @@ from benchmarks.gpu import invariance, profile
 from benchmarks.gpu.steps import PIECES, steps
 from benchmarks.ops import __main__ as ops
 from benchmarks.rollout import __main__ as rollout
+from benchmarks.rollout import bound
 from tests.pretend_gpu import PretendEvent, PretendGPU
 
 COMMANDS = {"benchmarks.ops": ops, "benchmarks.rollout": rollout, "benchmarks.gpu.profile": profile,
@@ -78,6 +79,7 @@ def main() -> None:
             mock.patch.object(rollout, "QUICK", replace(rollout.QUICK, grid=few)),
             mock.patch.object(profile, "STEPS", 4),
             mock.patch.object(invariance, "NUM_COMPARED", 2),
+            mock.patch.dict(bound.WIDTHS, cuda=64),
         ):
             COMMANDS[module].main()
 
