@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,6 +35,33 @@ def file_name(text: str) -> str:
         return text
     harmless = re.sub(r"[^A-Za-z0-9+=#-]+", "_", text).strip("_-")[: LONGEST_NAME // 2]
     return f"{harmless or 'name'}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def whole_file(path: str | Path, most: int | None = None) -> bytes:
+    """The content of a regular file: a link may lead to a device that never ends, a pipe keeps its reader waiting.
+
+    Args:
+        path: File, or a link to one.
+        most: Largest number of bytes to read, None for any.
+
+    Raises:
+        OSError: If it cannot be read, is no regular file, or is larger.
+    """
+    check_regular(path)
+    if most is not None and os.stat(path).st_size > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+    return Path(path).read_bytes()
+
+
+def check_regular(path: str | Path) -> None:
+    """Refuse a pipe, a socket or a device in place of a file, before anything opens it.
+
+    Raises:
+        OSError: If it is one, or cannot be found.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an error by itself
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

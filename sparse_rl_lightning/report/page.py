@@ -78,7 +78,7 @@ def environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.globals["number"] = number
-    made.filters["shortened"] = lambda text, width=LONGEST: shortened(text, width)
+    made.filters["shortened"] = lambda value, width=LONGEST: shortened(str(value), width)
     return made
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.report.record import BESIDE, PROGRESS, SUMMARY, RunRecord
 from sparse_rl_lightning.text import shortened
 
 METRICS = "metrics.csv"
+LARGEST_FILE = 2**28
+"""Bytes of a run's file; summaries of thousands of rollouts have some megabytes."""
+TEXTS = {"prompt", "completion", "cache", "token", "text", "file"}
+NUMBERS = {"rollout", "reward", "ratio", "token_place", "length"}
+"""Entries of samples, worst completions and warnings by their types, and ``kinds``, a list of texts."""
 LARGEST, SMALLEST = 1e30, 1e-30
 """Limits of metrics, beyond which no chart can show them; numbers nearer to 0 count as 0."""
 SAME = ("reward", "completions/mean_length", "time/rollout")
@@ -74,7 +81,7 @@ def _older(file: Path) -> list[str]:
 
 def _from_json(file: Path) -> RunRecord:
     """The record as RunSummary wrote it."""
-    found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    found = json.loads(_text(file))
     if not isinstance(found, dict) or not isinstance(found.get("history"), list):
         raise UserError("it is no summary of a run.")
     record, summary = RunRecord(), found.get("summary", {})
@@ -83,26 +90,55 @@ def _from_json(file: Path) -> RunRecord:
         setattr(record, name, value := found.get(name, default))
         if not isinstance(value, type(default)):
             raise UserError(f"{name} is no {type(default).__name__}.")
-    counts = _numbers(summary)
+        if isinstance(value, dict) and not _are_texts(value.values()):
+            raise UserError(f"{name} has a value that is no text.")
+    counts, measure = _numbers(summary), summary.get("measure", "reward")
+    if not isinstance(measure, str):
+        raise UserError("measure is no str.")
     return replace(
         record,
+        **{name: [_entry(name, one) for one in getattr(record, name)] for name in ("samples", "worst", "warnings")},
         history=_rows(found["history"]),
         validation=_rows(record.validation),
         before=_numbers(summary.get("before", {})),
         after=_numbers(summary.get("after", {})),
         num_problems=int(counts.get("held_out_problems", 0)),
-        measure=summary.get("measure", "reward"),
+        measure=measure,
         seconds=counts.get("wall_time_seconds", 0.0),
         steps=int(counts.get("optimizer_steps", 0)),
     )
+
+
+def _entry(name: str, entry: Any) -> dict[str, Any]:
+    """An entry of a list as a page shows it, without null; numbers that cannot be written are left out."""
+    if not isinstance(entry, dict):
+        raise UserError(f"an entry of {name} is no dict.")
+    found = {key: value for key, value in entry.items() if value is not None}
+    if not _are_texts(found[key] for key in TEXTS & found.keys()):
+        raise UserError(f"an entry of {name} has a value that is no text.")
+    kinds = found.get("kinds", [])
+    if not isinstance(kinds, list) or not _are_texts(kinds):
+        raise UserError(f"the kinds of an entry of {name} are no list of texts.")
+    for key in NUMBERS & found.keys():
+        found[key] = _number(value := found[key])
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{key} of an entry of {name} is no number.")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _text(file: Path) -> str:
+    return whole_file(file, LARGEST_FILE).decode("utf-8", "replace")
 
 
 def _from_csv(file: Path) -> RunRecord:
     """The record with a row of history per rollout in a CSVLogger file; Lightning repeats numbers until the next."""
     history: list[dict[str, float]] = []
     validation: list[dict[str, float]] = []
-    with file.open(encoding="utf-8", errors="replace", newline="") as lines:
-        rows = [_parsed(row) for row in csv.DictReader(lines)]
+    rows = [_parsed(row) for row in csv.DictReader(io.StringIO(_text(file), newline=""))]
     for row in rows:
         tested = {cache: row[key] for cache in ("dense", "sparse") if (key := f"val/pass@1_{cache}") in row}
         if tested:

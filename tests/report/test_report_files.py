@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import importlib
 import json
 import os
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from report_runs import HOSTILE, Parser, record, row, text_of
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.cli.report import main, names
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
+from sparse_rl_lightning.report.comparison import differing_settings
 
 
 def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
@@ -138,6 +142,60 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_files_that_hold_something_else_are_a_clear_error(name: str, value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"summary\.json cannot be read: .*{said}"):
         read_run(write_json(tmp_path, record().as_json() | {name: value}))
+
+
+WHOLE = record(
+    history=[{"rollout": 0.0, "reward": 0.5}], title="A run", written="2030-01-01T00:00:00+00:00", config={"model.beta": "0"},
+    versions={"torch": "2"}, settings={"compressor": "RKV"}, validation=[{"rollout": 4.0, "dense": 0.3}],
+    warnings=[{"rollout": 3, "text": "TailGuard"}, {"file": "metrics.csv", "text": "cut"}],
+    samples=[{"cache": "dense", "prompt": "p", "completion": "c", "reward": 1.0, "answer": "a"}],
+    worst=[{"rollout": 1, "kinds": ["rejected"], "prompt": "p", "completion": "c", "rejected": True, "reward": 0.5,
+            "finished": False, "ratio": 2.0, "token": "t", "token_place": 3, "length": 9, "index": 0, "answer": "a"}],
+).as_json()  # fmt: skip
+
+
+def changed(value: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The value with any one of its nodes replaced."""
+    yield path, new
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for place, other in changed(item, new, f"{path}.{key}"):
+            copied = copy.copy(value)
+            copied[key] = other
+            yield place, copied
+
+
+@pytest.mark.parametrize("wrong", [10**400, float("nan"), "x", None, True, [5], {"x": 5}])
+def test_a_node_of_any_other_type_is_shown_or_named(
+    wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a traceback: the report promises that a file that cannot be read is named, and the next one taken."""
+    module = importlib.import_module("sparse_rl_lightning.report.page")  # the package's own page is a function
+    monkeypatch.setattr(module, "drawings", lambda plots: ["" for _ in plots])  # of numbers that are checked
+    write_csv(tmp_path, [{"step": 1, "reward": 0.5}])
+    for place, content in changed(WHOLE, wrong):
+        try:
+            run = read_run(write_json(tmp_path, content))
+            shown = page(run)
+            differing_settings([("a", run), ("b", run)])
+        except Exception as error:
+            raise AssertionError(f"{place} = {wrong!r}") from error
+        taken = run.settings.get("source", SUMMARY)
+        assert taken == SUMMARY or f"{SUMMARY} cannot be read" in shown or "compressor" in run.settings, place
+
+
+ENDLESS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo, "a device that never ends": lambda path: path.symlink_to("/dev/zero"),
+    "a terminal": lambda path: path.symlink_to("/dev/tty"), "a folder": Path.mkdir,
+    "a file of holes": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [SUMMARY, PROGRESS, "metrics.csv"])
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_never_ends_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    ENDLESS[kind](tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name.replace('.', '[.]')} cannot be read: .+\nNothing else in the folder"):
+        read_run(tmp_path)
 
 
 def test_numbers_that_no_axis_can_hold_are_left_out(tmp_path: Path) -> None:
