@@ -119,7 +119,7 @@ def test_gspo_uses_the_geometric_mean_of_the_ratios_and_spreads_the_gradient() -
 
 def test_clip_metrics_count_each_side_for_its_sign_only() -> None:
     # ratios above 1.2: e^0.2, e^0.5; below 0.8: e^-0.3, e^-0.5
-    for sign, low, high in ((1.0, 0.0, 2 / 9), (-1.0, 2 / 9, 0.0)):
+    for sign, low, high in ((1.0, 0.0, 2 / 9), (-1.0, 2 / 9, 0.0), (0.0, 0.0, 0.0)):
         metrics = policy_loss(NEW, OLD, torch.full_like(ADVANTAGES, sign), MASK).metrics
         expect(metrics["clip_ratio/low_mean"], low, 1e-7)
         expect(metrics["clip_ratio/high_mean"], high, 1e-7)

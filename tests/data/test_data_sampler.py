@@ -114,8 +114,8 @@ def test_ranks_share_out_whole_prompts(num_replicas: int) -> None:
     for step in range(len(parts[0]) // 2):  # the same global block as on one rank
         whole = together[2 * num_replicas * step : 2 * num_replicas * (step + 1)]
         for rank, part in zip(ranks, parts, strict=True):
-            rank.position = 2 * step + 1
-            assert part[2 * step : 2 * step + 2] == [whole[place] for place in rank.places]
+            for rank.position in (2 * step + 1, 2 * step + 2):
+                assert part[2 * step : 2 * step + 2] == [whole[place] for place in rank.places]
 
 
 def test_ranks_get_prompts_of_like_lengths() -> None:

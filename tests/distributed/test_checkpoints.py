@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -21,8 +22,16 @@ from tiny_grpo import fit, module, weights
 
 from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
-from sparse_rl_lightning.checkpoints.files import incomplete, replaced, save_tensors, swap_folder, write_durably
+from sparse_rl_lightning.checkpoints.files import (
+    incomplete,
+    replaced,
+    save_tensors,
+    save_weights,
+    swap_folder,
+    write_durably,
+)
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.cli.checks import warn_of_earlier_run
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 
@@ -127,16 +136,29 @@ class FullDisk(Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
 
 
-def test_a_file_takes_the_name_of_an_earlier_runs_folder(tmp_path: Path) -> None:
-    path, plain = tmp_path / "last.ckpt", DurableCheckpointIO()
-    path.mkdir()
-    (path / "shard").write_text("of DeepSpeed")
+@pytest.mark.parametrize("name", ["last.ckpt", "elsewhere"])
+def test_a_file_takes_the_name_of_an_earlier_runs_folder(name: str, tmp_path: Path) -> None:
+    path, folder, plain = tmp_path / "last.ckpt", tmp_path / name, DurableCheckpointIO()
+    folder.mkdir()
+    (folder / "shard").write_text("of DeepSpeed")
+    if folder != path:
+        path.symlink_to(name)  # which leads nowhere from another folder
     with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: .*File too large"):
         plain.save_checkpoint(BIG, path)
     assert (path / "shard").read_text() == "of DeepSpeed"
     plain.save_checkpoint({"global_step": 7}, path)
     assert torch.load(path, weights_only=True) == {"global_step": 7}
     assert not replaced(path).exists()
+    assert folder == path or (folder / "shard").exists()
+
+
+def test_what_waits_for_its_removal_and_is_saved_anew_stays(tmp_path: Path) -> None:
+    path, plain = tmp_path / "last.ckpt", DurableCheckpointIO()
+    with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved"):
+        plain.save_checkpoint(BIG, tmp_path / "other.ckpt")
+    plain.remove_checkpoint(path)
+    plain.save_checkpoint({"global_step": 7}, path)
+    assert torch.load(path, weights_only=True) == {"global_step": 7}
 
 
 def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
@@ -196,6 +218,12 @@ def test_weights_beside_are_hugging_face_s(tmp_path: Path) -> None:
     assert all(torch.equal(own[name], value) for name, value in want.items())
 
 
+def test_tensors_without_elements_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    own = {"a": torch.zeros(0), "b": torch.zeros(0), "c": torch.zeros(2)}
+    save_weights(own | {"tied to c": own["c"]}, tmp_path / "last.safetensors", 1)
+    assert load_file(tmp_path / "last.safetensors").keys() == own.keys()
+
+
 def test_a_checkpoint_io_of_the_user_s_own_stays(tmp_path: Path) -> None:
     own = DurableCheckpointIO(weights=False)
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1)
@@ -209,6 +237,15 @@ def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "surprise": Path("x")}, path)
     with pytest.raises(ValueError, match=r"holds pickled objects \(pathlib.PosixPath\), .*is not read"):
         fit(module(), 1, ckpt_path=path)
+
+
+def test_a_small_file_of_many_numbers_is_not_unpacked(tmp_path: Path) -> None:
+    torch.save({"numbers": torch.zeros(100_000)}, tmp_path / "whole.ckpt")
+    with ZipFile(tmp_path / "whole.ckpt") as whole, ZipFile(tmp_path / "last.ckpt", "w", ZIP_DEFLATED) as small:
+        for name in whole.namelist():
+            small.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"is not as it was written \(its contents\)"):
+        read_checkpoint(tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, A
         assert sorted(one_pass.tolist()) == list(range(12))
 
 
+def test_no_two_passes_have_one_order() -> None:
+    orders = torch.cat([PLAN.order(index, 0, torch.device("cpu")).view(2, 12) for index in range(3)])
+    assert len({tuple(order) for order in orders.tolist()}) == 6
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> None:
     data, items, plan = rollout(), objective(loss_type="dapo").denominators, replace(PLAN, packs=packs)
@@ -86,4 +91,5 @@ def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> No
 
 def test_what_every_micro_batch_divides_by_itself_is_not_counted() -> None:
     assert objective(loss_type="bnpo").denominators(rollout()) == Denominators()
+    assert Denominators().summed(torch.neg) == Denominators()
     assert objective(beta=0.0).denominators(rollout()).penalty is None

@@ -146,6 +146,9 @@ def test_a_draw_is_clipped_like_a_token() -> None:
     (own,) = torch.autograd.grad(found.loss, new)
     assert own.flatten().tolist() == pytest.approx([0, 0, float(torch.tensor(0.5).exp()) / 8, 0])
     assert float(found.metrics["draws/clip_ratio"]) == pytest.approx(2 / 3)
+    # the mean of all 8 tokens; to cispo epsilon_high is a cap of weights, which draws have not
+    capped = eviction_loss(new, torch.zeros(2, 2, 1, 1), steps, advantages, mask, loss_type="cispo", epsilon_high=5.0)
+    assert float(capped.loss.detach()) == pytest.approx(float(want))
 
 
 def test_draws_in_an_answer_of_a_tool_are_credited_with_what_is_sampled_next() -> None:

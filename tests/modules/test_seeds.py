@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ def evaluated() -> torch.Tensor:
     rows = DataLoader([{"prompt": "01", "answer": ""}], collate_fn=list)
     Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).predict(own, rows)
     return torch.tensor([own.sampling.seed, own.params("aime24").seed, own.generator.sampling.seed])
+
+
+def test_no_two_sequences_of_ranks_and_rollouts_share_their_numbers() -> None:
+    generator, ids = module().generator, []
+    for generator.rank, index in product(range(3), range(2)):
+        generator.world_size = 3
+        ids += generator._sequence_ids(index, 2, 4, None, None)
+    assert sorted(ids) == list(range(3 * 2 * 2 * 4))
 
 
 DRAWN: dict[str, Callable[[], torch.Tensor]] = {

@@ -38,11 +38,17 @@ def test_a_copy_and_a_pickle_ask_themselves_how_far_they_are() -> None:
         assert other.generator.version.args[0] is other
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_micro_batches_do_not_change_the_step(loss_type: str) -> None:
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        *((name, {"denominator": "kept"}) for name in ("grpo", "dapo", "dr_grpo")),
+        ("bnpo", {"max_completion_length": 1}),  # the mean of micro-batches with as many tokens each
+    ],
+)
+def test_micro_batches_do_not_change_the_step(loss_type: str, options: dict[str, Any]) -> None:
     results = []
     for parts in (1, 2, 8):
-        grpo = module(steps_per_generation=parts, loss_type=loss_type, denominator="kept", beta=0.01)
+        grpo = module(steps_per_generation=parts, loss_type=loss_type, beta=0.01, **options)
         fit(grpo, 3, [SparsityAwareRejection(threshold=0.3)], accumulate_grad_batches=parts)
         results.append(weights(grpo))
     start = weights(module_configured())

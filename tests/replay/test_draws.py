@@ -336,6 +336,20 @@ def test_losses_of_tokens_and_draws_are_the_gradient_where_events_and_heads_are_
     assert (gradient(-tokens_alone) - want).norm() > 0.01 * want.norm()
 
 
+def test_joined_draws_have_events_and_entries_of_their_own_only() -> None:
+    parts = [
+        EvictionDraws(
+            torch.full((1, events), 4), torch.ones(1, events, 2, 1, most, dtype=torch.int32),
+            torch.full((1, events, 2, 1), -0.5),
+        )
+        for events, most in ((1, 3), (2, 1))
+    ]  # fmt: skip
+    joined = EvictionDraws.cat(parts)
+    assert joined.steps.tolist() == [[4, -1], [4, 4]]
+    assert joined.order[:, :, 0, 0].tolist() == [[[1, 1, 1], [-1, -1, -1]], [[1, -1, -1], [1, -1, -1]]]
+    assert joined.logprobs[:, :, 0, 0].tolist() == [[-0.5, 0.0], [-0.5, -0.5]]
+
+
 def test_full_cache_has_nothing_to_draw() -> None:
     with pytest.raises(ValueError, match="never evicts, so there is nothing to draw"):
         Drawn(FullKV())
