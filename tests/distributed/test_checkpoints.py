@@ -23,7 +23,7 @@ from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
 from sparse_rl_lightning.checkpoints.files import incomplete, replaced, save_tensors, swap_folder, write_durably
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
-from sparse_rl_lightning.cli.checks import warn_of_earlier_run
+from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 
 BIG = {"numbers": torch.arange(100_000)}
