@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -42,10 +42,14 @@ def printable(text: str, width: int | None = None) -> str:
     return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
 
 
-def say(text: str) -> None:
-    """Print above any progress bar on the screen; characters the terminal cannot encode become escapes."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print above any progress bar on the screen; characters the terminal cannot encode become escapes.
+
+    Without a ``file`` it is what the process has as its standard output by then.
+    """
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 def shortened(text: str, width: int) -> str:

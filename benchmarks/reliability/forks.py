@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import sparse_rl_lightning.cli.training  # noqa: F401  # children have it without importing it
 from benchmarks.reliability import faulty
 from sparse_rl_lightning.cli import console
 

@@ -1,171 +1,26 @@
-"""The command line: ``sparse-rl fit|validate|test|predict|export``, a LightningCLI, and commands with own parsers."""
+"""The command line; what takes seconds to import is imported when a command needs it."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
+import pkgutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-from jsonargparse.typing import PositiveInt
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-
-# imported so that a configuration can name their classes without the whole path
-import sparse_rl_lightning.callbacks
-import sparse_rl_lightning.compressors
-import sparse_rl_lightning.data
-import sparse_rl_lightning.modules
-import sparse_rl_lightning.retrievers
-import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.callbacks.expendable import Expendable
-from sparse_rl_lightning.cli import checks, doctor
-from sparse_rl_lightning.cli.benchmark import main as benchmark
-from sparse_rl_lightning.cli.calibrate import main as calibrate
-from sparse_rl_lightning.cli.calibrate import statistics_main
-from sparse_rl_lightning.cli.export import ExportingTrainer
-from sparse_rl_lightning.cli.launch import follow_launcher, network_error
-from sparse_rl_lightning.cli.messages import ClearParser, explain, first_error, own_error
-from sparse_rl_lightning.cli.plan import main as plan
-from sparse_rl_lightning.cli.quiet import quiet
-from sparse_rl_lightning.cli.record import main as record
-from sparse_rl_lightning.cli.report import main as report
-from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.cli.commands import COMMANDS, Command
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.modules import Evaluation, SparseGRPO
-from sparse_rl_lightning.modules.base import PolicyModule
-from sparse_rl_lightning.text import nearby, say
+from sparse_rl_lightning.text import say
 
-OTHERS = (
-    "Beside these: calibrate (a schedule of budgets for a policy), statistics (what QFilters and TriAttention need to "
-    "know of a policy), report (the page of a run, or of several side by side), plan (the memory that a configuration "
-    "takes on a card, or a configuration for a model and a card), benchmark (compressors side by side on a "
-    "policy), record (whether what an engine says it evicted explains its log-probabilities) and doctor (what runs "
-    "natively here, and what is missing)."
-)
-COMMANDS: dict[str, Callable[[list[str]], object]] = {
-    "calibrate": calibrate, "statistics": statistics_main, "report": report, "plan": plan,
-    "record": record, "benchmark": benchmark,
-}  # fmt: skip
-"""Commands with parsers of their own, called with the arguments that follow."""
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import ArgsType, LightningCLI
 
-
-class SparseRLCLI(LightningCLI):
-    """LightningCLI that checks the configuration before any model is built, and never starts over silently."""
-
-    def __init__(self, *classes: Any, **settings: Any) -> None:
-        args = settings.get("args")
-        words = args if isinstance(args, list) else sys.argv[1:] if args is None else []
-        self._first_word = words[0] if words else ""
-        super().__init__(*classes, **settings)
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, and called on the instance
-        """Subcommands of Lightning, and ``export``; only the one that is asked for, as a parser of each takes long."""
-        known = LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
-        return {name: known[name] for name in ([self._first_word] if self._first_word in known else known)}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the number of torch threads: on a small machine the default may be too many."""
-        parser.add_argument(
-            "--num_threads", type=PositiveInt | None, default=None, help="CPU threads of torch, null: default"
-        )
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the seed of the process is checked before anything else could use it."""
-        super().parse_arguments(parser, args)
-        checks.check_process_seed(self.config[self.config.subcommand] if "subcommand" in self.config else self.config)
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: Lightning would let a checkpoint's ``hyper_parameters`` change configuration and classes."""
-
-    def before_instantiate_classes(self) -> None:
-        """Check folders and checkpoint, and apply settings of the whole process.
-
-        Raises:
-            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, a callback
-                is listed twice, or strategy and processes do not fit together.
-        """
-        config = self.config[self.subcommand] if self.subcommand else self.config
-        checks.name_logger(config)
-        for check in (checks.check_callbacks, checks.check_launch, checks.check_folders, checks.check_checkpoint):
-            check(config)
-        if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
-            config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-
-    def instantiate_classes(self) -> None:
-        """Build everything; of an error, show the message of the class without the parser's frame around it."""
-        try:
-            super().instantiate_classes()
-        except ValueError as error:
-            raise own_error(error) or UserError(explain(str(error))) from error.__cause__
-        except RuntimeError as error:
-            if "more than one stateful callback" not in str(error):
-                raise
-            raise UserError(f"trainer.callbacks: {str(error).partition('. ')[0]}. Remove one of them.") from error
-
-    def before_fit(self) -> None:
-        """Warn of files that will be overwritten."""
-        checks.warn_of_earlier_run(self.config[self.subcommand])
-
-    def before_test(self) -> None:
-        """Refuse modules that generate nothing."""
-        if not isinstance(self.model, (SparseGRPO, Evaluation)):
-            raise UserError(
-                f"sparse-rl {self.subcommand} needs a model that generates, such as SparseGRPO, got "
-                f"model={type(self.model).__name__}. Use fit or validate."
-            )
-
-    before_predict = before_test
-
-    def after_predict(self) -> None:
-        """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
-        rows = [row for batch in self.trainer.predict_loop.predictions for row in batch]
-        rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
-        path = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
-        try:
-            write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
-        except OSError as error:
-            raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
-        say(f"Written: {len(rows)} completions to {nearby(path)}")
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Writes the whole configuration as ``run_config.yaml`` beside the metrics when training begins.
-
-    It is not written earlier: a start that fails, or a validation, leaves the last training's configuration unchanged.
-    """
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Deferred to ``on_train_start``."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the seeds that were not set into the configuration."""
-        for name, seed in pl_module.seeds.items() if isinstance(pl_module, PolicyModule) else ():
-            checks.note_seed(self.config, name.split("."), seed)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the file, unless the disk is full."""
-        folder = trainer.log_dir  # a collective: all ranks must call it
-        if folder is not None and "://" in folder:
-            super().setup(trainer, pl_module, "fit")
-        elif folder is not None and trainer.is_global_zero:
-            text = self.parser.dump(self.config, skip_none=False)
-            Expendable(self.config_filename)(lambda: write_whole(Path(folder) / self.config_filename, text))
+HELP = {"-h", "--help"}
 
 
 def main(args: ArgsType = None) -> LightningCLI:
-    """Run the command line, or the same from Python with a list of arguments.
+    """Run a subcommand of the LightningCLI, or the same from Python with a list of arguments.
 
     Args:
         args: Arguments as on the command line, default the process's.
@@ -173,66 +28,63 @@ def main(args: ArgsType = None) -> LightningCLI:
     Returns:
         The CLI with its ``trainer``, ``model`` and ``datamodule``.
     """
-    with _prepared():
-        return SparseRLCLI(
-            PolicyModule,
-            PromptDataModule,
-            trainer_class=ExportingTrainer,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            seed_everything_default=0,
-            parser_class=ClearParser,
-            # not config.yaml: the folder may contain the user's own
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True, "config_filename": "run_config.yaml"},
-            parser_kwargs={"version": __version__, "prog": "sparse-rl", "epilog": OTHERS},
-            args=args,
-        )
+    from sparse_rl_lightning.cli.training import run
 
-
-@contextmanager
-def _prepared() -> Iterator[None]:
-    """Set up any command: classes of the working directory, and no messages about other packages' internals."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
-    with warnings.catch_warnings():
-        quiet()
-        yield
+    return run(args)
 
 
 def console() -> None:
     """The console script ``sparse-rl``: a user's mistake ends with one line and exit status 1 or 2.
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
-    ``sparse-rl doctor`` runs before anything else could fail.
     """
-    if sys.argv[1:2] == ["doctor"]:
-        doctor.main()
-        return
-    follow_launcher()
+    given = sys.argv[1:]
+    name = next((word for word in given if word in COMMANDS or word in {*HELP, "--version"}), "")
+    command = COMMANDS.get(name)
+    if command is None or (command.home and given[0] != name):
+        _overview(name if command is None else "", given)
+    if command.parser and HELP & {*given}:
+        command.parser().parse_args(given[1:])
     try:
-        command = COMMANDS.get(next(iter(sys.argv[1:]), ""))
-        if command is None:
-            main()
-            return
-        with _prepared():
-            command(sys.argv[2:])
-    except torch.distributed.DistNetworkError as error:
-        if _wants_traceback():
-            raise
-        _end(network_error(error))
+        _run(command, given[1:])
     except Exception as error:
-        said = error if isinstance(error, MisconfigurationException) else first_error(error)
-        if _wants_traceback() or not isinstance(said, (MisconfigurationException, UserError)):
+        if isinstance(error, UserError):
+            message: str | None = str(error)
+        else:
+            from sparse_rl_lightning.cli.messages import told
+
+            message = told(error)
+        if message is None or os.environ.get("SPARSE_RL_TRACEBACK", "0") not in ("", "0"):
             raise
-        _end(str(said))
+        say(f"error: {message}", sys.stderr)
+        sys.exit(1)
 
 
-def _end(message: str) -> NoReturn:
-    Tqdm.write(f"error: {message}", file=sys.stderr)  # above a bar that is still on the screen
-    sys.exit(1)
+def _run(command: Command, arguments: list[str]) -> None:
+    if command.home is None:
+        from sparse_rl_lightning.cli.launch import follow_launcher
+
+        follow_launcher()
+        main()
+    elif command.is_bare:
+        pkgutil.resolve_name(f"{__name__}.{command.home}")(arguments)
+    else:
+        from sparse_rl_lightning.cli.quiet import prepared
+
+        with prepared():
+            pkgutil.resolve_name(f"{__name__}.{command.home}")(arguments)
 
 
-def _wants_traceback() -> bool:
-    return os.environ.get("SPARSE_RL_TRACEBACK", "0") not in ("", "0")
+def _overview(flag: str, given: list[str]) -> NoReturn:
+    """Answer ``--help`` or ``--version``; without one of them say which commands there are."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl", allow_abbrev=False, usage="%(prog)s COMMAND [...]",
+        description="Reinforcement learning of language models on rollouts with an evicted KV cache.",
+        epilog="`sparse-rl COMMAND --help` shows the options of a command.",
+    )  # fmt: skip
+    made.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
+    listed = made.add_subparsers(title="commands", metavar="COMMAND [...]")
+    for name, command in COMMANDS.items():
+        listed.add_parser(name, help=command.line)
+    made.parse_args([flag] if flag else [])
+    made.error(f"expected a command first, one of {', '.join(COMMANDS)}; got {' '.join(given)!r}.")

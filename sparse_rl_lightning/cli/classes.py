@@ -11,6 +11,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from torch.optim import Optimizer
 
+# imported so that a configuration can name their classes without the whole path
+import sparse_rl_lightning.callbacks
+import sparse_rl_lightning.compressors
+import sparse_rl_lightning.data
+import sparse_rl_lightning.modules
+import sparse_rl_lightning.retrievers
+import sparse_rl_lightning.rewards  # noqa: F401
 from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import PromptDataModule

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.callbacks.outputs.run_facts import package_versions
+from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.ops.architectures import built_architectures, code_for, describe_architectures
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
@@ -107,8 +109,9 @@ def why_unused() -> str:
     )
 
 
-def main() -> None:
-    """Print the report."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Print the report; the arguments, by default the process's, may ask for ``--help`` alone."""
+    options.doctor().parse_args(args)
     print(report())
 
 

@@ -9,11 +9,14 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
+import torch
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
+from sparse_rl_lightning.cli.launch import network_error
 from sparse_rl_lightning.cli.yaml_files import MODE
 from sparse_rl_lightning.errors import UserError
 
@@ -88,6 +91,14 @@ def explain(message: str) -> str:
     """
     lines = [line for line in message.splitlines() if not NOISE.match(line)]
     return "\n".join([*lines, *_suggestion(message)]).strip()
+
+
+def told(error: Exception) -> str | None:
+    """What to tell a user of the error that ended a command; None if it is a bug, which keeps its traceback."""
+    if isinstance(error, torch.distributed.DistNetworkError):
+        return network_error(error)
+    said = error if isinstance(error, MisconfigurationException) else first_error(error)
+    return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
 
 
 def own_error(error: BaseException | None) -> UserError | None:

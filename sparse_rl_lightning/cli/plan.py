@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningCLI
 
+from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -46,7 +46,7 @@ def main(args: Sequence[str]) -> Plan:
 
 def proposed(args: Sequence[str]) -> Plan:
     """Write a configuration that fits, and print its plan; errors as of :func:`main`."""
-    given = parser(proposes=True).parse_args(list(args))
+    given = options.plan().parse_args(args)
     card = card_of(given.card, given.memory)
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
@@ -61,34 +61,13 @@ def proposed(args: Sequence[str]) -> Plan:
 
 def planned(args: Sequence[str]) -> Plan:
     """Print the plan of a configuration; errors as of :func:`main`."""
-    given, rest = parser().parse_known_args(list(args))
+    given, rest = options.plan(proposes=False).parse_known_args(args)
     card = card_of(given.card, given.memory)
     plan = make_plan(job_of(rest, given.prompt), card)
     say(plan.text)
     if not plan.fits:
         raise UserError(f"{plan.verdict} {advice(plan)}")
     return plan
-
-
-def parser(proposes: bool = False) -> argparse.ArgumentParser:
-    """Parser of the command's own options: those of predicting a configuration, or of proposing one."""
-    made = argparse.ArgumentParser(
-        prog="sparse-rl plan", allow_abbrev=False,
-        description="Predict memory and time of a configuration per GPU, without loading weights (--config FILE), or "
-        "write a configuration that fits (--model NAME --memory 24GB --length 16384 [--output FILE]).",
-        epilog=f"With --config, --prompt is the longest prompt in tokens (default {PROMPT}), and everything else "
-        "overrides the configuration, as for `sparse-rl fit`.",
-    )  # fmt: skip
-    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), b200-180gb")
-    made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
-    if proposes:
-        made.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")
-        made.add_argument("--length", required=True, type=int, help="tokens of the longest sequence, prompt included")
-        made.add_argument("--output", metavar="FILE", help="file to write, default NAME-MEMORY.yaml")
-        made.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-        return made
-    made.add_argument("--prompt", metavar="TOKENS", type=int, default=PROMPT, help=f"longest prompt, default {PROMPT}")
-    return made
 
 
 class _Configured(LightningCLI):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import transformers
 
@@ -22,6 +25,16 @@ HIDDEN = (
     "Total length of `list` across ranks is zero",
 )
 """Beginnings of warnings, as regular expressions."""
+
+
+@contextmanager
+def prepared() -> Iterator[None]:
+    """Set up any command: classes of the working directory, and no messages about other packages' internals."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own class_path: mine.Compressor
+    with warnings.catch_warnings():
+        quiet()
+        yield
 
 
 def quiet() -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparse_rl_lightning.cli import options
+from sparse_rl_lightning.cli.options import ONE, SEVERAL
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.report import comparison, page, read_run
 from sparse_rl_lightning.text import printable, say
-
-ONE, SEVERAL = "report.html", "comparison.html"
 
 
 def main(args: Sequence[str]) -> Path:
@@ -27,7 +26,7 @@ def main(args: Sequence[str]) -> Path:
     Raises:
         ValueError: If a folder contains no readable run, one is given twice, or the page cannot be written.
     """
-    given = parser().parse_args(args)
+    given = options.report().parse_args(args)
     folders = [Path(folder).expanduser() for folder in given.folders]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
@@ -44,18 +43,6 @@ def main(args: Sequence[str]) -> Path:
                 say(f"{name}: {printable(warning['text'])}")
     say(f"Written: {output}")
     return output
-
-
-def parser() -> argparse.ArgumentParser:
-    """Parser of the command's options."""
-    made = argparse.ArgumentParser(
-        prog="sparse-rl report",
-        description="Write the page of a run, finished or not, or one page that compares several runs.",
-        allow_abbrev=False,
-    )
-    made.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
-    made.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
-    return made
 
 
 def names(folders: Sequence[Path]) -> list[str]:

@@ -101,7 +101,7 @@ def answer(case: Case, folder: Path, whole: Path) -> Answer:
     _write(case, folder, whole)
     shown = folder / "shown.txt"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sparse_rl_lightning.cli", "sparse_rl_lightning.modules", "datasets"])
+    context.set_forkserver_preload(["sparse_rl_lightning.cli.training", "sparse_rl_lightning.cli.plan", "datasets"])
     process = context.Process(target=_run, args=(folder, argv, shown))
     process.start()
     process.join(HANG)

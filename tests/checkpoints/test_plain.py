@@ -23,7 +23,7 @@ from tiny_grpo import fit, module, weights
 from tiny_run import config, write
 
 from sparse_rl_lightning.checkpoints.plain import readable
-from sparse_rl_lightning.cli.export import load_policy
+from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.modules import SparseGRPO
 
 

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.compressors.forced import forced_logits
 from sparse_rl_lightning import RolloutSampler, SamplingParams
-from sparse_rl_lightning.cli.benchmark import main, parser
+from sparse_rl_lightning.cli.benchmark import main
+from sparse_rl_lightning.cli.options import benchmark as parser
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.errors import UserError

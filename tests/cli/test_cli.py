@@ -19,8 +19,8 @@ import torch
 import yaml
 from tiny_run import config, contents, digits_reward, run_console, write
 
-from sparse_rl_lightning import __version__
-from sparse_rl_lightning.cli import SparseRLCLI, main
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.training import SparseRLCLI
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -81,15 +81,9 @@ def test_an_own_class_that_is_imported_has_a_short_name(folder: Path) -> None:
 # ---------------------------------------------------------------- help
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_console(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.strip() == f"sparse-rl {__version__}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--help"], ["fit", "export", "calibrate", "report", "doctor"]),
         (["fit", "--help"], ["sparse-rl", "--num_threads", "--trainer.max_steps", "--ckpt_path"]),
         (
             ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],
@@ -221,11 +215,11 @@ def test_a_rule_of_down_sampling_by_its_name() -> None:
     assert "downsampling/dropped/reward" in cli.trainer.callback_metrics
 
 
-@pytest.mark.parametrize(("words", "count"), [(["fit", "--help"], 1), (["--help"], 5), (["fti"], 5), ([], 5)])
+@pytest.mark.parametrize(("words", "count"), [(["fit", "--help"], 1), (["fti"], 5), ([], 5)])
 def test_only_the_subcommand_that_is_asked_for_gets_a_parser(
     words: list[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a tenth of a second; help and mistakes name all."""
+    """Each takes a tenth of a second; mistakes name all."""
     seen: list[Any] = []
     monkeypatch.setattr(SparseRLCLI, "add_arguments_to_parser", lambda self, parser: seen.append(parser))
     with pytest.raises(SystemExit):

@@ -32,7 +32,7 @@ from sparse_rl_lightning.checkpoints.files import (
 )
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
-from sparse_rl_lightning.cli.checks import warn_of_earlier_run
+from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 
 BIG = {"numbers": torch.arange(100_000)}

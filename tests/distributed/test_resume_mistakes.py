@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiny_run import config, contents, run_console, write
 
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
-from sparse_rl_lightning.cli.checks import last_checkpoint
+from sparse_rl_lightning.cli.training.checks import last_checkpoint
 
 LAST = Path("runs/own/checkpoints/last.ckpt")
 

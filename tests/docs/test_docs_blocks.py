@@ -12,10 +12,10 @@ from lightning.pytorch import Callback
 from test_readme import DOCS, README, Block, ParsedError, find_blocks, named, read
 from tiny_run import config
 
-from sparse_rl_lightning import SparseGRPO, cli
+from sparse_rl_lightning import SparseGRPO
 from sparse_rl_lightning import callbacks as library
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli import main, training
 from sparse_rl_lightning.compressors import SnapKV
 
 CORRECTIONS = {
@@ -26,7 +26,7 @@ TOP = {"model", "data", "trainer", "seed_everything", "num_threads"}
 built: list[Namespace] = []
 
 
-class BuildOnly(cli.SparseRLCLI):
+class BuildOnly(training.SparseRLCLI):
     """Builds the classes that a configuration names, but no trainer."""
 
     def before_instantiate_classes(self) -> None:
@@ -37,7 +37,7 @@ class BuildOnly(cli.SparseRLCLI):
 @pytest.fixture
 def base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a whole configuration, over which a block is laid."""
-    monkeypatch.setattr(cli, "SparseRLCLI", BuildOnly)
+    monkeypatch.setattr(training, "SparseRLCLI", BuildOnly)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     values = config()
     values["trainer"]["callbacks"] = []

@@ -20,8 +20,8 @@ from test_readme import DOCS, README, named, read, without_blocks
 from torch.optim import lr_scheduler
 
 import sparse_rl_lightning
-from sparse_rl_lightning.cli.benchmark import parser as benchmark_parser
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
+from sparse_rl_lightning.cli.options import benchmark as benchmark_parser
 from tests.project.test_layers import OF_VERL
 
 ROOT = README.parent

@@ -16,12 +16,8 @@ import pytest
 from jsonargparse import capture_parser
 
 from sparse_rl_lightning import cli
-from sparse_rl_lightning.cli.benchmark import parser as benchmark_parser
-from sparse_rl_lightning.cli.calibrate import with_file
+from sparse_rl_lightning.cli import calibrate, options, training
 from sparse_rl_lightning.cli.plan import job_of
-from sparse_rl_lightning.cli.plan import parser as plan_parser
-from sparse_rl_lightning.cli.record import parser as record_parser
-from sparse_rl_lightning.cli.report import parser as report_parser
 from sparse_rl_lightning.planning import card_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +108,7 @@ class ParsedError(Exception):
     """Raised in place of doing what the command line asks for."""
 
 
-class ParseOnly(cli.SparseRLCLI):
+class ParseOnly(training.SparseRLCLI):
     def before_instantiate_classes(self) -> None:
         raise ParsedError
 
@@ -145,27 +141,25 @@ def own_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-PLAIN = {"benchmark": benchmark_parser, "report": report_parser, "record": record_parser}
+PLAIN = {"benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor}
 
 
 def parse(arguments: list[str]) -> None:
     """Parse only; wrong arguments end with an exit code."""
-    if arguments == ["doctor"]:
-        return
     try:
         if arguments[:1] == ["calibrate"]:
-            own = with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
-            capture_parser(lambda: cli.calibrate(own)).parse_args(own)
+            own = calibrate.with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
+            capture_parser(lambda: calibrate.main(own)).parse_args(own)
             return
         if arguments[:1] == ["statistics"]:
-            capture_parser(lambda: cli.statistics_main(arguments[1:])).parse_args(arguments[1:])
+            capture_parser(lambda: calibrate.statistics_main(arguments[1:])).parse_args(arguments[1:])
             return
         if arguments[0] in PLAIN:
             PLAIN[arguments[0]]().parse_args(arguments[1:])
             return
         if arguments[:1] == ["plan"]:
             proposes = "--config" not in arguments
-            given, overrides = plan_parser(proposes).parse_known_args(arguments[1:])
+            given, overrides = options.plan(proposes).parse_known_args(arguments[1:])
             card_of(given.card, given.memory)
             assert not proposes or not overrides
             if overrides:
@@ -182,7 +176,7 @@ def parse(arguments: list[str]) -> None:
 @pytest.fixture
 def parse_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(cli, "SparseRLCLI", ParseOnly)
+    monkeypatch.setattr(training, "SparseRLCLI", ParseOnly)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # Lightning sets it while parsing; this takes it back afterwards
 
 

@@ -19,7 +19,7 @@ from tiny_grpo import ALPHABET, Rows, fit, likes_a, module, weights
 
 from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
-from sparse_rl_lightning.cli.export import load_policy
+from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import (

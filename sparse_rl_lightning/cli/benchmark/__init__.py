@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl_lightning import __version__
+from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.benchmark.methods import Method
 from sparse_rl_lightning.cli.calibrate import default_device, progress_bar
 from sparse_rl_lightning.cli.classes import argument_names, imported
@@ -46,7 +47,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     from sparse_rl_lightning.quality import page
     from sparse_rl_lightning.quality.results import Results
 
-    given = parser().parse_args(list(args))
+    given = options.benchmark().parse_args(args)
     methods = _methods(given.methods)
     check_seed(given.seed, "--seed")
     for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
@@ -80,47 +81,6 @@ def main(args: Sequence[str]) -> list[Cell]:
         say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
     say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
     return cells
-
-
-def parser() -> argparse.ArgumentParser:
-    """Parser of the command's options."""
-    command = argparse.ArgumentParser(
-        prog="sparse-rl benchmark", allow_abbrev=False,
-        description="Compressors side by side on one policy: tail of the acceptance, agreement, accuracy, cost and "
-        "exactness of replay, beside random eviction that keeps the prompt and the full cache. Run it again to go on "
-        "where it was stopped.",
-    )  # fmt: skip
-    add = command.add_argument
-    add(
-        "methods", nargs="+", metavar="METHOD", help="SnapKV, mine.Method, or a file.yaml with class_path and init_args"
-    )
-    add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
-    data = command.add_mutually_exclusive_group()
-    data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
-    data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
-    add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
-    add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
-        "for rows without a task")  # fmt: skip
-    add("--budgets", nargs="+", type=_budget, default=[0.25, 0.5, 0.75], metavar="BUDGET",
-        help="tokens, or shares of the mean length with the full cache, default 0.25 0.5 0.75")  # fmt: skip
-    add("--output", default="runs/benchmark", metavar="FOLDER", help="where the table is written, default %(default)s")
-    add("--problems", type=int, default=128, help="number of problems, default %(default)s")
-    add("--samples", type=int, default=1, help="completions per problem that the tail is of, default %(default)s")
-    add("--max_completion_length", type=int, help="tokens of a completion, default 64 for tasks and 512 for data")
-    add("--num_slots", type=int, help="sequences drawn at once, default all: lower it where memory is short")
-    add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")
-    add("--num_sinks", type=int, help="first tokens that stay; default: an eighth of the least budget, at most 4")
-    add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
-    add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows but those of files")
-    add("--seed", type=int, default=0, help="seed of the problems and the draws")
-    return command
-
-
-def _budget(text: str) -> float:
-    number = float(text)
-    if not (0 < number < 1 or (number >= 1 and number.is_integer())):
-        raise argparse.ArgumentTypeError(f"{text} is neither a number of tokens nor a share between 0 and 1")
-    return number
 
 
 # ---------------------------------------------------------------- what is measured, and on what

@@ -1,0 +1,108 @@
+"""The options of commands that have parsers of their own: light to import, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+
+ONE, SEVERAL = "report.html", "comparison.html"
+"""Pages that ``sparse-rl report`` writes, of one run and of several."""
+
+
+def benchmark() -> argparse.ArgumentParser:
+    """Options of ``sparse-rl benchmark``."""
+    command = argparse.ArgumentParser(
+        prog="sparse-rl benchmark", allow_abbrev=False,
+        description="Compressors side by side on one policy: tail of the acceptance, agreement, accuracy, cost and "
+        "exactness of replay, beside random eviction that keeps the prompt and the full cache. Run it again to go on "
+        "where it was stopped.",
+    )  # fmt: skip
+    add = command.add_argument
+    add(
+        "methods", nargs="+", metavar="METHOD", help="SnapKV, mine.Method, or a file.yaml with class_path and init_args"
+    )
+    add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
+    data = command.add_mutually_exclusive_group()
+    data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
+    data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
+    add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
+    add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
+        "for rows without a task")  # fmt: skip
+    add("--budgets", nargs="+", type=_budget, default=[0.25, 0.5, 0.75], metavar="BUDGET",
+        help="tokens, or shares of the mean length with the full cache, default 0.25 0.5 0.75")  # fmt: skip
+    add("--output", default="runs/benchmark", metavar="FOLDER", help="where the table is written, default %(default)s")
+    add("--problems", type=int, default=128, help="number of problems, default %(default)s")
+    add("--samples", type=int, default=1, help="completions per problem that the tail is of, default %(default)s")
+    add("--max_completion_length", type=int, help="tokens of a completion, default 64 for tasks and 512 for data")
+    add("--num_slots", type=int, help="sequences drawn at once, default all: lower it where memory is short")
+    add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")
+    add("--num_sinks", type=int, help="first tokens that stay; default: an eighth of the least budget, at most 4")
+    add("--window", type=int, help="last tokens that stay; default: a third of the least budget, at most 8")
+    add("--protect_prompt", action="store_true", help="never evict the prompt, in all rows but those of files")
+    add("--seed", type=int, default=0, help="seed of the problems and the draws")
+    return command
+
+
+def report() -> argparse.ArgumentParser:
+    """Options of ``sparse-rl report``."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl report",
+        description="Write the page of a run, finished or not, or one page that compares several runs.",
+        allow_abbrev=False,
+    )
+    made.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
+    made.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
+    return made
+
+
+def doctor() -> argparse.ArgumentParser:
+    """Options of ``sparse-rl doctor``: none but ``--help``."""
+    words = "Say which kernels run here, on the CPU and on GPUs, what is missing, and what to do about it."
+    return argparse.ArgumentParser(prog="sparse-rl doctor", allow_abbrev=False, description=words)
+
+
+def plan(proposes: bool = True) -> argparse.ArgumentParser:
+    """Options of ``sparse-rl plan``: of proposing a configuration, or of predicting one."""
+    made = argparse.ArgumentParser(
+        prog="sparse-rl plan", allow_abbrev=False,
+        usage="%(prog)s --config FILE [--card NAME] [--memory SIZE] [--prompt TOKENS] [overrides]\n       "
+        "%(prog)s --model NAME --length TOKENS [--card NAME] [--memory SIZE] [--output FILE] [--overwrite]",
+        description="Predict memory and time of a configuration per GPU, without loading weights (--config FILE), or "
+        "write a configuration that fits (--model NAME --memory 24GB --length 16384 [--output FILE]).",
+        epilog="With --config, --prompt is the longest prompt in tokens (default 256), and everything else "
+        "overrides the configuration, as for `sparse-rl fit`.",
+    )  # fmt: skip
+    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), b200-180gb")
+    made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
+    if proposes:
+        made.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")
+        made.add_argument("--length", required=True, type=int, help="tokens of the longest sequence, prompt included")
+        made.add_argument("--output", metavar="FILE", help="file to write, default NAME-MEMORY.yaml")
+        made.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+        return made
+    made.add_argument("--prompt", metavar="TOKENS", type=int, default=256, help="longest prompt, default %(default)s")
+    return made
+
+
+def record() -> argparse.ArgumentParser:
+    """Options of ``sparse-rl record``."""
+    made = argparse.ArgumentParser(prog="sparse-rl record", allow_abbrev=False)
+    commands = made.add_subparsers(required=True, dest="command")
+    words = "replay a record, and say whether its log-probabilities are those of the replay"
+    check = commands.add_parser("check", help=words, description=words, allow_abbrev=False)
+    check.add_argument("file", metavar="FILE", help="record, a safetensors file (docs/record.md)")
+    check.add_argument("--model", required=True, metavar="FOLDER", help="weights that drew it, a Hugging Face folder")
+    check.add_argument("--tolerance", type=float, default=1e-3, help="difference in nats that is rounding")
+    check.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the replay")
+    check.add_argument("--device", help="device of the replay, default the GPU where there is one")
+    words = "say whether two records say the same, in whatever order and pieces"
+    compare = commands.add_parser("compare", help=words, description=words, allow_abbrev=False)
+    compare.add_argument("file", metavar="FILE")
+    compare.add_argument("other", metavar="OTHER")
+    return made
+
+
+def _budget(text: str) -> float:
+    number = float(text)
+    if not (0 < number < 1 or (number >= 1 and number.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of tokens nor a share between 0 and 1")
+    return number
