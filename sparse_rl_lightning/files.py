@@ -125,6 +125,27 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
     return path
 
 
+def output_file(given: str | Path, argument: str) -> Path:
+    """The file that a user names to be written, where a link leads; links of folders that we name are not followed.
+
+    Args:
+        given: The path.
+        argument: What names it, for the message.
+
+    Raises:
+        ValueError: If it is a folder, a pipe or a device, or its folder cannot be written.
+    """
+    try:
+        path = Path(given).expanduser().resolve()
+    except RuntimeError as error:  # a circle of links
+        raise UserError(f"{argument}={str(given)!r} cannot be written: {error}.") from error
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+        raise UserError(f"{argument}={str(given)!r} is {kind}. Give the file to write.")
+    writable_folder(path.parent, f"folder of {argument}")
+    return path
+
+
 def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:
     """Write columns, all or none; text that is not valid Unicode gets escapes."""
     import pyarrow

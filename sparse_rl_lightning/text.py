@@ -42,14 +42,19 @@ def printable(text: str, width: int | None = None) -> str:
     return f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"
 
 
+def visible(text: str) -> str:
+    """Text as :func:`printable` shows it, with its line breaks."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print above any progress bar on the screen; characters the terminal cannot encode become escapes.
+    """Print :func:`visible` text above any progress bar; what the terminal cannot encode becomes escapes.
 
     Without a ``file`` it is what the process has as its standard output by then.
     """
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
-    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=file)
+    tqdm.write(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 def shortened(text: str, width: int) -> str:

@@ -14,6 +14,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sparse_rl_lightning.checkpoints.manifest import NAME
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import check_regular
 from sparse_rl_lightning.text import printable
 
 PARTS = ("state_dict", "global_step", "pytorch-lightning_version")
@@ -66,6 +67,7 @@ def check_whole(path: Path) -> None:
     if path.is_dir():
         raise UserError(_why_no_file(path))
     try:
+        check_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(4)

@@ -28,7 +28,7 @@ from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.files import output_file, writable_folder
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
@@ -144,11 +144,11 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
         num_layers: Layers of the model that rollouts will be of.
         device: Device to use, null for a GPU where there is one.
     """
-    place = torch.device(device or default_device())
+    target, place = output_file(hardware, "hardware"), torch.device(device or default_device())
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
     found = measure_hardware(place, kind, num_layers)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    found.save(hardware, device=name, dtype=str(kind).removeprefix("torch."), num_layers=str(num_layers))
+    found.save(target, device=name, dtype=str(kind).removeprefix("torch."), num_layers=str(num_layers))
     say(
         f"{name}: {found.bandwidth / 1e9:,.1f} GB/s, {found.flops / 1e12:,.2f} TFLOP/s, "
         f"{1e3 * found.step_overhead:,.2f} ms per decode step of {num_layers} layers without work. Written: {hardware}"
@@ -170,11 +170,12 @@ def statistics(
     Raises:
         ValueError: If the policy or the texts cannot be read, or the file cannot be written.
     """
+    target = output_file(statistics, "statistics")
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
         model.to(default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-        gather_statistics(model, ids, lengths, batch_size).save(statistics)
+        gather_statistics(model, ids, lengths, batch_size).save(target)
     except OSError as error:
         raise UserError(str(error)) from error
     say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")

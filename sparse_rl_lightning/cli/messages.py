@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import inspect
 import re
 import traceback
@@ -19,6 +20,7 @@ from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
 from sparse_rl_lightning.cli.yaml_files import MODE
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
     r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
@@ -26,6 +28,7 @@ NOISE = re.compile(
     re.VERBOSE,
 )
 """Lines of jsonargparse's messages that repeat the type or the whole configuration."""
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 SCHEDULES = (
     "A schedule in a file is a class: one of torch.optim.lr_scheduler, lightning.pytorch.cli.ReduceLROnPlateau with "
@@ -47,7 +50,7 @@ class ClearParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""
-        super().error(explain(message) if self.exit_on_error else message, ex)
+        super().error(visible(explain(message)) if self.exit_on_error else message, ex)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
         """Validate like the base class, which accepts null for any type; here a number must allow null to get it.
@@ -97,6 +100,8 @@ def told(error: Exception) -> str | None:
     """What to tell a user of the error that ended a command; None if it is a bug, which keeps its traceback."""
     if isinstance(error, torch.distributed.DistNetworkError):
         return network_error(error)
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return f"{error}. Make room on the disk, or name another place."
     said = error if isinstance(error, MisconfigurationException) else first_error(error)
     return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
 

@@ -13,7 +13,7 @@ from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.files import output_file, write_whole
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
@@ -52,9 +52,9 @@ def proposed(args: Sequence[str]) -> Plan:
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
     if output.exists() and not given.overwrite:
         raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
-    writable_folder(output.parent, "folder of --output")
+    target = output_file(output, "--output")
     plan = propose(given.model, card, given.length)
-    write_whole(output, configuration(plan, output))
+    write_whole(target, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
 

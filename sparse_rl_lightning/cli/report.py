@@ -9,9 +9,9 @@ from pathlib import Path
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.options import ONE, SEVERAL
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.files import output_file, write_whole
 from sparse_rl_lightning.report import comparison, page, read_run
-from sparse_rl_lightning.text import printable, say
+from sparse_rl_lightning.text import say
 
 
 def main(args: Sequence[str]) -> Path:
@@ -33,14 +33,12 @@ def main(args: Sequence[str]) -> Path:
     records = list(zip(names(folders), map(read_run, folders), strict=True))
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
-    if output.is_dir():
-        raise UserError(f"--output={str(output)!r} is a folder. Give the file to write, such as {output / SEVERAL}.")
-    writable_folder(output.parent, "folder of --output")
-    write_whole(output, page(records[0][1]) if len(records) == 1 else comparison(records))
+    target = output_file(output, "--output") if given.output else output  # no link in a run's folder is followed
+    write_whole(target, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:
             if "file" in warning:  # from the reader, not from a file
-                say(f"{name}: {printable(warning['text'])}")
+                say(f"{name}: {warning['text']}")
     say(f"Written: {output}")
     return output
 

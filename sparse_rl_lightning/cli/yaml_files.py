@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 
 from sparse_rl_lightning.cli.classes import argument_names
+from sparse_rl_lightning.files import whole_file
 
 MODE = "yaml without doubles"
 """The name of this reader in jsonargparse."""
@@ -21,6 +22,13 @@ MOST_NODES = 100_000
 
 MOST_LEVELS = 100
 """Largest depth of nesting."""
+
+
+MOST_BASES = 100
+"""Largest number of files below a configuration, each counted as often as one names it."""
+
+LARGEST_FILE = 2**24
+"""Bytes of a configuration."""
 
 
 class UnusableYAML(yaml.YAMLError):
@@ -36,19 +44,19 @@ def read(text: str, path: str | Path = "") -> Any:
     Raises:
         YAMLError: If it is not YAML, a key is twice in one mapping, its aliases explode, or its base cannot be used.
     """
-    return _read(text, Path(path) if path else None, ())
+    return _read(text, Path(path) if path else None, (), [])
 
 
 def read_file(path: str | Path) -> Any:
     """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
-    return _read(Path(path).read_text(encoding="utf-8"), Path(path), ())
+    return _read(whole_file(path, LARGEST_FILE).decode(), Path(path), (), [])
 
 
 set_loader(MODE, read, (yaml.YAMLError,))
 
 
-def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
-    """The value of a text; ``overlays`` are the files that build on it, the outermost first."""
+def _read(text: str, path: Path | None, overlays: tuple[Path, ...], opened: list[Path]) -> Any:
+    """The value of a text; ``overlays`` are the files that build on it, the outermost first; ``opened`` all bases."""
     try:
         root = yaml.compose(text, Loader=_LOADER)
         if root is not None:
@@ -56,12 +64,12 @@ def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
         value = get_loader("yaml")(text)
         if path is None or not isinstance(value, dict) or "base" not in value:
             return value
-        return _on_bases(value, path, (*overlays, path.resolve()))
+        return _on_bases(value, path, (*overlays, path.resolve()), opened)
     except UnusableYAML as error:
         raise UnusableYAML(f"{path}: {error}" if path else str(error)) from None
 
 
-def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) -> dict[str, Any]:
+def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...], opened: list[Path]) -> dict[str, Any]:
     """The values on top of the files that their key ``base`` names, where later files override earlier ones."""
     given = values.pop("base")
     names = given if isinstance(given, list) else [given]
@@ -69,24 +77,27 @@ def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) ->
         raise UnusableYAML(f"base must name a file or a list of files, such as base: quickstart.yaml, got {given!r}.")
     result: dict[str, Any] = {}
     for name in names:
-        result = merged(result, _base(path.parent / Path(name).expanduser(), name, overlays))
+        result = merged(result, _base(path.parent / Path(name).expanduser(), name, overlays, opened))
     return merged(result, values)
 
 
-def _base(path: Path, name: str, overlays: tuple[Path, ...]) -> dict[str, Any]:
+def _base(path: Path, name: str, overlays: tuple[Path, ...], opened: list[Path]) -> dict[str, Any]:
     """The values of a file that another one names as its base."""
     if path.resolve() in overlays:
         circle = " -> ".join(file.name for file in (*overlays[overlays.index(path.resolve()) :], path))
         raise UnusableYAML(f"base: {circle} is a circle. Remove one of these lines.")
+    opened.append(path)
+    if len(opened) > MOST_BASES:
+        raise UnusableYAML(f"base: {name!r} is more than the {MOST_BASES}th file below it. Name each base once.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = whole_file(path, LARGEST_FILE).decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UnusableYAML(
             f"base: {name!r} cannot be read: {reason}. Its place is given from the folder of the file that names it."
         ) from None
     try:
-        value = _read(text, path, overlays)
+        value = _read(text, path, overlays, opened)
     except UnusableYAML:
         raise
     except yaml.YAMLError as error:

@@ -27,6 +27,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import check_regular
 from sparse_rl_lightning.policies.admission import WORKS
 
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
@@ -44,6 +45,8 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
+            for file in Path(path).glob("*"):  # of a folder
+                check_regular(file)
             options = _check_plain(path)
             _check_generation_config(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -17,7 +17,7 @@ from sparse_rl_lightning.report.measures import CACHES, facts, results
 from sparse_rl_lightning.report.panels import SECTIONS
 from sparse_rl_lightning.report.plots import MOST_POINTS, Plot, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.text import duration, number, printable, shortened
+from sparse_rl_lightning.text import duration, number, printable, shortened, visible
 
 FOLDER = Path(__file__).parent
 COUNTS = (
@@ -85,7 +85,7 @@ def environment() -> Environment:
 def _visible(value: Any) -> Any:
     if isinstance(value, Markup):
         return value
-    return "\n".join(printable(line) for line in str(value).split("\n"))
+    return visible(str(value))
 
 
 def course(record: RunRecord) -> str:

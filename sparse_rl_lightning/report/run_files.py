@@ -97,7 +97,9 @@ def _from_json(file: Path) -> RunRecord:
         raise UserError("measure is no str.")
     return replace(
         record,
-        **{name: [_entry(name, one) for one in getattr(record, name)] for name in ("samples", "worst", "warnings")},
+        samples=_entries(record, "samples"),
+        worst=_entries(record, "worst"),
+        warnings=_entries(record, "warnings"),
         history=_rows(found["history"]),
         validation=_rows(record.validation),
         before=_numbers(summary.get("before", {})),
@@ -107,6 +109,10 @@ def _from_json(file: Path) -> RunRecord:
         seconds=counts.get("wall_time_seconds", 0.0),
         steps=int(counts.get("optimizer_steps", 0)),
     )
+
+
+def _entries(record: RunRecord, name: str) -> list[dict[str, Any]]:
+    return [_entry(name, one) for one in getattr(record, name)]
 
 
 def _entry(name: str, entry: Any) -> dict[str, Any]:

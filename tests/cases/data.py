@@ -183,8 +183,8 @@ PLACES = [
     Case("a CSV file with names alone", "JsonlPrompts: the training data has no rows.", 1, file="p.csv", rows="a,b\n",
          slow=True),
     Case("a name in capitals", TRAINS, 0, file="P.JSONL", rows=ROWS, slow=True),
-    Case("a compressed file", "is a file, but not of a kind that is read, which are .jsonl, .json, .csv, .parquet", 1, file="p.jsonl.gz",
-         rows=gzip.compress(ROWS.encode(), mtime=0), slow=True),
+    Case("a compressed file", "is a file, but not of a kind that is read, which are .jsonl, .json, .csv, .parquet", 1,
+         file="p.jsonl.gz", rows=gzip.compress(ROWS.encode(), mtime=0), slow=True),
 ]  # fmt: skip
 
 TOPICS = {"Lines": LINES, "Columns": COLUMNS, "Prompts": PROMPTS, "Parquet": PARQUET, "Places": PLACES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,21 @@ def test_a_base_is_as_an_earlier_config(folder: Path) -> None:
     for cli in (one, two):
         del cli.config["fit"]["config"]
     assert one.config["fit"] == two.config["fit"]
+
+
+def test_bases_that_multiply_are_refused(folder: Path) -> None:
+    """Eight names in each of seven files would be two million merges."""
+    for level in range(7):
+        bases = "".join(f"\n- {level + 1}.yaml" for _ in range(8))
+        (folder / f"{level}.yaml").write_text(f"base:{bases}\nmodel: {{}}\n")
+    (folder / "7.yaml").write_text("model: {}\n")
+    with pytest.raises(UnusableYAML, match=r"base: '\d.yaml' is more than the 100th file below it."):
+        read_file(folder / "0.yaml")
+
+
+@pytest.mark.parametrize("place", ["pipe.yaml", "/dev/zero"])
+def test_a_base_that_never_ends_is_refused(place: str, folder: Path) -> None:
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "own.yaml").write_text(f"base: {place}\n")
+    with pytest.raises(UnusableYAML, match="it is a pipe, a socket or a device, not a file"):
+        read_file(folder / "own.yaml")

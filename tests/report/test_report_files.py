@@ -8,6 +8,8 @@ import importlib
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,8 +147,9 @@ def test_files_that_hold_something_else_are_a_clear_error(name: str, value: Any,
 
 
 WHOLE = record(
-    history=[{"rollout": 0.0, "reward": 0.5}], title="A run", written="2030-01-01T00:00:00+00:00", config={"model.beta": "0"},
-    versions={"torch": "2"}, settings={"compressor": "RKV"}, validation=[{"rollout": 4.0, "dense": 0.3}],
+    history=[{"rollout": 0.0, "reward": 0.5}], title="A run", written="2030-01-01T00:00:00+00:00",
+    config={"model.beta": "0"}, versions={"torch": "2"}, settings={"compressor": "RKV"},
+    validation=[{"rollout": 4.0, "dense": 0.3}],
     warnings=[{"rollout": 3, "text": "TailGuard"}, {"file": "metrics.csv", "text": "cut"}],
     samples=[{"cache": "dense", "prompt": "p", "completion": "c", "reward": 1.0, "answer": "a"}],
     worst=[{"rollout": 1, "kinds": ["rejected"], "prompt": "p", "completion": "c", "rejected": True, "reward": 0.5,
@@ -268,13 +271,42 @@ def test_command_compares_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "None: all 3 settings are the same." in text
 
 
+def test_page_is_written_where_a_link_of_the_user_s_leads(tmp_path: Path) -> None:
+    """And not where one in a run's folder does, which came with the run."""
+    write_run(tmp_path / "run", record())
+    (tmp_path / "mine.html").symlink_to(tmp_path / "there.html")
+    main([str(tmp_path / "run"), "--output", str(tmp_path / "mine.html")])
+    assert (tmp_path / "mine.html").is_symlink()
+    assert "<html" in (tmp_path / "there.html").read_text()
+    (tmp_path / "run" / "report.html").symlink_to(tmp_path / "elsewhere.html")
+    main([str(tmp_path / "run")])
+    assert not (tmp_path / "elsewhere.html").exists()
+    assert not (tmp_path / "run" / "report.html").is_symlink()
+
+
+def test_full_disk_is_a_line(tmp_path: Path) -> None:
+    """Here a limit on the size of a file."""
+    write_run(tmp_path / "a", record())
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    program = f"{limit}; sys.argv[1:] = ['report', 'a']\nfrom sparse_rl_lightning.cli import console\nconsole()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    said = "error: [Errno 27] File too large. Make room on the disk, or name another place."
+    assert (done.returncode, done.stderr.splitlines()) == (1, [said])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nothing"], "'nothing' is no folder. Give the folder of a run"),
         (["a", "./a"], "A folder is given twice"),
         (["a", "--output", "a"], "is a folder. Give the file to write"),
-        (["a", "--output", "a/summary.json/x.html"], "folder of --output='a/summary.json' cannot be written"),
+        (["a", "--output", "a/summary.json/x.html"], "summary.json' cannot be written"),
+        (
+            ["a", "--output", "/dev/null"],
+            "--output='/dev/null' is a pipe, a socket or a device. Give the file to write",
+        ),
+        (["a", "--output", "circle"], "--output='circle' cannot be written"),
+        (["\x1b[31ma"], r"'\x1b[31ma' is no folder"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -286,6 +318,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", record())
+    (tmp_path / "circle").symlink_to("circle")
     monkeypatch.setattr("sys.argv", ["sparse-rl", "report", *arguments])
     with pytest.raises(SystemExit) as end:
         console()

@@ -13,6 +13,7 @@ from sparse_rl_lightning.cli.classes import argument_names, imported, known_clas
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import whole_file
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Method:
         if not given.endswith((".yaml", ".yml")):
             return cls(given.rpartition(".")[2], _checked_path(given))
         try:
-            read = yaml.safe_load(Path(given).read_text("utf-8"))
+            read = yaml.safe_load(whole_file(given).decode())
             path, arguments = read["class_path"], read.get("init_args") or {}
         except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.files import whole_file, write_whole
 from sparse_rl_lightning.integrations.record.format import ARRAYS, NUMBERS, SampledRecord
 
 FORMAT, VERSION = "eviction-record", 1
@@ -41,7 +41,7 @@ def read_record(path: str | Path) -> SampledRecord:
         ValueError: If there is none, it is of another format or version, or anything in it is not as it must be.
     """
     try:
-        data = Path(path).read_bytes()
+        data = whole_file(path)
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read as safetensors ({error}).") from error
     return record_from_bytes(data, repr(str(path)))
