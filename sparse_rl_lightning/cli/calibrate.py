@@ -99,7 +99,7 @@ def calibrate(
     place = writable_folder(folder, "folder")
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).as_stored().load()
-    model.to(device or default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    model.to(device_of(device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     shape = None if hardware is None else ModelShape.of(model, *[model.dtype.itemsize] * 2)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
@@ -144,7 +144,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
         num_layers: Layers of the model that rollouts will be of.
         device: Device to use, null for a GPU where there is one.
     """
-    target, place = output_file(hardware, "hardware"), torch.device(device or default_device())
+    target, place = output_file(hardware, "hardware"), device_of(device)
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
     found = measure_hardware(place, kind, num_layers)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -174,7 +174,7 @@ def statistics(
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+        model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
         gather_statistics(model, ids, lengths, batch_size).save(target)
     except OSError as error:
         raise UserError(str(error)) from error
@@ -200,9 +200,21 @@ def with_file(args: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------- inside
 
 
-def default_device() -> str:
-    """The GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_of(name: str | None = None) -> torch.device:
+    """A device that can be used here, by default the GPU where there is one.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    try:
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"device={name!r} cannot be used here: {reason}. Give cpu, or cuda where there is one."
+        ) from error
+    return place
 
 
 @contextmanager

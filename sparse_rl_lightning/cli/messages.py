@@ -115,12 +115,12 @@ def own_error(error: BaseException | None) -> UserError | None:
 
 def first_error(error: BaseException) -> BaseException:
     """The error that ended a run; after it Lightning tears down loops that never began, which raises another."""
-    while error.__context__ is not None and _is_from(error, "lightning"):
+    while error.__context__ is not None and is_from(error, "lightning"):
         error = error.__context__
     return error
 
 
-def _is_from(error: BaseException, package: str) -> bool:
+def is_from(error: BaseException, package: str) -> bool:
     """Whether an error was raised in the code of a package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
@@ -130,18 +130,21 @@ def _suggestion(message: str) -> list[str]:
     if found := re.search(r"Expected a dot import path string: (\w+)", message):
         if found[1] == "None":
             return []
-        hint = _did_you_mean(found[1], known_classes())
+        known = known_classes()
+        if found[1] in known:  # of another kind than the key's, or the key takes any class
+            return [f"Here {found[1]} is named with its module: {known[found[1]].__module__}.{found[1]}."]
+        hint = _did_you_mean(found[1], known)
         own = f"A class of your own is named with its module, such as mine.{found[1]}."
         return [f"There is no class {found[1]!r}. {hint or own}"]
-    if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+    if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)\+?' is not accepted", message):
         hint = _did_you_mean(found[2], argument_names(found[1]))
-    elif found := re.search(r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)'", message):
+    elif found := re.search(r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)\+?'", message):
         hint = _did_you_mean(f"{found[2]}.{found[3]}", argument_names(found[1]))
     elif found := re.search(r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", message):
         hint = _did_you_mean(found[2], argument_names(found[1]))
     elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
         hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
-    elif found := re.search(r"does not accept option '([\w.]+)'", message):
+    elif found := re.search(r"does not accept option '([\w.]+)\+?'", message):
         options = ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
         hint = _did_you_mean(
             found[1], [*options, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)]

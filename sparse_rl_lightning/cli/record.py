@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparse_rl_lightning.cli import options
-from sparse_rl_lightning.cli.calibrate import default_device
+from sparse_rl_lightning.cli.calibrate import device_of
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.text import say
@@ -34,7 +34,7 @@ def main(args: Sequence[str]) -> None:
         return
     check_number("tolerance", given.tolerance, above=0)
     model, _ = load_pretrained(given.model, getattr(torch, given.dtype))
-    model.to(given.device or default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    model.to(device_of(given.device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     verdict = check_record(record, model, given.tolerance)
     if not verdict.agrees:
         raise UserError(f"{given.file}: {verdict.text}")

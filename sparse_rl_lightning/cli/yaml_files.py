@@ -24,6 +24,9 @@ MOST_LEVELS = 100
 """Largest depth of nesting."""
 
 
+MOST_DIGITS = 300
+"""Largest number of digits of a whole number: a float holds 308."""
+
 MOST_BASES = 100
 """Largest number of files below a configuration, each counted as often as one names it."""
 
@@ -114,6 +117,8 @@ def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
     """Number of nodes at and below one, aliases written out; those in ``known`` are counted already."""
     if level > MOST_LEVELS:
         raise UnusableYAML(f"it is nested more than {MOST_LEVELS} levels deep{_line(node)}.")
+    if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
+        raise UnusableYAML(f"a number has {len(node.value)} digits, more than {MOST_DIGITS}{_line(node)}.")
     if id(node) not in known:
         known[id(node)] = MOST_NODES  # during the visit: an alias of itself explodes
         parts = []

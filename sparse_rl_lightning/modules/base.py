@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -129,11 +130,17 @@ class PolicyModule(LightningModule):
             ValueError: If the strategy trains something else, or the trainer expects other processes.
         """
         check_strategy(self.trainer.strategy)
+        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for own in given:
+            if isinstance(own, (LearningRateFinder, BatchSizeFinder)):
+                raise UserError(
+                    f"trainer.callbacks: {type(own).__name__} changes an attribute of the module, and learning rate and "
+                    "numbers of prompts are not such here. Set model.optimizer's lr and data.prompts_per_rollout."
+                )
         fix_folders(self.trainer)
         # ranks that have met and trained together may test one by one, as Lightning advises
         if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():
             check_processes(self.trainer.world_size)
-        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return [kind() for kind in self.default_callbacks if not any(isinstance(own, kind) for own in given)]
 
     def setup(self, stage: str) -> None:

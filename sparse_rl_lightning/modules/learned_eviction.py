@@ -20,6 +20,7 @@ from sparse_rl_lightning.losses import eviction_loss
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 from sparse_rl_lightning.replay.draws import draw_statistics
 
@@ -50,7 +51,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
     """
 
     def __init__(
-        self, policy: Any, compressor: Drawn, *args: Any, eviction_weight: float = 1.0,
+        self, policy: str | PolicySource, compressor: Drawn, *args: Any, eviction_weight: float = 1.0,
         network_lr: float | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy, compressor, *args, replay_objective="sparse", **kwargs)

@@ -17,7 +17,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows
-from sparse_rl_lightning.rollout.prompts import default_end_token_ids, encode_prompt, long_prompts
+from sparse_rl_lightning.rollout.prompts import check_tokens, default_end_token_ids, encode_prompt, long_prompts
 from sparse_rl_lightning.text import compiled, matches
 
 
@@ -154,6 +154,7 @@ class SupervisedWarmup(PolicyModule):
                 part = tokenizer(text, add_special_tokens=False)["input_ids"]
                 whole += part
                 wanted += [-100] * len(part) if is_given else part
+            check_tokens(whole, self.policy.get_input_embeddings().num_embeddings, f"{row['prompt']!r:.40}")
             ids.append(torch.tensor([*whole, self._end]))
             targets.append(torch.tensor([*wanted, self._end]))
         pad = torch.nn.utils.rnn.pad_sequence

@@ -68,6 +68,13 @@ def load_pretrained(
         raise UserError(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
+    size = model.get_input_embeddings().num_embeddings
+    if beyond := [token for token, number in tokenizer.get_vocab().items() if number >= size]:
+        warnings.warn(
+            f"{where} has a tokenizer with {len(beyond)} tokens that the model's {size} embeddings do not hold, such as "
+            f"{beyond[0]!r}: a prompt with one is refused. model.resize_token_embeddings(len(tokenizer)) makes room.",
+            stacklevel=2,
+        )
     return model, tokenizer
 
 
@@ -148,9 +155,30 @@ def _reason(path: str, error: Exception) -> str:
         return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
         return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
+    if isinstance(error, OSError) and (others := _other_weights(path)):
+        return others
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
     return text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
+
+
+def _other_weights(path: str) -> str:
+    """What to do about a folder whose weights are of a kind that is not read."""
+    names = sorted(file.name for file in Path(path).glob("*"))
+    if any(name.endswith(".safetensors") for name in names):
+        return ""
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        return (
+            f"Its weights are pickles ({pickles[0]}), which could run any code and are never read. Where you trust "
+            "them, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) of transformers writes "
+            "safetensors beside them."
+        )
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return (
+            f"Its weights are GGUF ({ggufs[0]}), which is not read. AutoModelForCausalLM.from_pretrained(folder, "
+            f"gguf_file={ggufs[0]!r}).save_pretrained(other) of transformers writes safetensors."
+        )
+    return ""
 
 
 def _broken_file(path: str) -> str | None:

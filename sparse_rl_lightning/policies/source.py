@@ -79,6 +79,12 @@ class PretrainedPolicy(PolicySource):
         check_attention(self.attn_implementation)
         looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = os.path.expanduser(self.path)
+        if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
+            raise UserError(
+                f"policy: {self.path!r} holds an adapter (adapter_config.json) and no model. Merge it into its base "
+                "(peft: PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(...)), or train it "
+                "on from Python: LoadedPolicy(PeftModel.from_pretrained(model, folder, is_trainable=True), tokenizer)."
+            )
         if looks_local and not (Path(path) / "config.json").is_file():
             raise UserError(
                 f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
@@ -308,13 +308,24 @@ def _token_ids(prompt: Any, index: int, vocab_size: int) -> list[int]:
         )
     if len(given) == 0:
         raise UserError(f"prompt {index} is empty: every prompt needs at least one token.")
+    check_tokens(given, vocab_size, f"prompt {index}")
+    return [int(token) for token in given]
+
+
+def check_tokens(given: Iterable[object], vocab_size: int, where: str) -> None:
+    """Refuse ids that the model has no embedding of.
+
+    Raises:
+        ValueError: If there is one.
+    """
     wrong = [token for token in given if not _is_token(token, vocab_size)]
     if wrong:
+        is_larger = isinstance(wrong[0], Integral) and int(wrong[0]) >= vocab_size
+        cure = " Tokens were added to the tokenizer: model.resize_token_embeddings(len(tokenizer)) adds theirs."
         raise UserError(
-            f"prompt {index} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to "
-            f"{vocab_size - 1}."
+            f"{where} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to "
+            f"{vocab_size - 1}.{cure * is_larger}"
         )
-    return [int(token) for token in given]
 
 
 def _is_token(token: object, vocab_size: int) -> bool:

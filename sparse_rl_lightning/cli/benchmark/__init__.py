@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.benchmark.methods import Method
-from sparse_rl_lightning.cli.calibrate import default_device, progress_bar
+from sparse_rl_lightning.cli.calibrate import device_of, progress_bar
 from sparse_rl_lightning.cli.classes import argument_names, imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
@@ -105,7 +105,7 @@ def _bench(given: argparse.Namespace) -> Bench:
 
     rows = _rows(given)
     model, tokenizer = load_pretrained(given.policy)
-    model.to(default_device())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
     try:
         judge = Rewards(imported(given.reward) if given.reward else usual) if rows[0]["answer"] else None

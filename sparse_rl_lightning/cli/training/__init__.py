@@ -14,16 +14,19 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
 from sparse_rl_lightning.cli.commands import COMMANDS
-from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
+from sparse_rl_lightning.cli.messages import ClearParser, explain, is_from, own_error
 from sparse_rl_lightning.cli.quiet import prepared
 from sparse_rl_lightning.cli.training import checks
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.text import nearby, say
+
+MOST_THREADS = 2**15
+"""Threads of torch; it takes any number, and a large one ends the process."""
 
 
 class SparseRLCLI(LightningCLI):
@@ -73,6 +76,7 @@ class SparseRLCLI(LightningCLI):
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
             config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
         if config.num_threads is not None:
+            check_number("num_threads", config.num_threads, most=MOST_THREADS)
             torch.set_num_threads(config.num_threads)
 
     def instantiate_classes(self) -> None:
@@ -81,6 +85,10 @@ class SparseRLCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
+        except TypeError as error:
+            if not is_from(error, "lightning"):
+                raise
+            raise UserError(f"trainer: {error}") from error
         except RuntimeError as error:
             if "more than one stateful callback" not in str(error):
                 raise

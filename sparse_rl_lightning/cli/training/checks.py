@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.outputs.checkpoint import RolloutCheckpoint, default_folder
 from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.durable import weights_beside
 from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
@@ -60,6 +62,14 @@ def check_folders(config: Any) -> None:
         _check_writable(logger.init_args.get("save_dir"), "trainer.logger.init_args.save_dir")
     for folder in checkpoint_folders(config):
         _check_writable(folder, "dirpath of ModelCheckpoint")
+        weights = weights_beside(Path(folder).expanduser() / LAST).parent
+        if weights.is_symlink() or weights.is_file():
+            kind = (
+                "a link, and nothing is written through links out of a run's folder"
+                if weights.is_symlink()
+                else "a file"
+            )
+            raise UserError(f"{weights} must be a folder, for the weights beside checkpoints; it is {kind}. Remove it.")
 
 
 def check_checkpoint(config: Any) -> None:
@@ -124,13 +134,19 @@ def check_launch(config: Any) -> None:
     """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Raises:
-        ValueError: If the strategy is Lightning's own DeepSpeed, or a different number of processes was started.
+        ValueError: If the strategy is Lightning's own DeepSpeed, there is no GPU to train on, or a different number
+            of processes was started.
     """
     strategy = config.trainer.strategy
     name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
     if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
         raise UserError(not_deepspeed(f"trainer.strategy={name}"))
     devices = config.trainer.devices
+    if config.trainer.accelerator in ("gpu", "cuda") and not _has_gpu():
+        raise UserError(
+            f"trainer.accelerator={config.trainer.accelerator}: torch can use no GPU here, and `sparse-rl doctor` says "
+            "what is missing. Set it to cpu to train without one."
+        )
     if isinstance(devices, str) and devices.isdecimal():
         devices = int(devices)
     if isinstance(devices, int) and devices > 0:
@@ -176,10 +192,15 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
 def name_logger(config: Any) -> None:
     """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured."""
     trainer = config.trainer
-    if trainer.default_root_dir and (trainer.logger is None or trainer.logger is True):
+    is_open = trainer.logger is None or trainer.logger is True
+    if trainer.default_root_dir and is_open and not trainer.barebones:
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
         arguments = {"save_dir": folder or ".", "name": name}
         trainer.logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available() or torch.backends.mps.is_available()
 
 
 def _holds_checkpoints(folder: Path) -> bool:
