@@ -44,7 +44,7 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
-            options = _check_plain(path)
+            options = check_plain(path)
             _check_generation_config(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
@@ -53,11 +53,11 @@ def load_pretrained(
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise UserError(f"{where} cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where} cannot be loaded. {reason(path, error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except Exception as error:
-            raise UserError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     model, found = loaded
     _check_whole(found, where)
     check_finite(model.named_parameters(), where)
@@ -68,7 +68,7 @@ def load_pretrained(
     return model, tokenizer
 
 
-def _check_plain(path: str) -> dict[str, Any]:
+def check_plain(path: str) -> dict[str, Any]:
     """Refuse weights that are quantized in the folder, unless transformers loads them as numbers, with these options.
 
     It would leave MXFP4 (gpt-oss) quantized where it finds kernels for it.
@@ -138,7 +138,7 @@ def _check_whole(found: dict[str, Any], where: str) -> None:
         )
 
 
-def _reason(path: str, error: Exception) -> str:
+def reason(path: str, error: Exception) -> str:
     """An error of transformers in one line, without its advice to run foreign code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
