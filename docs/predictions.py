@@ -60,13 +60,14 @@ def memory_row(plan: Plan, name: str) -> tuple[str, ...]:
 def cards_table() -> str:
     """The configurations by card, as their files say it."""
     files = sorted((CONFIGS / "cards").glob("*.yaml"), key=lambda path: (*model_and_memory(path),))
-    header = ("`configs/cards/`", "trains", "tokens", "budget", "slots", "learner", "peak GB", "rollout", "learning")
+    header = ("`configs/cards/`", "trains", "tokens", "budget", "slots", "cache GB", "full cache", "learner",
+              "peak GB", "rollout", "learning", "hours")  # fmt: skip
     return Table("", header, rows=[card_row(path) for path in files]).untitled
 
 
 def model_and_memory(path: Path) -> tuple[float, int]:
     """Billions of parameters and gigabytes in the name of a file."""
-    found = re.fullmatch(r"qwen3-([\d.]+)b-(\d+)gb", path.stem)
+    found = re.fullmatch(r"qwen[\d.]+-([\d.]+)b-(\d+)gb", path.stem)
     assert found
     return float(found[1]), int(found[2])
 
@@ -75,13 +76,17 @@ def card_row(path: Path) -> tuple[str, ...]:
     """What the file sets, and the prediction at its head, which its command wrote."""
     job, head = job_of(["--config", str(path)]), path.read_text("utf-8")
     peak, times = re.search(r"^# Fits: ([\d.]+) GB", head, re.M), re.search(r"long: rollout (.*);$", head, re.M)
+    caches = re.search(r"^# The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB", head, re.M)
+    hours = re.search(r"^# .* ([\d.]+) hours for all", head, re.M)
     assert peak
     assert times
+    assert caches
+    assert hours
     rollout, _, learning = times[1].replace("rescoring ", "").replace("learner ", "").split(", ")
     trains, bits = "all weights" if job.blueprint.adapters is None else "adapters", job.blueprint.quantization
     again, rows = AGAIN[job.learner.gradient_checkpointing], job.micro_batch.rows
     return (
         f"`{path.name}`", f"{trains} on {bits}" if bits else trains, f"{job.length:,}",
-        str(job.compressor.schedule.plain), str(job.rollout.num_slots), f"{rows} at a time{again}", peak[1], rollout,
-        learning,
+        str(job.compressor.schedule.plain), str(job.rollout.num_slots), *caches.groups(), f"{rows} at a time{again}",
+        peak[1], rollout, learning, hours[1],
     )  # fmt: skip

@@ -7,7 +7,7 @@ import errno
 import inspect
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -128,34 +128,47 @@ def is_from(error: BaseException, package: str) -> bool:
 
 def _suggestion(message: str) -> list[str]:
     if found := re.search(r"Expected a dot import path string: (\w+)", message):
-        if found[1] == "None":
-            return []
-        known = known_classes()
-        if found[1] in known:  # of another kind than the key's, or the key takes any class
-            return [f"Here {found[1]} is named with its module: {known[found[1]].__module__}.{found[1]}."]
-        hint = _did_you_mean(found[1], known)
-        own = f"A class of your own is named with its module, such as mine.{found[1]}."
-        return [f"There is no class {found[1]!r}. {hint or own}"]
-    if found := re.search(r"class_path '([\w.]+)':\s+Option '(\w+)\+?' is not accepted", message):
-        hint = _did_you_mean(found[2], argument_names(found[1]))
-    elif found := re.search(r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)\+?'", message):
-        hint = _did_you_mean(f"{found[2]}.{found[3]}", argument_names(found[1]))
-    elif found := re.search(r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", message):
-        hint = _did_you_mean(found[2], argument_names(found[1]))
-    elif found := re.search(r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted", message):
-        hint = f"What belongs to a class stands below its init_args, {found[1]!r} too."
-    elif found := re.search(r"does not accept option '([\w.]+)\+?'", message):
-        options = ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
-        hint = _did_you_mean(
-            found[1], [*options, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)]
-        )
-    else:
-        hint = ""
+        return [] if found[1] == "None" else [_of_class(found[1])]
     if "expects a function or a callable class" in message and 'key "lr_scheduler"' in message:
-        hint = SCHEDULES
+        return [SCHEDULES]
     if "Expected an instantiatable class" in message:
-        hint = "Give a class_path, and its options below init_args."
+        return ["Give a class_path, and its options below init_args."]
+    hint = next((make(found) for form, make in FORMS if (found := re.search(form, message))), "")
     return [hint] if hint else []
+
+
+def _of_class(name: str) -> str:
+    """What may have been meant by the name of a class that no key of its kind has."""
+    known = known_classes()
+    if name in known:  # of another kind than the key's, or the key takes any class
+        return f"Here {name} is named with its module: {known[name].__module__}.{name}."
+    own = f"A class of your own is named with its module, such as mine.{name}."
+    return f"There is no class {name!r}. {_did_you_mean(name, known) or own}"
+
+
+def _of_option(found: re.Match[str]) -> str:
+    """What may have been meant by a key of a class, or of a group in it; the class comes first."""
+    return _did_you_mean(".".join(found.groups()[1:]), argument_names(found[1]))
+
+
+def _of_key(found: re.Match[str]) -> str:
+    """What may have been meant by a key of the whole configuration."""
+    keys = ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
+    return _did_you_mean(found[1], [*keys, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)])
+
+
+FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
+    (r"class_path '([\w.]+)':\s+Option '(\w+)\+?' is not accepted", _of_option),
+    (r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)\+?'", _of_option),
+    (r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", _of_option),
+    (
+        r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted",
+        lambda found: f"What belongs to a class stands below its init_args, {found[1]!r} too.",
+    ),
+    (r"does not accept option '([\w.]+)\+?'", _of_key),
+    (r"int too large to convert to float", lambda found: "A number has more digits than a float holds, 308."),
+]
+"""Forms of jsonargparse's messages, the first of which counts, and what to add."""
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

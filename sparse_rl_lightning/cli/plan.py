@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningCLI
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
@@ -53,7 +56,8 @@ def proposed(args: Sequence[str]) -> Plan:
     if output.exists() and not given.overwrite:
         raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     target = output_file(output, "--output")
-    plan = propose(given.model, card, given.length)
+    _tell(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.")
+    plan = propose(given.model, card, given.length, lambda what: _tell(f"Trying {what}"))
     write_whole(target, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
@@ -63,11 +67,20 @@ def planned(args: Sequence[str]) -> Plan:
     """Print the plan of a configuration; errors as of :func:`main`."""
     given, rest = options.plan(proposes=False).parse_known_args(args)
     card = card_of(given.card, given.memory)
-    plan = make_plan(job_of(rest, given.prompt), card)
+    _tell("Reading the configuration")
+    job = job_of(rest, given.prompt)
+    _tell(f"Counting {job.blueprint.path}: the learner's passes are walked through layer by layer")
+    plan = make_plan(job, card)
     say(plan.text)
     if not plan.fits:
-        raise UserError(f"{plan.verdict} {advice(plan)}")
+        _tell("Looking for the setting that helps most")
+        raise UserError(f"{plan.verdict} {advice(plan, lambda what: _tell(f'Trying {what}'))}")
     return plan
+
+
+def _tell(text: str) -> None:
+    """Say what takes time, beside the answer."""
+    say(text, sys.stderr)
 
 
 class _Configured(LightningCLI):
@@ -76,12 +89,28 @@ class _Configured(LightningCLI):
     def _set_seed(self) -> None:
         """Nothing is drawn."""
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Take what `fit` takes beside model, data and trainer: a file of a run has it."""
+        parser.add_argument("--num_threads", type=PositiveInt | None, default=None)
+        parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
+
     def instantiate_classes(self) -> None:
         try:
             only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
             self.model = self.parser.instantiate(only).model
         except ValueError as error:
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of training rows, None where they would have to be fetched."""
+        given: Any = self.config.data.init_args
+        if "num_train" in given:
+            return int(given.num_train)
+        if not Path(given.get("path") or "").expanduser().is_file():
+            return None
+        only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]
+        return len(self.parser.instantiate(only).data.train_rows())
 
 
 def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
@@ -115,8 +144,19 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
         module.optimizer_factory, block, own.retriever, module.loss.beta,
         ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
-        module.keeps_evictions,
+        module.keeps_evictions, num_steps(cli, block, sharding_of(trainer).ranks),
     )  # fmt: skip
+
+
+def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
+    """The optimizer steps of a whole run, None where nothing ends it, or rows do that are not at hand."""
+    trainer, most = cli.config.trainer, cli.config.trainer.max_steps
+    epochs = 1000 if trainer.max_epochs is None and most < 0 else trainer.max_epochs  # 1000 is Lightning's choice
+    rows = None if epochs is None or epochs < 0 or trainer.limit_train_batches is not None else cli.num_rows
+    if rows is None:
+        return most if most >= 0 else None
+    found: int = epochs * (rows // (cli.config.data.init_args.prompts_per_rollout * ranks)) * block.optimizer_steps
+    return found if most < 0 else min(found, most)
 
 
 def sharding_of(trainer: Any) -> Sharding:

@@ -134,8 +134,8 @@ class PolicyModule(LightningModule):
         for own in given:
             if isinstance(own, (LearningRateFinder, BatchSizeFinder)):
                 raise UserError(
-                    f"trainer.callbacks: {type(own).__name__} changes an attribute of the module, and learning rate and "
-                    "numbers of prompts are not such here. Set model.optimizer's lr and data.prompts_per_rollout."
+                    f"trainer.callbacks: {type(own).__name__} changes an attribute of the module, which "
+                    "learning rate and batch size are not. Set model.optimizer's lr and data.prompts_per_rollout."
                 )
         fix_folders(self.trainer)
         # ranks that have met and trained together may test one by one, as Lightning advises

@@ -14,9 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.lora import LoraPolicy, adapters
+from sparse_rl_lightning.policies.pretrained import check_plain, reason
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
+
+MOST, MOST_LAYERS = 2**24, 1000
+"""The largest size of a layer, and number of layers, that a plan counts."""
+
+DUE = {
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size",
+}  # fmt: skip
+"""Sizes that cannot be 0."""
 
 FAMILIES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama"}
 """Types of the models in ``calibration.SHAPES``, by the beginning of their names."""
@@ -87,8 +97,12 @@ def empty_model(blueprint: Blueprint, dtype: torch.dtype, of_one_type: bool = Fa
         dtype: Type of the weights.
         of_one_type: Whether adapters have that type too, instead of float32.
     """
+    config, path = blueprint.config, blueprint.path
     with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(blueprint.config, dtype=dtype)
+        try:
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:  # foreign data
+            raise UserError(f"policy: no model is described by {path!r}. {reason(path, error)}") from error
         blueprint.adapt(made, of_one_type)
     return made
 
@@ -98,20 +112,36 @@ def read_config(path: str) -> PreTrainedConfig:
     """The configuration in a folder, of a known model by its name, or from the hub.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or its sizes are none that a model has.
     """
     folder, name = Path(os.path.expanduser(path)), known_name(path)
     if name is not None and not folder.is_dir():
         return spelled_out(name)
+    source = str(folder) if folder.is_dir() else path
     try:
-        source = str(folder) if folder.is_dir() else path
+        check_plain(source)
+        _check_sizes(PreTrainedConfig.get_config_dict(source)[0], "config.json")
         found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except UserError as error:
+        raise UserError(f"policy: {path!r}: {error}") from error
+    except OSError as error:
         raise UserError(
             f"policy: the sizes of {path!r} are not known: it is no folder with a config.json, and the hub does not "
             f"answer. Give a folder, or one of {', '.join(SHAPES)} under its owner's name, such as Qwen/Qwen3-4B."
         ) from error
+    except Exception as error:  # foreign data
+        raise UserError(f"policy: the config.json of {path!r} cannot be read. {reason(path, error)}") from error
     return found
+
+
+def _check_sizes(own: dict[str, Any], where: str) -> None:
+    """Refuse sizes that no model has: making a list of so many layers has no end, or some product fails later."""
+    for name, value in own.items():
+        if isinstance(value, dict):
+            _check_sizes(value, f"{where}.{name}")
+        elif value is not None and (name in DUE or name.startswith("num_") or name.endswith(("_size", "_dim"))):
+            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+            check_number(f"{where}.{name}", value, least=int(name in DUE), most=most)
 
 
 def known_name(path: str) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import MicroBatch
@@ -21,6 +22,9 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
 PROMPT = 256
 """Tokens of a prompt where nothing else is said."""
+
+MOST_TOKENS = 2**24
+"""The longest sequence that is counted; models of 2026 know up to ten million positions."""
 
 CUDA = torch.device("cuda")
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -54,6 +58,17 @@ class Job:
     sharding: Sharding = Sharding()
     prompt: int = PROMPT
     keeps_evictions: bool = False  # whether the loss reads their record
+    num_steps: int | None = None  # optimizer steps of the whole run, None where they are not known
+
+    def __post_init__(self) -> None:
+        check_number("--prompt", self.prompt, least=1)
+        longest = {"the longest sequence": self.length, "the sequences of a rollout": self.length * self.sequences}
+        for (what, count), most in zip(longest.items(), (MOST_TOKENS, 256 * MOST_TOKENS), strict=True):
+            if count > most:
+                raise UserError(
+                    f"A plan counts up to {most:,} tokens of {what}, got {count:,}. Lower max_completion_length or "
+                    "--prompt, prompts_per_rollout or num_generations."
+                )
 
     @property
     def dtype(self) -> torch.dtype:

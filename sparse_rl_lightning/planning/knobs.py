@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +19,14 @@ FORMS: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
 """Forms of checkpointing, those that cost least first."""
 BITS: tuple[Quantization | None, ...] = (None, "int8", "nf4") if find_spec("bitsandbytes") else (None, "int8")
 """Forms of frozen weights that can be had here, the most exact first."""
+
+
+Tell = Callable[[str], object]
+"""Is told what is tried next: a prediction takes seconds."""
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +106,11 @@ def word(value: object) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def best_knob(plan: Plan) -> tuple[Change, Plan] | None:
+def best_knob(plan: Plan, tell: Tell = silent) -> tuple[Change, Plan] | None:
     """The first change that makes the job fit, or else the one that saves most; None if none does."""
     found: list[tuple[Change, Plan]] = []
     for change in changes(plan.job):
+        tell(change.setting)
         other = make_plan(change.job, plan.card)
         if other.fits:
             return change, other
@@ -110,9 +119,9 @@ def best_knob(plan: Plan) -> tuple[Change, Plan] | None:
     return best if best is not None and best[1].peak < plan.peak else None
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: Plan, tell: Tell = silent) -> str:
     """The sentence for a plan that does not fit."""
-    best = best_knob(plan)
+    best = best_knob(plan, tell)
     if best is None:
         return "No setting known here saves memory: use a larger card, more of them, or a smaller model."
     change, other = best

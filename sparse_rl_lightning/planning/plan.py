@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
-from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, parts_of, states
+from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, parts_of, slot_size, states
 from sparse_rl_lightning.planning.seconds import seconds_of
 from sparse_rl_lightning.text import duration, table
 
@@ -46,6 +47,11 @@ class Plan:
         return sum(max(phases) for part, phases in self.parts.items() if part.startswith(name))
 
     @property
+    def full_cache(self) -> int:
+        """Bytes of the cache if as many sequences kept all of their tokens, and nothing beside."""
+        return slot_size(replace(self.job, compressor=FullKV(), retriever=None)).of(self.slots)
+
+    @property
     def host(self) -> float:
         """Bytes in the host's memory: what the optimizer, the weights or the learner's layers keep there."""
         return states(self.job).host + learner(self.job).host
@@ -73,7 +79,16 @@ class Plan:
         }  # fmt: skip
         rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
         host = f"In the host's memory besides: {gigabytes(self.host)} GB per GPU.\n" if self.host else ""
-        return f"{table([('GB per GPU', *PHASES), *rows], 'lrrr')}\n{host}{self.timing}\n{self.verdict}"
+        memory = table([("GB per GPU", *PHASES), *rows], "lrrr")
+        return f"{memory}\n{host}{self.caches}\n{self.timing}\n{self.verdict}"
+
+    @property
+    def caches(self) -> str:
+        """One line: the cache, and what as many sequences would take that keep everything."""
+        return (
+            f"The cache of {self.slots} sequences of {self.job.length} tokens takes {gigabytes(self.of('cache'))} GB, "
+            f"a full cache would take {gigabytes(self.full_cache)} GB."
+        )
 
     @property
     def timing(self) -> str:
@@ -84,11 +99,12 @@ class Plan:
             return f"No time is predicted. {error}"
         times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
-        whole = duration(sum(seconds.values()) / steps)
+        one, count = sum(seconds.values()) / steps, self.job.num_steps
+        whole = "" if count is None else f", {one * count / 3600:.1f} hours for all {count}"
         return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
             f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
-            f"{whole} for each of {steps} optimizer steps. Predicted, not measured."
+            f"{duration(one)} for each of {steps} optimizer steps{whole}. Predicted, not measured."
         )
 
 

@@ -18,14 +18,14 @@ from sparse_rl_lightning.learner.checkpointing import Checkpointing
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.planning.blueprint import Blueprint, known_name
 from sparse_rl_lightning.planning.cards import Card
-from sparse_rl_lightning.planning.job import PROMPT, Job
-from sparse_rl_lightning.planning.knobs import BITS, FORMS, word
+from sparse_rl_lightning.planning.job import MOST_TOKENS, PROMPT, Job
+from sparse_rl_lightning.planning.knobs import BITS, FORMS, Tell, silent, word
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
 from sparse_rl_lightning.policies.quantized import Quantization
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
-PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER = 16, 8, 2, 128
-"""Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer."""
+PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER, ALL_STEPS = 16, 8, 2, 128, 400
+"""Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer, steps of the run."""
 
 
 def levels(length: int) -> dict[str, tuple[Any, ...]]:
@@ -63,10 +63,11 @@ def job_of(
         LearnerOptions(rows * length, chunk, gradient_checkpointing=checkpointing),
         partial(torch.optim.AdamW, weight_decay=0.0, foreach=foreach),
         BlockPlan(PROMPTS, GENERATIONS, steps, 1, steps // OPTIMIZER_STEPS, packs=True), precision="bf16-mixed",
+        num_steps=ALL_STEPS,
     )  # fmt: skip
 
 
-def propose(model: str, card: Card, length: int) -> Plan:
+def propose(model: str, card: Card, length: int, tell: Tell = silent) -> Plan:
     """The plan of the first choice that fits.
 
     Level by level it takes the first value with which the job fits while all later levels are at their leanest.
@@ -75,17 +76,23 @@ def propose(model: str, card: Card, length: int) -> Plan:
         model: Hub name or folder.
         card: What it is to fit.
         length: Tokens of the longest sequence, prompt included.
+        tell: Called with what is tried next.
 
     Raises:
         ValueError: If nothing fits, with the leanest choice and the length that would.
     """
-    if length < 2 * PROMPT:
-        raise UserError(f"--length must be at least {2 * PROMPT}, prompt of {PROMPT} included, got {length}.")
+    if not 2 * PROMPT <= length <= MOST_TOKENS:
+        raise UserError(
+            f"--length must be at least {2 * PROMPT}, prompt of {PROMPT} included, and at most {MOST_TOKENS}, "
+            f"got {length}."
+        )
+    tell("what takes least memory")
     found, chosen = _leanest(model, card, length)
     if not found.fits:
-        raise UserError(_nearest_miss(found))
+        raise UserError(_nearest_miss(found, tell))
     for name, options in levels(length).items():
         for value in options[:-1]:
+            tell(f"{name}: {word(value)}")
             plan = _tried(job_of(model, length, **(chosen | {name: value})), card)
             if plan is not None and plan.fits:
                 found, chosen[name] = plan, value
@@ -106,11 +113,14 @@ def _leanest(model: str, card: Card, length: int) -> tuple[Plan, dict[str, Any]]
     return make_plan(job_of(model, length, **chosen), card), chosen
 
 
-def _nearest_miss(found: Plan) -> str:
+def _nearest_miss(found: Plan, tell: Tell) -> str:
     """What to say of the leanest choice if it does not fit."""
     job, card = found.job, found.card
     shorter = job.length // 2
-    while shorter >= 2 * PROMPT and not _leanest(job.blueprint.path, card, shorter)[0].fits:
+    while shorter >= 2 * PROMPT:
+        tell(f"--length {shorter}, since {job.length} does not fit")
+        if _leanest(job.blueprint.path, card, shorter)[0].fits:
+            break
         shorter //= 2
     remedy = f"--length {shorter} fits. Or give" if shorter >= 2 * PROMPT else "No shorter length fits. Give"
     return (
@@ -146,7 +156,7 @@ def configuration(plan: Plan, output: Path) -> str:
         keep=word(job.rollout.keep_pool), micro_batches=job.block.steps_per_generation,
         tokens=learner.micro_batch_tokens, chunk=learner.head_chunk_size, accumulate=job.block.accumulate,
         checkpointing=word(learner.gradient_checkpointing), rate="1.0e-6" if full else "1.0e-5",
-        foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
+        steps=job.num_steps, foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
     )  # fmt: skip
     return "".join(f"# {line}".rstrip() + "\n" for line in head) + body
 
@@ -178,7 +188,7 @@ trainer:
   devices: 1
   precision: bf16-mixed
   default_root_dir: {folder}
-  max_steps: 400
+  max_steps: {steps}
   accumulate_grad_batches: {accumulate}
   gradient_clip_val: 1.0
   log_every_n_steps: 1

@@ -47,7 +47,7 @@ def load_pretrained(
         try:
             for file in Path(path).glob("*"):  # of a folder
                 check_regular(file)
-            options = _check_plain(path)
+            options = check_plain(path)
             _check_generation_config(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
@@ -56,11 +56,11 @@ def load_pretrained(
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise UserError(f"{where} cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where} cannot be loaded. {reason(path, error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except Exception as error:
-            raise UserError(f"{where}: its tokenizer cannot be loaded. {_reason(path, error)}") from error
+            raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     model, found = loaded
     _check_whole(found, where)
     check_finite(model.named_parameters(), where)
@@ -68,17 +68,17 @@ def load_pretrained(
         raise UserError(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
-    size = model.get_input_embeddings().num_embeddings
+    size = len(model.get_input_embeddings().weight)
     if beyond := [token for token, number in tokenizer.get_vocab().items() if number >= size]:
         warnings.warn(
-            f"{where} has a tokenizer with {len(beyond)} tokens that the model's {size} embeddings do not hold, such as "
+            f"{where} has a tokenizer with {len(beyond)} tokens beyond the model's {size} embeddings, such as "
             f"{beyond[0]!r}: a prompt with one is refused. model.resize_token_embeddings(len(tokenizer)) makes room.",
             stacklevel=2,
         )
     return model, tokenizer
 
 
-def _check_plain(path: str) -> dict[str, Any]:
+def check_plain(path: str) -> dict[str, Any]:
     """Refuse weights that are quantized in the folder, unless transformers loads them as numbers, with these options.
 
     It would leave MXFP4 (gpt-oss) quantized where it finds kernels for it.
@@ -148,7 +148,7 @@ def _check_whole(found: dict[str, Any], where: str) -> None:
         )
 
 
-def _reason(path: str, error: Exception) -> str:
+def reason(path: str, error: Exception) -> str:
     """An error of transformers in one line, without its advice to run foreign code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:

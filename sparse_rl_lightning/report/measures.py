@@ -50,6 +50,10 @@ def _mean(key: str) -> Find:
     return lambda record: record.mean(key)
 
 
+def _median(key: str) -> Find:
+    return lambda record: record.median(key)
+
+
 def _late(key: str) -> Find:
     return lambda record: RunRecord(history=record.history[-max(1, len(record.history) // 10) :]).mean(key)
 
@@ -60,15 +64,15 @@ MEASURES = (
     Measure("completion length, last tenth, tokens", _late("completions/mean_length"), lambda v: number(v, 1),
             _difference(1)),
     Measure("rejected sequences", _mean("rejection_rate"), percent, POINTS, True),
-    Measure("mismatch KL (k3), nats per token", _mean("mismatch/kl_k3"), lambda v: number(v, 4), _difference(4),
-            True),
+    Measure("mismatch KL (k3), median, nats per token", _median("mismatch/kl_k3"), lambda v: number(v, 4),
+            _difference(4), True),
     Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number, _difference(3)),
     Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, POINTS, True),
     Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, POINTS, True),
     Measure("peak KV memory", lambda record: record.maximum("kv/peak_bytes"), size, _ratio),
     Measure("repeated 4-grams", _mean("completions/repetition_rate"), percent, POINTS, True),
-    Measure("rollout speed, tokens per second", _mean("time/tokens_per_second"), _count, _ratio, True),
-    *(Measure(f"seconds per rollout, {stage}", _mean(f"time/{stage}"), number, _ratio)
+    Measure("rollout speed, median, tokens per second", _median("time/tokens_per_second"), _count, _ratio, True),
+    *(Measure(f"seconds per rollout, median, {stage}", _median(f"time/{stage}"), number, _ratio)
       for stage in ("rollout", "rescoring", "rewards", "update")),
     Measure("rollouts", lambda record: len(record.history), _count, _difference(0)),
     Measure("optimizer steps", lambda record: record.steps or None, _count, _difference(0)),

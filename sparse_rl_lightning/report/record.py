@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,12 +50,16 @@ class RunRecord:
         values = self._known(key)
         return sum(values) / len(values) if values else None
 
+    def median(self, key: str) -> float | None:
+        """The median over the rollouts that have it, None if none has: of what one rollout can dominate."""
+        return statistics.median(self._known(key)) if self._known(key) else None
+
     def maximum(self, key: str) -> float | None:
         """The largest value over the rollouts, None if none has one."""
         return max(self._known(key), default=None)
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few numbers: means over rollouts, peaks as maxima, shares between 0 and 1."""
+        """The run in a few numbers: means over rollouts, medians of KL and speed, maxima of peaks; shares to 1."""
         return {
             "rollouts": len(self.history),
             "optimizer_steps": self.steps,
@@ -69,9 +74,9 @@ class RunRecord:
             "kv_full_peak_bytes": self.maximum("kv/full_peak_bytes"),
             "rejection_rate": self.mean("rejection_rate"),
             "token_mask_rate": self.mean("token_mask_rate"),
-            "mismatch_kl_k3": self.mean("mismatch/kl_k3"),
+            "mismatch_kl_k3": self.median("mismatch/kl_k3"),
             "repetition_rate": self.mean("completions/repetition_rate"),
-            "tokens_per_second": self.mean("time/tokens_per_second"),
+            "tokens_per_second": self.median("time/tokens_per_second"),
         }
 
     def as_json(self) -> dict[str, Any]:

@@ -213,4 +213,34 @@ PLACES = [
     Case("model.policy=runs/warmup/policy", "for the quickstart run configs/warmup.yaml first.", 1, slow=True),
 ]
 
-TOPICS = {"Weights": WEIGHTS, "Settings": SETTINGS, "Tokenizers": TOKENIZERS, "Fitting": FITTING, "Places": PLACES}
+PLANNED = [  # sparse-rl plan, of a folder whose config.json is so
+    Case("`plan`: a hidden size of 1e9", "config.json.hidden_size must be at least 1 and at most 16777216", 1,
+         command="plan", policy=settings(hidden_size=1e9)),
+    Case("`plan`: a hidden size of 2.5", "the config.json of './pol' cannot be read.", 1,
+         command="plan", policy=settings(hidden_size=2.5)),
+    Case("`plan`: -1 layers", "config.json.num_hidden_layers must be at least 1 and at most 1000", 1,
+         command="plan", policy=settings(num_hidden_layers=-1)),
+    Case("`plan`: 200,000 layers", "config.json.num_hidden_layers must be at least 1 and at most 1000", 1,
+         command="plan", policy=settings(num_hidden_layers=200000, layer_types=None)),
+    Case("`plan`: no attention heads", "config.json.num_attention_heads must be at least 1", 1,
+         command="plan", policy=settings(num_attention_heads=0)),
+    Case("`plan`: no heads of keys and values", "config.json.num_key_value_heads must be at least 1", 1,
+         command="plan", policy=settings(num_key_value_heads=0)),
+    Case("`plan`: heads of no size", "config.json.head_dim must be at least 1", 1,
+         command="plan", policy=settings(head_dim=0)),
+    Case("`plan`: a vocabulary of 1e12 tokens", "config.json.vocab_size must be at least 1 and at most 16777216", 1,
+         command="plan", policy=settings(vocab_size=10**12)),
+    Case("`plan`: a text as intermediate size", "config.json.intermediate_size must be a finite number", 1,
+         command="plan", policy=settings(intermediate_size="wide")),
+    Case("`plan`: a list as config.json", "has a config.json that is no JSON object", 1,
+         command="plan", policy=written("config.json", "[]")),
+    Case("`plan --prompt=0`", "--prompt must be at least 1, got --prompt=0", 1,
+         command="plan", args="--prompt=0", policy=settings()),
+    Case("`plan`: completions of 99999999999999 tokens", "A plan counts up to 16,777,216 tokens of the longest", 1,
+         command="plan", args="--model.sampling.max_completion_length=99999999999999", policy=settings()),
+]  # fmt: skip
+
+TOPICS = {
+    "Weights": WEIGHTS, "Settings": SETTINGS, "Tokenizers": TOKENIZERS, "Fitting": FITTING, "Places": PLACES,
+    "Plans": PLANNED,
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -18,9 +19,10 @@ from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.cli.plan import job_of as configured
 from sparse_rl_lightning.cli.plan import main, sharding_of
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.planning import CARDS, Sharding, best_knob, card_of, make_plan
+from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
+from sparse_rl_lightning.planning.memory import slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import job_of, levels, propose
 from sparse_rl_lightning.testing import tiny_model
@@ -160,6 +162,65 @@ def test_modules_that_do_not_roll_out_are_refused(folder: Path) -> None:
         main(["--config", str(CONFIGS / "warmup.yaml")])
 
 
+def test_what_fit_takes_is_taken(written: str) -> None:
+    """``num_threads`` stands in files, and ``ckpt_path`` in the run_config.yaml of a run."""
+    plain, given = Path(written).read_text(), "num_threads: 1\nckpt_path: last\nweights_only: null\n"
+    Path("more.yaml").write_text(given + plain)
+    assert configured(["--config", "more.yaml"]).block == configured(["--config", written]).block
+
+
+def test_the_full_cache_stands_beside_the_compressed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-1.7B, 128 sequences of 4,096 tokens of 112 KiB: the numbers of docs/recipes.md."""
+    own: dict[str, Any] = {name: options[-1] for name, options in levels(4096).items()}
+    job = job_of("Qwen/Qwen3-1.7B", 4096, **own | {"slots": 128, "budget": 512, "quantization": None})
+    cache = slot_size(job).of(128)
+    plan = Plan(job, card_of(memory="24GB"), {"cache": (cache, cache, cache)}, 128)
+    assert plan.full_cache == pytest.approx(128 * 4096 * 112 * 1024, rel=0.03)
+    assert plan.caches == ("The cache of 128 sequences of 4096 tokens takes 10.1 GB, a full cache would take 61.3 GB.")
+    assert "takes 10.1 GB, a full cache would take 61.3 GB." in (CONFIGS.parent / "docs/recipes.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rows", "expected"),
+    [
+        (["max_steps=400"], 96, 400),
+        (["max_steps=-1", "max_epochs=3"], 96, 3 * 6 * 2),  # 6 rollouts of 16 prompts, each trained on in 2 steps
+        (["max_steps=-1", "max_epochs=3", "devices=2", "strategy=ddp"], 96, 3 * 3 * 2),
+        (["max_steps=7", "max_epochs=3"], 96, 7),
+        (["max_steps=100", "max_epochs=3"], 96, 36),
+        (["max_steps=-1"], 96, 1000 * 12),
+        (["max_steps=-1", "max_epochs=-1"], 96, None),
+        (["max_steps=-1", "max_epochs=3"], None, None),  # the file is elsewhere
+        (["max_steps=-1", "max_epochs=3", "limit_train_batches=4"], 96, None),
+    ],
+)
+def test_the_steps_of_the_whole_run(trainer: list[str], rows: int | None, expected: int | None, written: str) -> None:
+    if rows is not None:
+        row = {"question": "1 + 1?", "answer": "#### 2"}
+        Path("train.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
+    job = configured(["--config", written, *(f"--trainer.{setting}" for setting in trainer)])
+    assert job.num_steps == expected
+
+
+def test_the_hours_of_the_whole_run(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = main(["--config", written, "--memory", "1.5GB", "--trainer.max_steps=1000000"])
+    hours = 1_000_000 * sum(plan.seconds.values()) / plan.job.block.optimizer_steps / 3600
+    assert f"{hours:.1f} hours for all 1000000. Predicted, not measured." in capsys.readouterr().out
+
+
+def test_what_takes_time_is_told_beside_the_answer(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", tiny, "--memory", "1.5GB", "--length", str(LENGTH), "--output", "one.yaml"])
+    told = capsys.readouterr()
+    assert f"Looking for a configuration of tiny with sequences of up to {LENGTH} tokens" in told.err
+    assert "Trying trains_all: true" in told.err
+    with pytest.raises(UserError, match="What helps most"):
+        main(["--config", "one.yaml", "--memory", "1.05GB"])
+    more = capsys.readouterr()
+    assert "Counting tiny" in more.err
+    assert "Trying model." in more.err
+    assert "Trying" not in told.out + more.out
+
+
 # ---------------------------------------------------------------- proposing
 
 
@@ -191,6 +252,65 @@ def test_a_file_is_not_replaced_by_accident(written: str) -> None:
     before = Path(written).read_text()
     main([*again, "--overwrite"])
     assert Path(written).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"hidden_size": 1e9}, "config.json.hidden_size must be at least 1 and at most 16777216"),
+        ({"num_hidden_layers": 200_000, "layer_types": None}, "num_hidden_layers must be at least 1 and at most 1000"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
+        ({"head_dim": -1}, "head_dim must be at least 1"),
+        ({"vocab_size": 10**12}, "vocab_size must be at least 1 and at most 16777216"),
+        ({"intermediate_size": "wide"}, "intermediate_size must be a finite number"),
+        ({"hidden_size": 2.5}, "config.json of 'bad' cannot be read.*expected int"),
+        ({"text_config": {"vocab_size": -1}}, "config.json.text_config.vocab_size must be at least 1"),
+        ({"hidden_act": "sigmoidal"}, "no model is described by 'bad'.*sigmoidal"),
+        ({"model_type": "nothing"}, "config.json of 'bad' cannot be read.*nothing"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "holds quantized weights"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_they_are_counted(
+    changed: dict[str, Any], expected: str, tiny: str
+) -> None:
+    """Some made transformers build lists of as many layers, others ended in the middle of a product."""
+    content = json.loads(Path(tiny, "config.json").read_text())
+    Path("bad").mkdir()
+    Path("bad/config.json").write_text(json.dumps(content | changed))
+    read_config.cache_clear()
+    with pytest.raises(UserError, match=expected):
+        propose("bad", card_of(memory="24GB"), 512)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3", "null"])
+def test_a_config_that_is_no_object_is_refused(text: str, folder: Path) -> None:
+    Path("bad").mkdir()
+    Path("bad/config.json").write_text(text)
+    read_config.cache_clear()
+    with pytest.raises(UserError, match=r"config.json"):
+        propose("bad", card_of(memory="24GB"), 512)
+
+
+@pytest.mark.parametrize("length", [0, -1, 511, 99999999999999, 10**30])
+def test_lengths_that_nothing_has_are_refused(length: int, tiny: str) -> None:
+    with pytest.raises(UserError, match=f"--length must be at least 512.*at most 16777216, got {length}"):
+        main(["--model", tiny, "--memory", "24GB", "--length", str(length)])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--prompt=0"], "--prompt must be at least 1, got --prompt=0"),
+        (["--prompt=99999999999999"], "counts up to 16,777,216 tokens of the longest sequence, got"),
+        (["--model.sampling.max_completion_length=99999999999999"], "tokens of the longest sequence, got"),
+        (["--data.prompts_per_rollout=16000000000"], "tokens of the sequences of a rollout, got"),
+    ],
+)
+def test_tokens_that_cannot_be_counted_are_refused(given: list[str], expected: str, written: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        main(["--config", written, *given])
 
 
 @pytest.mark.parametrize("args", [["--help"], []])

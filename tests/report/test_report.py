@@ -17,6 +17,7 @@ from report_runs import HOSTILE, Parser, record, row
 
 from sparse_rl_lightning.report import RunRecord, page, picture, summary_text
 from sparse_rl_lightning.report.charts import draw, drawings, smoothed
+from sparse_rl_lightning.report.measures import MEASURES
 from sparse_rl_lightning.report.page import environment
 from sparse_rl_lightning.report.plots import Plot, plots_of_run
 from sparse_rl_lightning.text import (
@@ -41,6 +42,18 @@ def test_summary_means_and_peaks() -> None:
     assert (got["before"], got["after"]) == ({"dense": 0.25, "sparse": 0.2}, {"dense": 0.5, "sparse": 0.45})
     assert got["mismatch_kl_k3"] == pytest.approx(0.02)
     assert record(history=[]).summary()["mismatch_kl_k3"] is None
+
+
+def test_one_rollout_does_not_decide_what_is_typical() -> None:
+    """A KL of 41 among 180 rollouts made 0.26 of a typical 0.02, where below 0.05 is healthy; a pause is as far off."""
+    keys = ("mismatch/kl_k3", "time/tokens_per_second", *(f"time/{s}" for s in ("rollout", "rescoring", "update")))
+    run = record(history=[row(i, **dict.fromkeys(keys, 41.0 if i == 3 else 0.02)) for i in range(9)])
+    labels = {m.label: m for m in MEASURES if "median" in m.label}
+    assert len(labels) == 6
+    found = {label: measure.find(run) for label, measure in labels.items() if not label.endswith("rewards")}
+    assert set(found.values()) == {0.02}
+    assert (run.summary()["mismatch_kl_k3"], run.summary()["tokens_per_second"]) == (0.02, 0.02)
+    assert record(history=[]).median("mismatch/kl_k3") is None
 
 
 def test_numbers_that_are_not_finite_count_nowhere_and_become_null() -> None:

@@ -30,7 +30,7 @@ def test_numbers_with_differences() -> None:
     assert rows["greedy accuracy, compressed cache, after"] == ["0.450", "–"]
     assert rows["rejected sequences"] == ["5.0 %", "20.0 % (+15.0 pp)"]
     assert rows["peak KV memory"] == ["2.0 MiB", "4.0 MiB (×2.00)"]
-    assert rows["rollout speed, tokens per second"] == ["1,500", "750 (×0.50)"]
+    assert rows["rollout speed, median, tokens per second"] == ["1,500", "750 (×0.50)"]
     assert rows["time of training"] == ["1 min 15 s", "2 min 30 s (×2.00)"]
     assert rows["reward, last tenth of the rollouts"] == ["0.340", "0.280 (−0.060)"]
     assert rows["rollouts"] == ["10", "4 (−6)"]

@@ -18,8 +18,8 @@ class LastSave(Callback):
         """Check with the rank that writes."""
         if save_failed(trainer):
             rank_zero_warn(
-                f"The run ends after optimizer step {trainer.global_step}, but its last checkpoint could not be saved, as "
-                "was told of above; when that is mended, --ckpt_path=last then goes on with the checkpoint before it, if any."
+                f"The run ends after optimizer step {trainer.global_step}, but its last checkpoint could not be saved: "
+                "the warning above says why. --ckpt_path=last then goes on with the checkpoint before it, if any."
             )
             raise AgreedExit(STATUS)
 
