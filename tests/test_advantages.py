@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl_lightning.advantages import group_advantages, informative_groups
+from sparse_rl_lightning.advantages import group_advantages, informative_groups, nan_deviation
 
 NAN = float("nan")
 REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1])
@@ -64,6 +64,7 @@ def test_missing_reward_is_ignored_and_has_advantage_zero(scale: str) -> None:
     expected = [1 / 3 / std, 0, -2 / 3 / std, 1 / 3 / std] + [0.0] * 8
     expect(group_advantages(rewards, 4, scale), expected, tolerance=1e-6)
     assert informative_groups(rewards, 4).tolist() == [True, False, False]
+    assert nan_deviation(rewards.view(3, 4))[1:].tolist() == [[0.0], [0.0]]
 
 
 def test_equal_rewards_up_to_rounding_are_not_informative_and_have_advantage_zero() -> None:

@@ -157,6 +157,13 @@ def test_bfloat16_with_and_without_the_float32_head() -> None:
     assert (narrow[0] - exact[0]).abs().max() > 100 * (wide[0] - exact[0]).abs().max()
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    inputs = *problem(torch.float64), 1.0
+    expected = results(plain, *inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(results(token_logprobs, *inputs), expected, 1e-12)
+
+
 @pytest.mark.parametrize("in_float32", [False, True])
 def test_autocast(in_float32: bool) -> None:
     head, states, targets = problem()

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GraniteConfig,
@@ -34,6 +36,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=6.0, embedding_multiplier=3.0)),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25)),
+    "falcon_h1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(
+            **SIZES, lm_head_multiplier=0.4, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4
+        )
+    ),
 }
 
 

@@ -331,10 +331,9 @@ class SlotCache:
         death = torch.where(death <= end, death, NEVER)
         if self.arenas is not None:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
-        own = [(length, sum(lost)) for length, lost in cuts if length <= end]
-        grown = [length for (length, lost), (_, before) in zip(own, [(0, 0), *own], strict=False) if lost > before]
+        own = [(length, sum(lost)) for length, lost in cuts if length <= end]  # each of them lost something
         num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
-        (steps,) = upload([grown], death.device)
+        (steps,) = upload([[length for length, _ in own]], death.device)
         return EvictionRecord.of_sequence(death, steps, num_dead)
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:

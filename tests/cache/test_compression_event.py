@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.budgets import Adaptive, BudgetRule, LengthSchedule, Pyramid
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
@@ -48,6 +48,14 @@ class LargestValue(SnapKV):
         return layer.values.amax(dim=-1)
 
 
+class FirstMore(BudgetRule):
+    """A user's rule by which two layers are alike."""
+
+    def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
+        """Two more for the first layer."""
+        return [budget + 2, *[budget - 1] * (num_layers - 1)]
+
+
 COMPRESSORS: dict[str, Compressor] = {
     "rkv": RKV(**SIZES),
     "rkv, mean of the group": RKV(**SIZES, group_reduction="mean", pooling="avg", similarity_threshold=0.1),
@@ -70,6 +78,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "combined": c.Combined([SnapKV(**SIZES), c.KNorm(**SIZES), c.H2O(**SIZES)], [2, 1, 1]),
     "combined over heads": c.Combined([SnapKV(**SIZES), c.RandomEviction(**SIZES)], across_heads="max"),
     "by layer": ByLayer(**SIZES),
+    "by layer, some of them alike": ByLayer(**SIZES, budget_rule=FirstMore()),
     "derived": LargestValue(**SIZES),
     "protected": SnapKV(**SIZES, protect_prompt=True, protect_token_ids=[3]),
     "protected, rkv": RKV(**SIZES, protect_token_ids=[3, 4]),

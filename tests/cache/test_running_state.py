@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,42 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.evictions.death, b.evictions.death)
 
 
+@pytest.mark.filterwarnings("ignore:Budget and buffer:UserWarning")
+def test_what_is_told_of_a_key_is_what_the_cache_holds() -> None:
+    """In float8, of prompts and of steps alike: nothing is evicted, so the sums are those of the pool."""
+    sampler = RolloutSampler(tiny_model(eos_token_id=None), Ledger(**SMALL | {"budget": 90}), kv_dtype="fp8")
+    sampler.generate(PROMPTS, SamplingParams(max_completion_length=9))
+    cache = sampler.cache
+    for layer, row in product(range(2), range(len(PROMPTS))):
+        rows, live = gather_heads(cache.pools.offsets[layer, row], cache.lengths[layer, row], 49)
+        want = (cache.pools.keys[rows].float() * live.unsqueeze(-1)).sum(dim=1)
+        torch.testing.assert_close(cache.head_state[layer, row, :, 1:], want, atol=1e-5, rtol=1e-5)
+
+
+def test_mixed_precision_rounds_no_sums() -> None:
+    products = set()
+
+    class Multiplies(Ledger):
+        def update_state(self, update: StateUpdate) -> None:
+            products.add((update.state["age"].mT @ update.state["age"]).dtype)
+            super().update_state(update)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        RolloutSampler(tiny_model(), Multiplies(**SMALL)).generate(PROMPTS, PARAMS)
+    assert products == {torch.float32}
+
+
 @pytest.mark.parametrize("rule", [None, Adaptive(floor=7)], ids=["equal", "adaptive"])
 def test_numbers_move_with_their_entries(rule: Any) -> None:
     """Through compressions, forks, refilled slots, parked prompts, chunked prompts and saved sessions."""
-    policy, compressor = tiny_model(initializer_range=0.2, eos_token_id=None), Ledger(**SMALL, budget_rule=rule)
+    policy, compressor = (
+        tiny_model(initializer_range=0.2, eos_token_id=[100, 101, 102]),
+        Ledger(**SMALL, budget_rule=rule),
+    )
     Ledger.looks = 0
     whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
     assert Ledger.looks > 10  # at all layers at once
+    assert 0 < whole.finished.sum() < len(whole)  # those that go on are no neighbors
     with torch.no_grad():
         replayed = replay_logprobs(policy, whole)
     torch.testing.assert_close(replayed, whole.sampler_logprobs, atol=2e-5, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,13 @@ def test_a_kept_pool_serves_shorter_calls_and_grows_for_longer_ones() -> None:
     assert cache_after(40) == cache_after(70) == longer
     cache_after(200)
     assert sampler.cache.pool_bytes == 2 * 2 * 120 * ENTRY  # from here on it is the compressor's
+
+
+def test_a_pool_serves_what_fits_in_every_layer() -> None:
+    own = CacheSize(2, (20, 10), 1, 40)
+    assert [own.covers(replace(own, capacities=other)) for other in ((20, 10), (9, 9), (9, 11), (21, 9))] == [
+        True, True, False, False,
+    ]  # fmt: skip
 
 
 def test_pages_of_a_bounded_slot() -> None:

@@ -38,5 +38,6 @@ def test_trigger_and_a_walk_token_by_token_agree() -> None:
                 assert all(h + step <= c for h, c in zip(held, trigger.capacities(prompt, 0), strict=True))
             fed += room
             held = [min(h + room, b) for h, b in zip(held, at(fed), strict=True)]
-            evicted = trigger.evicted(fed, evicted)
+            before, evicted = evicted, trigger.evicted(fed, evicted)
+            assert sum(evicted) > sum(before)  # so every compression has deaths to record
             assert [fed - lost for lost in evicted] == held

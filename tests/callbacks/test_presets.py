@@ -134,6 +134,7 @@ ADVANTAGES = torch.tensor([-1.0, 1.0, -1.0])
 @pytest.mark.parametrize(("delta", "kept"), [(1e-4, [False, True, True]), (0.31, [True] * 3)])
 def test_opsm_drops_bad_sequences_the_learner_has_left(delta: float, kept: list[bool]) -> None:
     assert off_policy_sequences(NOW, OLD, ADVANTAGES, INSIDE, delta).tolist() == kept
+    assert off_policy_sequences(NOW, OLD, torch.zeros(3), INSIDE, delta).all()  # nothing is learned from them anyway
 
 
 def loss_and_gradient(own: GRPOLoss, **fields: Tensor) -> tuple[Tensor, Tensor]:

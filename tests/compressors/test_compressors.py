@@ -234,7 +234,7 @@ def test_snapkv_variants_are_the_published_ones() -> None:
 def test_rkv_trades_importance_against_redundancy() -> None:
     layer = random_layer(dtype=torch.float64)
     importance = SnapKV(**SETTING).score(layer)
-    for mix, threshold in ((0.1, 0.5), (0.7, 0.9)):
+    for mix, threshold in ((0.1, 0.5), (0.7, 0.9), (0.7, -0.5)):
         scores = RKV(**SETTING, mix_lambda=mix, similarity_threshold=threshold).score(layer)
         redundancy = key_redundancy(layer.keys, layer.lengths, threshold)
         for s, h in torch.cartesian_prod(torch.arange(3), torch.arange(2)).tolist():

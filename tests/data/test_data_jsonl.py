@@ -163,6 +163,8 @@ def test_text_as_chat(tmp_path: Path) -> None:
         ({"prompt_template": "{prompt} {}"}, "malformed"),
         ({"prompt_template": "{prompt} {"}, "malformed"),
         ({"prompt_template": "{prompt.x}"}, "malformed"),
+        ({"prompt_template": "{prompt!r}"}, "malformed .*'prompt' is formatted"),
+        ({"prompt_template": "{prompt:>9}"}, "malformed .*'prompt' is formatted"),
         ({"prompt_template": "answer:"}, r"does not contain \{prompt\}"),
     ],
 )
@@ -175,7 +177,8 @@ def test_validation_file(tmp_path: Path) -> None:
     train = write(tmp_path, {"prompt": "a", "answer": "1"}, name="train.jsonl")
     val = write(tmp_path, *({"prompt": f"v{i}", "answer": "1"} for i in range(3)), name="val.json")
     data = JsonlPrompts(train, val_path=val, max_val_prompts=2)
-    assert [[row["prompt"] for row in batch] for batch in data.val_dataloader()] == [["v0", "v1"]]
+    for loader in (data.val_dataloader(), data.predict_dataloader()):
+        assert [[row["prompt"] for row in batch] for batch in loader] == [["v0", "v1"]]
     assert JsonlPrompts(train).val_rows() == []
 
 

@@ -35,6 +35,16 @@ def test_max_variance_is_the_best_of_all_subsets(seed: int, count: int) -> None:
     assert float(rewards[own].var(correction=0)) == pytest.approx(best, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("others", [0.0, 3.0])
+def test_rewards_in_tenths_are_split_like_whole_ones(others: float, dtype: torch.dtype) -> None:
+    """Of four whole numbers variances are exact, so that equal ones are told; of tenths they differ by rounding."""
+    for seed in range(100):
+        whole = torch.randint(4, (6,), generator=torch.Generator().manual_seed(seed)).double()
+        tenths = (whole / 10 + others).to(dtype)
+        assert torch.equal(MaxVariance(6).choose(tenths, LENGTHS, 4), MaxVariance(6).choose(whole, LENGTHS, 4))
+
+
 @pytest.mark.parametrize(
     ("rule", "rewards", "count", "expected"),
     [
@@ -43,6 +53,7 @@ def test_max_variance_is_the_best_of_all_subsets(seed: int, count: int) -> None:
         (MaxVariance(6), [1, 1, 1, 1, 1, 1], 4, [0, 1, 4, 5]),  # nothing to choose by: half each
         (MaxVariance(6), [NAN, 1, NAN, 0, 0, NAN], 4, [0, 1, 3, 4]),
         (MaxReward(6), [1, 0, 2, 1, 0, 1], 3, [0, 2, 3]),
+        (MaxVariance(6), [NAN] * 6, 4, [0, 1, 2, 3]),
         (MaxReward(6), [NAN] * 6, 3, [0, 1, 2]),
         (MaxReward(6), [NAN, -1, NAN, NAN, -2, NAN], 3, [0, 1, 4]),
         (Shortest(6), [1, 0, 2, 1, 0, 1], 3, [1, 3, 5]),

@@ -117,10 +117,11 @@ def test_threads_are_limited_and_replaced(monkeypatch: pytest.MonkeyPatch) -> No
         with lock:
             alive[0] -= 1
 
-    for call in [start(counts, timeout=20.0) for _ in range(6)]:
+    running = [start(counts, timeout=20.0) for _ in range(6)]
+    go_on.set()  # the threads that were given up end, and take no more calls
+    for call in running:
         call.result()
     assert most[0] == 2
-    go_on.set()
 
 
 def test_errors_are_shown_safely() -> None:

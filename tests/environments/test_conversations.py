@@ -15,6 +15,7 @@ from chatter import Async, Chatter, Remembers, Slow, talking
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_grpo import Recorder, fit, weights
 
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import AcceptanceMonitor
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.downsampling import MaxReward
@@ -380,6 +381,13 @@ def test_an_environment_writes_prompts() -> None:
         (
             {
                 "compressor": SnapKV(budget=20, protect_observations=2),
+                "turns": TurnOptions(max_observation_length=9),
+            },
+            "needs 30 tokens, more than the budget of 20",
+        ),
+        (
+            {
+                "compressor": SnapKV(budget=LengthSchedule([0, 99], [20, 40]), protect_observations=2),
                 "turns": TurnOptions(max_observation_length=9),
             },
             "needs 30 tokens, more than the budget of 20",

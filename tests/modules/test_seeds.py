@@ -211,6 +211,8 @@ def test_a_sampled_validation_and_predictions_are_the_same_in_any_batches() -> N
         texts.append([row["completion"] for batch in found for row in batch])
     assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0][i] for i in (0, 16))) == 2  # one prompt twice
+    rows = Nineteen().val_rows()
+    assert texts[0] == grpo.generator.generate(rows, grpo.val_sampling, first=VALIDATION).texts[::2]  # first of each
 
 
 # ---------------------------------------------------------------- keys after a resume

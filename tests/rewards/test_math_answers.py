@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from sparse_rl_lightning.rewards.math import MathChecker, answer_kind, audit_golds, same_answer
+from sparse_rl_lightning.rewards.math.compare import MAX_PAIRS, Comparison
 from sparse_rl_lightning.rewards.math.expressions import MAX_DEPTH, Unreadable, read_expression
 from sparse_rl_lightning.rewards.math.structure import Atom, Group, parse_answer
 from sparse_rl_lightning.rewards.math.values import readable, same_expression
@@ -297,7 +298,14 @@ def test_parts_of_an_answer() -> None:
     assert parse_answer("(1,234)") == Group("()", (Atom("1"), Atom("234")))
     assert parse_answer("a<b") == parse_answer("b>a") == Group("<", (Atom("a"), Atom("b")))
     assert parse_answer(r"\{x|x>0\}") == Group("<", (Atom("0"), Atom("x")))
+    assert parse_answer(r"\{x|x>0,x<5\}") == Atom(r"\{x|x>0,x<5\}")  # of one rule only
     assert parse_answer("(x+1)(x-2)") == Atom("(x+1)(x-2)")
+
+
+def test_a_few_parts_are_left_to_math_verify() -> None:
+    for count, verdict in ((MAX_PAIRS, None), (MAX_PAIRS + 1, False)):
+        answer, gold = (",".join(rf"\int_0^1 {name}^{n} d{name}" for n in range(count)) for name in "xy")
+        assert Comparison().same(f"({answer})", f"({gold})") is verdict
 
 
 def test_a_tolerance_is_relative_and_spares_whole_numbers() -> None:

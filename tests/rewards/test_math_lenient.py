@@ -20,6 +20,7 @@ LENIENT = [  # refused by strict
     # the last side of a chain
     (r"5\times3\times12=180", "180"),
     (r"x+y=2+3=5", "5"),
+    ("60+120=x=180", "180"),
     (r"|z|=5", "5"),
     (r"\frac{1}{2}\cdot 6=3", "3"),
     (r"\log_2 A=\frac{1}{2}", "0.5"),

@@ -77,6 +77,7 @@ RIGHT = [
     ("5 meters per second", r"5\text{ m/s}"),
     (r"12\text{ square units}", "12 square units"),
     (r"5\text{ apples}", r"5\text{ apple}"),
+    (r"5\text{ eggs}", r"5\text{ egg}"),
     (r"1950^\circ C", "1950"),
     (r"1950^{\circ} \mathrm{C}", "1950°C"),
     (r"0.003^{\prime \prime}", "0.003"),

@@ -118,6 +118,23 @@ def test_logits_are_found_at_the_next_look(
     assert torch.equal(sampler.generate(PROMPTS, params).sequences, whole.sequences)
 
 
+def test_slots_saved_before_they_broke_go_on() -> None:
+    policy, params = sharp(), SamplingParams(max_completion_length=9, seed=1)
+    session = RolloutSession(RolloutSampler(policy, num_slots=2), params, 22)
+    session.add(PROMPTS, range(2))
+    session.advance(max_steps=2)
+    saved, cache = session.state(), session.engine.cache
+    poison = Poison(policy, int(cache.tokens[1, cache.seen[1]]))
+    with pytest.raises(ValueError, match=r"\{1: 3\}"):
+        session.advance()
+    poison.remove()
+    session.load_state(saved)
+    session.advance()
+    assert torch.equal(
+        session.take(session.complete).sequences, RolloutSampler(policy).generate(PROMPTS, params).sequences
+    )
+
+
 def test_a_prompt_spoils_its_own_samples_only() -> None:
     policy = sharp()
     Poison(policy, PROMPTS[1][-1])

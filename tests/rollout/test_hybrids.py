@@ -192,6 +192,16 @@ def test_states_stand_in_the_plan_and_go_with_the_pool() -> None:
         RolloutSampler(model, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, PARAMS)
 
 
+def test_a_parked_prompt_is_counted_with_its_states() -> None:
+    model = family("qwen3_5_text")
+    sizes = CacheGeometry.of(model).linear
+    assert sizes is not None
+    params = SamplingParams(num_generations=3, max_completion_length=2)
+    few, many = (RolloutSampler(model, FullKV(), slots).generate([PROMPTS[3]], params).kv for slots in (2, 3))
+    entries = 2 * 2 * 2 * 256 * 4 * len(PROMPTS[3])  # full layers, KV heads, key and value, head dimension, bytes
+    assert few.prefill_peak_bytes - many.prefill_peak_bytes == entries + sizes.nbytes
+
+
 def test_a_decoder_that_is_kept_holds_no_states() -> None:
     sampler = RolloutSampler(family("qwen3_5_text"), SnapKV(**SMALL), 4)
     sampler.generate(PROMPTS, PARAMS)

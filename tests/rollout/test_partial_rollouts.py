@@ -239,6 +239,8 @@ def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, c
     told = [record.getMessage() for record in caplog.records if "unfinished sequences" in record.getMessage()]
     assert any(message.endswith("MiB (store).") for message in told)
     assert any(message.endswith("MiB (restart).") for message in told)
+    left = stored.generator.partial.num_unfinished
+    assert f"{left} unfinished sequences of partial rollouts were not trained." in told
     assert large["session"]["slots"]
     assert small["session"]["slots"] == {}
     assert small["rows"] == large["rows"] == stored.generator.partial.rows

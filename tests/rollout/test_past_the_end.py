@@ -63,6 +63,25 @@ def test_looking_seldom_refuses_what_looking_always_refuses(
     assert 0 < sum(found) < len(found), "the case is not what it should be"
 
 
+def test_a_conversation_without_room_is_not_compressed_again() -> None:
+    """The first compression is due where the last token by length has been drawn."""
+
+    class Picky(SnapKV):
+        """Bears prompts alone."""
+
+        def score(self, layer: LayerState) -> Tensor:
+            if bool((layer.positions.masked_fill(~layer.valid, 0) >= 40).any()):
+                raise IndexError("drawn")
+            return super().score(layer)
+
+    sampler, length = RolloutSampler(policy(None), Picky(**SIZES), num_slots=1), SIZES["buffer"] + 1
+    session = RolloutSession(sampler, SamplingParams(max_completion_length=length), 40, turns=True)
+    session.add([[30] * 40], range(1))
+    session.advance()
+    session.finish(0)
+    assert session.take([0]).completion_lengths.tolist() == [length]
+
+
 def test_whatever_a_compressor_raises_is_looked_into_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Picky(SnapKV):
         """Bears the end token nowhere."""

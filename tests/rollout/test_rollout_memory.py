@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
+from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, free_bytes, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, VersionedLogs
 from sparse_rl_lightning.testing import tiny_model
@@ -198,6 +199,17 @@ def test_memory_in_reserve_counts_as_free(gpu: RealGPU) -> None:
         del block  # torch keeps it in reserve
         assert before - held >= 2**28
         assert free_bytes("cuda") - held >= 2**28
+
+
+def test_rollouts_in_turn_stay_below_their_limit() -> None:
+    """Many short sequences, and long ones: slots for both would be as many as the one and as long as the other."""
+    sampler = RolloutSampler(tiny_model(), SnapKV(budget=60, buffer=10), memory_limit=2**18)
+    counts = []
+    for length in (5, 75) * 2:
+        sampler.generate([[3, 4]], SamplingParams(num_generations=16, max_completion_length=length))
+        assert allocated(attributes(sampler.cache), vars(sampler._engine.logs)) <= 2**18
+        counts.append(sampler.cache.size.num_slots)
+    assert counts[0] > counts[1]
 
 
 def test_why_says_the_numbers() -> None:

@@ -48,16 +48,26 @@ def test_the_old_pool_is_free_before_the_new_one_is_made(monkeypatch: pytest.Mon
     assert alive == [False]
 
 
-def test_training_and_validation_in_turn_keep_pool_and_weights() -> None:
+@pytest.mark.parametrize("validates_first", [False, True])
+def test_training_and_validation_in_turn_keep_pool_and_weights(validates_first: bool) -> None:
     sampler = RolloutSampler(model(), SnapKV(**SMALL))
     train, validate = PARAMS, SamplingParams(max_completion_length=60, temperature=0)
-    sampler.generate(PROMPTS, train)
-    sampler.generate(PROMPTS[:2], validate)
+    turns = [(PROMPTS, train), (PROMPTS[:2], validate)][:: -1 if validates_first else 1]
+    for prompts, params in turns:
+        sampler.generate(prompts, params)
     pool, decoder = sampler.cache, sampler._engine.decoder
-    for params, prompts in ((train, PROMPTS), (validate, PROMPTS[:2])) * 2:
+    for prompts, params in turns * 2:
         sampler.generate(prompts, params)
         assert sampler.cache is pool
         assert sampler._engine.decoder is decoder
+
+
+def test_a_lowered_budget_holds_in_slots_that_were_larger() -> None:
+    policy, compressor = model(), SnapKV(**SMALL, compress_prompt=False)
+    sampler = RolloutSampler(policy, compressor)
+    for steps in (2, 0):
+        compressor.raise_budget(steps)
+        assert_same(sampler.generate(PROMPTS, PARAMS), RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS))
 
 
 def test_one_sampler_serves_all_compressors_and_precisions() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.cache.chunks import Chunk
 from sparse_rl_lightning.compressors import (
     CUR,
     H2O,
@@ -32,6 +34,9 @@ from sparse_rl_lightning.metrics.rollout import repetition_rates
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout.engine import scheduler
+from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.given import read_chunks
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, family
@@ -124,10 +129,19 @@ def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Comp
 
 
 @pytest.mark.parametrize("options", [{"max_prefill_tokens": 7}, {"kv_dtype": "bfloat16"}], ids=str)
-def test_long_texts_are_cut_and_stored_as_the_cache_stores(options: dict[str, Any]) -> None:
-    model, compressor = small_model(), SnapKV(**SMALL)
+def test_long_texts_are_cut_and_stored_as_the_cache_stores(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compressor, counts = small_model(), SnapKV(**SMALL), list[int]()
+
+    def read(engine: Engine, chunks: list[Chunk]) -> Tensor:
+        counts.append(sum(chunk.count for chunk in chunks))
+        return read_chunks(engine, chunks)
+
+    monkeypatch.setattr(scheduler, "read_chunks", read)
     rollout = converse(model, compressor, **options)
     if "kv_dtype" not in options:
+        assert max(counts) == 7
         check_exact(model, compressor, rollout)
         assert torch.equal(rollout.sequences, converse(model, compressor).sequences)
     else:  # replay attends in float32: rounding, and nothing else

@@ -186,8 +186,9 @@ def test_memory_is_that_of_both_kinds_of_layers(name: str, kv_dtype: torch.dtype
     assert rollout.kv.full_peak_bytes == plan.num_slots * 2 * entry * (full * 70 + slides * W)
 
 
-def test_what_is_stored_and_read_is_counted_in_all_layers() -> None:
-    model, params = mixed(3), SamplingParams(max_completion_length=30, seed=2, num_generations=2)
+@pytest.mark.parametrize("longest", [3, 30])
+def test_what_is_stored_and_read_is_counted_in_all_layers(longest: int) -> None:
+    model, params = mixed(3), SamplingParams(max_completion_length=longest, seed=2, num_generations=2)
     rollout = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, params)
     death, kv = rollout.evictions.death, rollout.kv
     for row, prompt in enumerate(rollout.prompt_lengths.tolist()):
