@@ -116,6 +116,16 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / "model.safetensors")
 
 
+def added_token(folder: Path) -> None:
+    """A tokenizer with a token more than the model has embeddings."""
+    file = folder / "tokenizer.json"
+    found = json.loads(file.read_text())
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    size = len(found["model"]["vocab"])
+    found["added_tokens"].append({"id": size, "content": "<step>", "special": True, **options})
+    file.write_text(json.dumps(found))
+
+
 WEIGHTS = [
     Case("without one weight", f"1 weights are missing, 0 of another shape and 0 unknown, there is no '{LAYER}'", 1,
          policy=weights(lambda state: state.pop(LAYER))),
@@ -141,7 +151,13 @@ WEIGHTS = [
          policy=raw(lambda b: b"\xff" * 8 + b[8:])),
     Case("a header that claims 100 MB", "pol/model.safetensors is cut off or no safetensors file", 1, slow=True,
          policy=raw(lambda b: (10**8).to_bytes(8, "little") + b[8:])),
-    Case("pickled weights only", "Error no file named model.safetensors found", 1, policy=only_pickles),
+    Case("pickled weights only", "Its weights are pickles (pytorch_model.bin)", 1, policy=only_pickles),
+    Case("GGUF only", "Its weights are GGUF (model.gguf), which is not read", 1,
+         policy=lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf")),
+    Case("an adapter only", "holds an adapter (adapter_config.json) and no model", 1,
+         policy=lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
+    Case("a token that the embeddings do not hold, in a prompt", "model.resize_token_embeddings(len(tokenizer))", 1,
+         policy=added_token, rows='{"prompt": "<step>", "answer": "1"}\n' * 8, data={}),
     Case("a pipe in place of the weights", "it is a pipe, a socket or a device, not a file", 1, policy=fifo),
     Case("an index of files outside of the folder", "No such file or directory: ./pol/../../x.safetensors", 1,
          policy=index({"a": "../../x.safetensors"})),
