@@ -47,8 +47,8 @@ OTHERS = (
     "collections|concurrent|contextlib|functools|pathlib|abc"
 )
 nitpick_ignore_regex = [
-    ("py:class", rf"({OTHERS})\..*"),
-    ("py:class", r"ArgsType|LightningCLI|Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
+    ("py:class", rf"({OTHERS})\..*|ArgsType|LightningCLI"),
+    ("py:class", r"Tensor|nn\.Module|PreTrainedModel|Callback|Axes|AxesImage|[a-z.]*(list|tuple|dict|Mapping)\[.*"),
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
     ("py:obj", r"typing\.Literal\[.*"),
     # what parts hand over, and bases
