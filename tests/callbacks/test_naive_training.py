@@ -16,7 +16,7 @@ from sparse_rl_lightning.callbacks import (
     SparsityAwareRejection,
     StepGuard,
 )
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.corrections.naive import naive_warning
 from sparse_rl_lightning.compressors import Drawn, FullKV, SnapKV
 from sparse_rl_lightning.modules import LearnedEvictionGRPO, ReplayGRPO
@@ -29,6 +29,13 @@ class Own(RolloutCallback):
 
     def correct(self, trainer: Any, module: Any, part: Any) -> None:
         part.weights = None
+
+
+class Repeats(RolloutCallback):
+    """Warns of every rollout in the same words."""
+
+    def on_rollout_drawn(self, trainer: Any, module: Any, scored: Any) -> None:
+        warn_of_run(trainer, "the same words")
 
 
 def warned(callbacks: list[Any], **options: Any) -> str:
@@ -87,5 +94,6 @@ def test_record_of_a_run_has_it_once(tmp_path: Any) -> None:
     path = tmp_path / "a.ckpt"
     fit(module(), 1, [summary]).save_checkpoint(path)
     again = RunSummary(num_problems=0, folder=tmp_path)
-    fit(module(), 2, [again], ckpt_path=path)
-    assert ["naive" in one["text"] for one in again.record.warnings] == [True]
+    fit(module(), 3, [again, Repeats()], ckpt_path=path)
+    assert ["naive" in one["text"] for one in again.record.warnings] == [True, False, False]
+    assert [one["rollout"] for one in again.record.warnings] == [0, 1, 2], "what is said of two rollouts is kept twice"

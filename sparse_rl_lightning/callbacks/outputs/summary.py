@@ -133,8 +133,8 @@ class RunSummary(RolloutCallback):
         self.worst.see(scored, module.generator.tokenizer)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
-        """Store the warning with its rollout; a resumed run may give one of its start again."""
-        if all(one["text"] != text for one in self.record.warnings):
+        """Store the warning with its rollout; one of the start, which a resumed run gives again, is stored once."""
+        if self._is_open or all(one["text"] != text for one in self.record.warnings):
             self.record.warnings.append({"rollout": self._rollout, "text": text})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
