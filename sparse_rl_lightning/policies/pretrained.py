@@ -45,7 +45,7 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
-            for file in Path(path).glob("*"):  # of a folder
+            for file in filter(Path.exists, Path(path).glob("*")):  # a link that leads nowhere may be needed by nobody
                 check_regular(file)
             options = check_plain(path)
             _check_generation_config(path)
@@ -64,12 +64,13 @@ def load_pretrained(
     model, found = loaded
     _check_whole(found, where)
     check_finite(model.named_parameters(), where)
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+    vocabulary = tokenizer.get_vocab()
+    if not vocabulary.keys() - set(tokenizer.all_special_tokens):
         raise UserError(
             f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
         )
     size = len(model.get_input_embeddings().weight)
-    if beyond := [token for token, number in tokenizer.get_vocab().items() if number >= size]:
+    if beyond := [token for token, number in vocabulary.items() if number >= size]:
         warnings.warn(
             f"{where} has a tokenizer with {len(beyond)} tokens beyond the model's {size} embeddings, such as "
             f"{beyond[0]!r}: a prompt with one is refused. model.resize_token_embeddings(len(tokenizer)) makes room.",

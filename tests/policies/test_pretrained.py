@@ -35,6 +35,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_link_that_leads_nowhere_and_nobody_reads_is_left_alone(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "pol")
+    (tmp_path / "pol" / "README.md").symlink_to("gone")
+    PretrainedPolicy(str(tmp_path / "pol")).load()
+
+
 REFUSED = [case for cases in (WEIGHTS, SETTINGS, TOKENIZERS) for case in cases if case.status and case.rows is None]
 
 
