@@ -23,7 +23,6 @@ MOST_NODES = 100_000
 MOST_LEVELS = 100
 """Largest depth of nesting."""
 
-
 MOST_DIGITS = 300
 """Largest number of digits of a whole number: a float holds 308."""
 

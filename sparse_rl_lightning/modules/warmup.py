@@ -154,7 +154,9 @@ class SupervisedWarmup(PolicyModule):
                 part = tokenizer(text, add_special_tokens=False)["input_ids"]
                 whole += part
                 wanted += [-100] * len(part) if is_given else part
-            check_tokens(whole, int(self.policy.config.vocab_size), f"the row with {row['prompt']!r:.40}")
+            check_tokens(
+                [max(whole, default=0)], int(self.policy.config.vocab_size), f"the row with {row['prompt']!r:.40}"
+            )
             ids.append(torch.tensor([*whole, self._end]))
             targets.append(torch.tensor([*wanted, self._end]))
         pad = torch.nn.utils.rnn.pad_sequence

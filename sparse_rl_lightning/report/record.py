@@ -52,7 +52,8 @@ class RunRecord:
 
     def median(self, key: str) -> float | None:
         """The median over the rollouts that have it, None if none has: of what one rollout can dominate."""
-        return statistics.median(self._known(key)) if self._known(key) else None
+        values = self._known(key)
+        return statistics.median(values) if values else None
 
     def maximum(self, key: str) -> float | None:
         """The largest value over the rollouts, None if none has one."""

@@ -193,3 +193,9 @@ def test_a_base_that_never_ends_is_refused(place: str, folder: Path) -> None:
     (folder / "own.yaml").write_text(f"base: {place}\n")
     with pytest.raises(UnusableYAML, match="it is a pipe, a socket or a device, not a file"):
         read_file(folder / "own.yaml")
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    assert read("x: " + "9" * 300) == {"x": int("9" * 300)}
+    with pytest.raises(UnusableYAML, match=r"a number has 301 digits, more than 300 \(line 2\)"):
+        read("y: 1\nx: " + "9" * 301)

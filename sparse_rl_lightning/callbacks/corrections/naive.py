@@ -7,8 +7,6 @@ from typing import Any
 from sparse_rl_lightning.callbacks.calls import rollout_callbacks
 from sparse_rl_lightning.rollout.generator import Generator
 
-CORRECT = "SparsityAwareRejection and ImportanceReweighting with clip_max=1.5"
-
 
 def naive_training(sampling: str, *cures: str) -> str:
     """The warning, with what to do about it."""
@@ -20,13 +18,13 @@ def naive_training(sampling: str, *cures: str) -> str:
 
 def naive_warning(module: Any) -> str:
     """The warning, empty if a module does not roll out, sees the whole cache, or something accounts for the rest."""
-    generator, replay = getattr(module, "generator", None), "ReplayGRPO"
+    generator = getattr(module, "generator", None)
     if not isinstance(generator, Generator) or not generator.is_sparse or module.learns_as_sampled:
         return ""
     if any(callback.corrects for callback in rollout_callbacks(module)):
         return ""
-    correct = f"{CORRECT} in trainer.callbacks"
+    correct = "SparsityAwareRejection and ImportanceReweighting with clip_max=1.5 in trainer.callbacks"
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
     learned = "LearnedEvictionGRPO with Drawn around the compressor"
-    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, replay, learned)
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, "ReplayGRPO", learned)

@@ -51,8 +51,9 @@ class Preemption(Callback):
             trainer.save_checkpoint(path)
             if save_failed(trainer):
                 rank_zero_warn(
-                    f"Stopped on {name} after optimizer step {trainer.global_step}, which could not be saved. Make "
-                    f"room on the disk; --ckpt_path=last then goes on with the checkpoint before it, if any ({path})."
+                    f"Stopped on {name} after optimizer step {trainer.global_step}, which could not be saved: the "
+                    "warning above says why. --ckpt_path=last then goes on with the checkpoint before it, if any "
+                    f"({path})."
                 )
                 raise AgreedExit(STATUS)
             rank_zero_info(
