@@ -18,6 +18,13 @@ class UserError(ValueError):
     """
 
 
+class FileError(OSError, UserError):
+    """A path that holds no file that can be read; an OSError too, for those who go on without it."""
+
+    def __str__(self) -> str:
+        return f"{self.filename!r}: {self.strerror}"
+
+
 def check_number(
     name: str,
     value: object,

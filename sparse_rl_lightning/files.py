@@ -14,10 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import FileError, UserError
 
 LONGEST_NAME = 120
 """Number of characters that :func:`file_name` leaves alone; file systems allow 255 bytes, and suffixes follow."""
+LARGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of this machine's memory: no larger file is read whole."""
 
 
 def file_name(text: str) -> str:
@@ -37,31 +39,32 @@ def file_name(text: str) -> str:
     return f"{harmless or 'name'}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
-def whole_file(path: str | Path, most: int | None = None) -> bytes:
+def whole_file(path: str | Path, most: int = LARGEST) -> bytes:
     """The content of a regular file: a link may lead to a device that never ends, a pipe keeps its reader waiting.
 
     Args:
         path: File, or a link to one.
-        most: Largest number of bytes to read, None for any.
+        most: Largest number of bytes to read.
 
     Raises:
         OSError: If it cannot be read, is no regular file, or is larger.
     """
-    check_regular(path)
-    if most is not None and os.stat(path).st_size > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+    check_regular(path, most)
     return Path(path).read_bytes()
 
 
-def check_regular(path: str | Path) -> None:
-    """Refuse a pipe, a socket or a device in place of a file, before anything opens it.
+def check_regular(path: str | Path, most: int | None = None) -> None:
+    """Refuse a pipe, a socket or a device in place of a file, or a file of more bytes, before anything opens it.
 
     Raises:
         OSError: If it is one, or cannot be found.
     """
-    mode = os.stat(path).st_mode
+    found = os.stat(path)
+    mode = found.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an error by itself
-        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
+        raise FileError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
+    if most is not None and found.st_size > most:
+        raise FileError(errno.EINVAL, f"it is larger than {most:,} bytes", str(path))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -178,7 +181,7 @@ def make_empty(path: Path) -> None:
 def append(path: Path, text: str) -> None:
     """Append text to a file, all of it or nothing, creating the file and its folder if needed; not through a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     with os.fdopen(descriptor, "ab", buffering=0) as file:
         size = os.fstat(descriptor).st_size
         left = memoryview(text.encode("utf-8", "backslashreplace"))

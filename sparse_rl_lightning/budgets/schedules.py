@@ -22,7 +22,7 @@ import yaml
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.files import output_file, whole_file, write_whole
 
 DATA = "published_schedules.json"
 GROWTH_OF_ONE = Fraction(5, 4)  # factor that raises a schedule with a single budget
@@ -87,7 +87,7 @@ class LengthSchedule:
         if not Path(path).is_file():
             raise UserError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
         try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            found = yaml.safe_load(whole_file(path, 2**24))
         except yaml.YAMLError as error:
             raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
         if isinstance(found, dict):
@@ -105,7 +105,7 @@ class LengthSchedule:
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
-        write_whole(Path(path), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
+        write_whole(output_file(path, "path"), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
 
     # ---------------------------------------------------------------- reading it
 

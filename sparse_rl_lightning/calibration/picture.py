@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_rl_lightning.calibration.table import Cell
-from sparse_rl_lightning.files import write_files
+from sparse_rl_lightning.files import output_file, write_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def draw(found: Calibration, path: Path, title: str = "") -> None:
     if title:
         figure.suptitle(title)
     kind = Path(path).suffix.removeprefix(".") or "png"
-    write_files({Path(path): lambda new: figure.savefig(new, dpi=130, format=kind)})
+    write_files({output_file(path, "path"): lambda new: figure.savefig(new, dpi=130, format=kind)})
 
 
 def _tails(ax: Axes, found: Calibration) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
 from sparse_rl_lightning.policies.windows import layer_windows
@@ -102,8 +103,12 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
+    try:
+        lines = whole_file(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text in UTF-8: {error}.") from error
     texts = []
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.files import output_file, whole_file, write_whole
 from sparse_rl_lightning.policies.windows import LINEAR, layer_windows
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -99,7 +99,7 @@ class Hardware:
         if not Path(path).is_file():
             raise UserError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = json.loads(whole_file(path, 2**24))
             return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
         except (ValueError, KeyError, TypeError) as error:
             names = ", ".join(f.name for f in fields(cls))
@@ -107,7 +107,7 @@ class Hardware:
 
     def save(self, path: str | Path, **notes: str) -> None:
         """Write a JSON file, with notes on the origin of the numbers."""
-        write_whole(Path(path), json.dumps({**asdict(self), **notes}, indent=2) + "\n")
+        write_whole(output_file(path, "path"), json.dumps({**asdict(self), **notes}, indent=2) + "\n")
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12)

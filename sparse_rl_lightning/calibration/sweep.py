@@ -21,7 +21,7 @@ from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_files, write_whole
+from sparse_rl_lightning.files import whole_file, write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -87,7 +87,10 @@ class Sweep:
         if not path.exists():
             write_whole(path, json.dumps(own, indent=2) + "\n")
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found = dict(json.loads(whole_file(path, 2**24)))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged: {error}. Choose another folder, or remove this one.") from error
         other = [name for name in own if found.get(name) != own[name]]
         if other:
             raise UserError(

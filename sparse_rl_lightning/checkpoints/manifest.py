@@ -13,6 +13,7 @@ from typing import Any
 
 from sparse_rl_lightning.checkpoints.files import write_durably
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import check_regular, whole_file
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
@@ -20,6 +21,7 @@ KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -39,7 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         f"model.policy. If it is your own from another account, set {KEY_VARIABLE} to that account's key file."
     )
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads(whole_file(folder / NAME, 2**30))
         body, signature = str(content["body"]), str(content["signature"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
@@ -83,4 +85,4 @@ def _key() -> bytes:
                 os.link(own, path)
         finally:
             own.unlink()
-    return path.read_bytes()
+    return whole_file(path, 2**20)

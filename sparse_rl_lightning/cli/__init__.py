@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pkgutil
 import sys
+import traceback
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli.commands import COMMANDS, Command
+from sparse_rl_lightning.cli.options import Parser
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.text import say
 
@@ -38,6 +40,7 @@ def console() -> None:
 
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
     """
+    sys.excepthook = _traceback
     given = sys.argv[1:]
     name = next((word for word in given if word in COMMANDS or word in {*HELP, "--version"}), "")
     command = COMMANDS.get(name)
@@ -60,6 +63,11 @@ def console() -> None:
         sys.exit(1)
 
 
+def _traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Print a traceback; its error may quote what a model wrote."""
+    say("".join(traceback.format_exception(kind, error, where)).rstrip(), sys.stderr)
+
+
 def _run(command: Command, arguments: list[str]) -> None:
     if command.home is None:
         from sparse_rl_lightning.cli.launch import follow_launcher
@@ -77,7 +85,7 @@ def _run(command: Command, arguments: list[str]) -> None:
 
 def _overview(flag: str, given: list[str]) -> NoReturn:
     """Answer ``--help`` or ``--version``; without one of them say which commands there are."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="sparse-rl", allow_abbrev=False, usage="%(prog)s COMMAND [...]",
         description="Reinforcement learning of language models on rollouts with an evicted KV cache.",
         epilog="`sparse-rl COMMAND --help` shows the options of a command.",

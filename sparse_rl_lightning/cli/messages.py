@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -18,7 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
-from sparse_rl_lightning.cli.yaml_files import MODE
+from sparse_rl_lightning.cli.yaml_files import MODE, yaml_text
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.text import visible
 
@@ -46,7 +49,18 @@ class ClearParser(LightningArgumentParser):
         """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
-        return super().parse_args(args, *rest, **kwargs)
+        for word in args or ():
+            _check_pipe(word)
+        try:
+            return super().parse_args(args, *rest, **kwargs)
+        except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class
+            raise UserError(f"{' '.join(args or ())}: a file that is named here is no YAML. {error!r}") from error
+
+    def parse_path(self, path: Any, *rest: Any, **kwargs: Any) -> Any:
+        """As the parser's, but for a file that is endless, or no text."""
+        if os.path.isfile(path):
+            yaml_text(path)
+        return super().parse_path(path, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""
@@ -71,6 +85,19 @@ class ClearParser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
+
+
+def _check_pipe(word: str) -> None:
+    """Refuse a named pipe as a value: its reader waits for a writer. What a shell makes of ``<(...)`` has one.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    value, is_pipe = word.partition("=")[2] or word, False
+    with suppress(OSError, ValueError):  # too long for a path, or with a null character
+        is_pipe = Path(value).is_fifo() and not value.startswith("/dev/fd/")
+    if is_pipe:
+        raise UserError(f"{word!r} names a pipe, and nobody may be writing to it. Give a file.")
 
 
 def _check_schedule(given: Any) -> None:

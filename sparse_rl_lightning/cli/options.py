@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+from sparse_rl_lightning.text import visible
 
 ONE, SEVERAL = "report.html", "comparison.html"
 """Pages that ``sparse-rl report`` writes, of one run and of several."""
 
 
-def benchmark() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that quotes nothing in its errors which could take over a terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with a usage error."""
+        super().error(visible(message))
+
+
+def benchmark() -> Parser:
     """Options of ``sparse-rl benchmark``."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="sparse-rl benchmark", allow_abbrev=False,
         description="Compressors side by side on one policy: tail of the acceptance, agreement, accuracy, cost and "
         "exactness of replay, beside random eviction that keeps the prompt and the full cache. Run it again to go on "
@@ -42,9 +53,9 @@ def benchmark() -> argparse.ArgumentParser:
     return command
 
 
-def report() -> argparse.ArgumentParser:
+def report() -> Parser:
     """Options of ``sparse-rl report``."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="sparse-rl report",
         description="Write the page of a run, finished or not, or one page that compares several runs.",
         allow_abbrev=False,
@@ -54,15 +65,15 @@ def report() -> argparse.ArgumentParser:
     return made
 
 
-def doctor() -> argparse.ArgumentParser:
+def doctor() -> Parser:
     """Options of ``sparse-rl doctor``: none but ``--help``."""
     words = "Say which kernels run here, on the CPU and on GPUs, what is missing, and what to do about it."
-    return argparse.ArgumentParser(prog="sparse-rl doctor", allow_abbrev=False, description=words)
+    return Parser(prog="sparse-rl doctor", allow_abbrev=False, description=words)
 
 
-def plan(proposes: bool = True) -> argparse.ArgumentParser:
+def plan(proposes: bool = True) -> Parser:
     """Options of ``sparse-rl plan``: of proposing a configuration, or of predicting one."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="sparse-rl plan", allow_abbrev=False,
         usage="%(prog)s --config FILE [--card NAME] [--memory SIZE] [--prompt TOKENS] [overrides]\n       "
         "%(prog)s --model NAME --length TOKENS [--card NAME] [--memory SIZE] [--output FILE] [--overwrite]",
@@ -83,9 +94,9 @@ def plan(proposes: bool = True) -> argparse.ArgumentParser:
     return made
 
 
-def record() -> argparse.ArgumentParser:
+def record() -> Parser:
     """Options of ``sparse-rl record``."""
-    made = argparse.ArgumentParser(prog="sparse-rl record", allow_abbrev=False)
+    made = Parser(prog="sparse-rl record", allow_abbrev=False)
     commands = made.add_subparsers(required=True, dest="command")
     words = "replay a record, and say whether its log-probabilities are those of the replay"
     check = commands.add_parser("check", help=words, description=words, allow_abbrev=False)

@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import get_loader, set_loader
 
 from sparse_rl_lightning.cli.classes import argument_names
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import whole_file
 
 MODE = "yaml without doubles"
@@ -51,7 +52,20 @@ def read(text: str, path: str | Path = "") -> Any:
 
 def read_file(path: str | Path) -> Any:
     """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
-    return _read(whole_file(path, LARGEST_FILE).decode(), Path(path), (), [])
+    return _read(yaml_text(path), Path(path), (), [])
+
+
+def yaml_text(path: str | Path) -> str:
+    """The text of a configuration.
+
+    Raises:
+        OSError: If it cannot be read, is no regular file, or is larger than a configuration can be.
+        ValueError: If it is not UTF-8.
+    """
+    try:
+        return whole_file(path, LARGEST_FILE).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{str(path)!r} is not a text in UTF-8: {error.reason}.") from error
 
 
 set_loader(MODE, read, (yaml.YAMLError,))
@@ -92,7 +106,7 @@ def _base(path: Path, name: str, overlays: tuple[Path, ...], opened: list[Path])
     if len(opened) > MOST_BASES:
         raise UnusableYAML(f"base: {name!r} is more than the {MOST_BASES}th file below it. Name each base once.")
     try:
-        text = whole_file(path, LARGEST_FILE).decode()
+        text = yaml_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UnusableYAML(

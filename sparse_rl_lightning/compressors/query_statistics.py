@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_files
+from sparse_rl_lightning.files import output_file, write_files
 from sparse_rl_lightning.records import LayerState
 
 COMMAND = "sparse-rl statistics POLICY TEXTS.jsonl"
@@ -98,7 +98,7 @@ class QueryStatistics:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self._tensors.items()}
-        write_files({Path(path).expanduser(): partial(save_file, tensors)})
+        write_files({output_file(path, "path"): partial(save_file, tensors)})
 
     def layer(self, layer: LayerState, owner: str) -> tuple[Tensor, Tensor, Tensor]:
         """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device."""

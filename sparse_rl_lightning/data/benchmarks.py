@@ -19,6 +19,7 @@ from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import is_local, read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
 
@@ -197,7 +198,7 @@ class MathBenchmarks(PromptDataModule):
                 f"({published.num_rows} rows) from data.folder; give its folder, or null for the hub's "
                 f"{published.hub[0]}, or leave {published.name} out of data.benchmarks."
             )
-        is_published = hashlib.sha256(path.read_bytes()).hexdigest() == published.sha256
+        is_published = hashlib.sha256(whole_file(path)).hexdigest() == published.sha256
         if not is_published:
             rank_zero_warn(f"{path} is not the published file: its SHA-256 is not {published.sha256}.")
         return [record for _, record in read_json_lines(str(path))], is_published

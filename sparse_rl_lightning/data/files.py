@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import whole_file
 
 LINE_SUFFIXES = (".jsonl", ".json")
 FILE_SUFFIXES = (*LINE_SUFFIXES, ".csv", ".parquet")
@@ -52,7 +53,7 @@ def read_json_lines(path: str) -> Table:
     Raises:
         ValueError: If a line, or an entry of the array, is not UTF-8 or not a JSON object.
     """
-    content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    content = whole_file(path).removeprefix(b"\xef\xbb\xbf")
     if content.lstrip()[:1] == b"[":
         return [_object(f"{path}, row {number}", row) for number, row in enumerate(_read_array(path, content))]
     rows: Table = []
@@ -108,7 +109,7 @@ def _read_csv(path: str) -> Table:
     """The rows of a CSV file (RFC 4180) with a header; all cells are text."""
     before = csv.field_size_limit(sys.maxsize)  # a solution may have more than 131,072 characters
     try:
-        lines = csv.reader(io.StringIO(Path(path).read_bytes().decode("utf-8-sig"), newline=""), strict=True)
+        lines = csv.reader(io.StringIO(whole_file(path).decode("utf-8-sig"), newline=""), strict=True)
         names = next(lines, [])
         if doubles := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")

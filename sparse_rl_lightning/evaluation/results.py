@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.problems import Problems, problem_numbers, row_number
-from sparse_rl_lightning.files import file_name, own_folder, write_parquet, write_whole
+from sparse_rl_lightning.files import file_name, own_folder, whole_file, write_parquet, write_whole
 from sparse_rl_lightning.metrics import Accuracy, accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -150,7 +150,7 @@ class ResultFolder:
     def load(self, benchmark: str, cache: str) -> BenchmarkResult | None:
         """A finished result, whatever it is of; None if there is none, or it cannot be read."""
         try:
-            stored = json.loads(self._file(benchmark, cache, "json").read_text(encoding="utf-8"))
+            stored = json.loads(whole_file(self._file(benchmark, cache, "json"), 2**30))
             for name in ("accuracy", "lenient"):
                 counts = stored[name]
                 counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}

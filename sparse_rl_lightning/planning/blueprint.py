@@ -16,7 +16,7 @@ from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.lora import LoraPolicy, adapters
-from sparse_rl_lightning.policies.pretrained import check_plain, reason
+from sparse_rl_lightning.policies.pretrained import check_files, check_plain, reason
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
 
 MOST, MOST_LAYERS = 2**24, 1000
@@ -119,6 +119,7 @@ def read_config(path: str) -> PreTrainedConfig:
         return spelled_out(name)
     source = str(folder) if folder.is_dir() else path
     try:
+        check_files(source)
         check_plain(source)
         _check_sizes(PreTrainedConfig.get_config_dict(source)[0], "config.json")
         found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -26,10 +26,12 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import FileError, UserError
 from sparse_rl_lightning.files import check_regular
 from sparse_rl_lightning.policies.admission import WORKS
 
+LARGEST_JSON = 2**30
+"""Bytes of a model's configuration, tokenizer or index of weights."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
 """Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
 
@@ -45,14 +47,15 @@ def load_pretrained(
     where = f"policy: {path!r}"
     with _without_reports():
         try:
-            for file in filter(Path.exists, Path(path).glob("*")):  # a link that leads nowhere may be needed by nobody
-                check_regular(file)
+            check_files(path)
             options = check_plain(path)
             _check_generation_config(path)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True,
                 trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
+        except FileError as error:
+            raise UserError(f"{where} cannot be loaded. {error}") from error
         except UserError as error:
             raise UserError(f"{where} {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
@@ -77,6 +80,16 @@ def load_pretrained(
             stacklevel=2,
         )
     return model, tokenizer
+
+
+def check_files(path: str) -> None:
+    """Refuse a folder with a pipe or a device in it, or with a JSON file of endless length.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for file in filter(Path.exists, Path(path).glob("*")):  # a link that leads nowhere may be needed by nobody
+        check_regular(file, LARGEST_JSON if file.suffix == ".json" else None)
 
 
 def check_plain(path: str) -> dict[str, Any]:

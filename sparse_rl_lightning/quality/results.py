@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.files import whole_file, write_whole
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.text import say
 
@@ -28,7 +28,7 @@ class Results:
         self.path = path
         self.content: dict[str, Any] = {"settings": settings, "lengths": None, "cells": []}
         try:
-            self.content = json.loads(path.read_text("utf-8")) if path.exists() else self.content
+            self.content = json.loads(whole_file(path, 2**30)) if path.exists() else self.content
             other = [name for name in settings if self.content["settings"].get(name) != settings[name]]
             self.cells = {(own["method"], own["budget"]): Cell(**own) for own in self.content["cells"]}
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pkgutil
@@ -62,7 +63,8 @@ def test_every_command_is_in_the_table_and_can_be_run() -> None:
     assert own == set(bare.subcommands())
     for command in COMMANDS.values():
         assert command.home is None or callable(pkgutil.resolve_name(f"sparse_rl_lightning.cli.{command.home}"))
-    parsers = {name for name, value in vars(options).items() if callable(value) and not name.startswith("_")}
+    functions = inspect.getmembers(options, inspect.isfunction)
+    parsers = {name for name, function in functions if function.__module__ == options.__name__}
     assert parsers == {name for name, command in COMMANDS.items() if command.parser}
 
 

@@ -63,6 +63,7 @@ class ExportPolicy(Callback):
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
     """Export beside the folder, then rename. All ranks call this, rank zero writes."""
     is_zero = module.global_rank == 0
+    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
     if is_zero:
         remove(new)

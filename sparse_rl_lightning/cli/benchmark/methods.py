@@ -34,7 +34,7 @@ class Method:
         if not given.endswith((".yaml", ".yml")):
             return cls(given.rpartition(".")[2], _checked_path(given))
         try:
-            read = yaml.safe_load(whole_file(given).decode())
+            read = yaml.safe_load(whole_file(given, 2**24))
             path, arguments = read["class_path"], read.get("init_args") or {}
         except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

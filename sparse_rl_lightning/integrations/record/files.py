@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file, write_whole
+from sparse_rl_lightning.files import output_file, whole_file, write_whole
 from sparse_rl_lightning.integrations.record.format import ARRAYS, NUMBERS, SampledRecord
 
 FORMAT, VERSION = "eviction-record", 1
@@ -22,9 +22,10 @@ def write_record(record: SampledRecord, path: str | Path) -> None:
     """Write a record, complete or not at all.
 
     Raises:
-        OSError: If it cannot be written.
+        ValueError: If ``path`` is a folder, a pipe or a device, or its folder cannot be written.
+        OSError: If it cannot be written, for want of room on the disk.
     """
-    write_whole(Path(path), record_bytes(record))
+    write_whole(output_file(path, "path"), record_bytes(record))
 
 
 def record_bytes(record: SampledRecord) -> bytes:

@@ -18,6 +18,7 @@ from sparse_rl_lightning.integrations.verl.batches import FIELD
 from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
 from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, check_names
 from sparse_rl_lightning.policies.modes import freeze
+from sparse_rl_lightning.policies.pretrained import check_files
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
@@ -40,6 +41,7 @@ class SparseServer:
         self.record: bool = arguments.pop("record")
         model_config = omega_conf_to_dataclass(model_config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_files(model_config.local_path)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model_config.local_path, dtype=self.config.dtype, trust_remote_code=False
         )

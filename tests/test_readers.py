@@ -1,0 +1,162 @@
+"""What a user names to be read is read or refused by name: no pipe is waited for, nothing endless is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.calibration.query_statistics import read_texts
+from sparse_rl_lightning.calibration.shapes import H200, Hardware
+from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest
+from sparse_rl_lightning.checkpoints.reading import check_whole
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.options import Parser
+from sparse_rl_lightning.compressors.learned_score import load_network
+from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
+from sparse_rl_lightning.data.files import read_json_lines, read_table
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.evaluation.results import ResultFolder
+from sparse_rl_lightning.files import append, check_regular, output_file, whole_file
+from sparse_rl_lightning.integrations.record import read_record
+from sparse_rl_lightning.planning.blueprint import read_config
+from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.quality.results import Results
+from sparse_rl_lightning.testing import character_tokenizer
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "schedule.yaml": LengthSchedule.from_file,
+    "hardware.json": Hardware.from_file,
+    "texts.jsonl": lambda path: read_texts(path, character_tokenizer(), 8),
+    "manifest.json": lambda path: read_manifest(path.parent),
+    "method.yaml": lambda path: Method.of(str(path)),
+    "statistics.safetensors": lambda path: QueryStatistics.load(path, "QFilters"),
+    "network.safetensors": lambda path: load_network(str(path)),
+    "record.safetensors": read_record,
+    "rows.jsonl": lambda path: read_json_lines(str(path)),
+    "rows.csv": lambda path: read_table(str(path), None, "train"),
+    "results.json": lambda path: Results(path, {}),
+    "last.ckpt": check_whole,
+    "config.json": lambda path: read_config(str(path.parent)),
+    "tokenizer.json": lambda path: load_pretrained(str(path.parent)),
+    "config.yaml": lambda path: main(["fit", "--config", str(path)]),
+    "overlay.yaml": lambda path: main(["fit", f"--model={path}"]),
+}
+
+
+def endless(path: Path) -> None:
+    """A file of 1 TB, without a block on the disk."""
+    with path.open("wb") as file:
+        file.truncate(10**12)
+
+
+def noise(path: Path) -> None:
+    """Bytes that are no text, no JSON and no archive."""
+    path.write_bytes(bytes(range(128, 256)) * 4)
+
+
+@contextmanager
+def seconds(number: int) -> Iterator[None]:
+    """Raise TimeoutError inside if it takes longer: a reader that waits for a pipe has no end."""
+
+    def end(signal_number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(number)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, endless, noise])
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_is_read_is_refused_by_name(
+    name: str, make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / name)
+    with seconds(60), pytest.raises((UserError, SystemExit)) as caught:
+        READERS[name](tmp_path / name)
+    said = f"{caught.value}{capsys.readouterr().err}"
+    assert name in said or str(tmp_path) in said or '"model"' in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, endless, noise])
+def test_a_result_that_cannot_be_read_is_none(make: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "dense").mkdir()
+    make(tmp_path / "dense" / "math500.json")
+    with seconds(60):
+        assert ResultFolder(tmp_path).load("math500", "dense") is None
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with seconds(10):
+        for use in (digest, whole_file, check_regular, lambda path: append(path, "x")):
+            with pytest.raises(OSError, match="pipe"):
+                use(tmp_path / "pipe")
+
+
+def test_the_message_names_the_file_and_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("12345")
+    with pytest.raises(UserError, match=f"^'{tmp_path}/file': it is larger than 4 bytes$"):
+        whole_file(tmp_path / "file", 4)
+    assert whole_file(tmp_path / "file", 5) == b"12345"
+
+
+def test_what_a_shell_makes_of_a_command_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--config <(envsubst < run.yaml)``: a pipe, and somebody writes to it."""
+    reader, writer = os.pipe()
+    os.write(writer, b"seed_everything: 1234\n")
+    os.close(writer)
+    with seconds(60), pytest.raises(SystemExit):
+        main(["fit", "--config", f"/dev/fd/{reader}", "--model=SparseGRPO", "--print_config"])
+    os.close(reader)
+    assert "seed_everything: 1234" in capsys.readouterr().out
+
+
+def _written(path: Path) -> dict[str, Callable[[Path], Any]]:
+    moments = QueryStatistics(torch.zeros(1, 2, 4), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4))
+    return {
+        "schedule": LengthSchedule([0, 8], [4, 8]).save,
+        "hardware": H200.save,
+        "statistics": moments.save,
+    }
+
+
+@pytest.mark.parametrize("name", ["schedule", "hardware", "statistics"])
+def test_what_a_user_names_is_written_where_a_link_leads(name: str, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "file")
+    save = _written(tmp_path)[name]
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "file").stat().st_size
+    with pytest.raises(UserError, match="is a folder"):
+        save(tmp_path / "disk")
+
+
+def test_an_unknown_option_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Parser(prog="x").parse_args(["--\x1b[2J"])
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert r"\x1b[2J" in said
+
+
+def test_output_file_follows_links_and_refuses_circles(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match="cannot be written"):
+        output_file(tmp_path / "a", "--output")
