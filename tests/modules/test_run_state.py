@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chatter import ENDS, Remembers
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
@@ -20,8 +21,9 @@ from tiny_grpo import ALPHABET, Rows, fit, likes_a, module, weights
 from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
 from sparse_rl_lightning.cli.training.export import load_policy
-from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff
+from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.environments import TurnOptions
 from sparse_rl_lightning.modules import (
     DistillSparse,
     GRPOLoss,
@@ -305,14 +307,27 @@ def test_what_is_applied_is_told_and_what_changes_nothing_is_not(
 # ---------------------------------------------------------------- checkpoints of before
 
 
-@pytest.mark.parametrize("name", ["between", "within", "partial"])
-def test_checkpoints_without_a_description_still_load(name: str, tmp_path: Path) -> None:
-    """Written before there was one: they hold the weights that six steps of the run came to."""
+# in the middle of conversations, too
+TALKING = {
+    "compressor": SnapKV(budget=14, buffer=4, num_sinks=1, window=3), "reward_funcs": None, "environment": Remembers,
+    "sampling": SamplingParams(num_generations=2, max_completion_length=60),
+    "rollout": RolloutOptions(
+        num_slots=3, partial_rollout_steps=6, end_tokens=ENDS,
+        turns=TurnOptions(max_turns=4, max_turn_length=9, timeout=None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("between", {}), ("within", {}), ("partial", PARTIAL), ("conversation", TALKING)]
+)
+def test_checkpoints_of_version_0_1_still_load(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """They hold the weights that six steps of the run came to."""
     path = tmp_path / "last.ckpt"
     path.write_bytes(gzip.decompress((OLD / f"{name}.ckpt.gz").read_bytes()))
     end = torch.load(path, weights_only=True)["sparse_rl_end"]
     policy = TinyPolicy(alphabet=ALPHABET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1)
-    grpo = made(policy=policy, **(PARTIAL if name == "partial" else {}))
+    grpo = made(policy=policy, **options)
     fit(grpo, 6, ckpt_path=path)
     torch.testing.assert_close(weights(grpo), end, rtol=1e-4, atol=1e-5)  # another CPU rounds otherwise
     exported = made(policy=policy)
