@@ -86,7 +86,7 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
 		-p no:cacheprovider -m "not gpu" tests/ops/test_native_attention.py tests/ops/test_native_body.py tests/ops/test_native_pages.py tests/ops/test_native_scores.py \
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
-		tests/ops/test_sinks.py tests/rollout/test_on_gpu.py
+		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
 bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.ops

@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
     ("py:obj", r"typing\.Literal\[.*"),
     # what parts hand over, and bases
     ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|LearnerBytes|MicroBatch)"),
-    ("py:class", r"sparse_rl_lightning\..*\.(ModelSizes|ScoreNetwork|Turn|Wrapped)"),
+    ("py:class", r"sparse_rl_lightning\..*\.(ModelSizes|ScoreNetwork|QKTransform|Wrapped)"),
 ]
 
 linkcheck_timeout = 20

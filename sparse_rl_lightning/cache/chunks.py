@@ -15,8 +15,8 @@ from torch import Tensor
 from sparse_rl_lightning.cache.running_state import Piece, follow_chunk
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.attention import visible_attention
 from sparse_rl_lightning.ops.pools import gather_heads, to_computed, to_stored
-from sparse_rl_lightning.ops.sinks import torch_attention
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def append_chunk(
         last = slice(max(0, count - ring), count)
         cache.queries[layer, slot][:, positions[last] % ring] = query[last].transpose(0, 1)
     # what is stored is what later queries see, so the chunk's own see no other numbers
-    alike = cache.arenas is None  # then the host knows how long all heads are, and does not wait
+    alike = not cache.size.per_head  # then the host knows how long all heads are, and does not wait
     width = chunk.stop - chunk.evicted[layer] if alike else int(pools.lengths[slot].max())
     at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], width)
     keys, values = (to_computed(pool[at], g.query_dtype) for pool in (pools.keys, pools.values))  # (H, N, D)
@@ -69,34 +69,4 @@ def append_chunk(
     if cache.size.has_state:
         piece = Piece(slot, query, keys.transpose(0, 1), values.transpose(0, 1), rows.hidden, rows.sinks)
         follow_chunk(compressor, cache, layer, piece, new, positions, seen, weights)
-    return _attention(query, keys, values, seen, g.scale, rows.sinks).to(rows.query.dtype)
-
-
-def append_to_window(cache: SlotCache, layer: int, window: int, chunk: Chunk, rows: Piece) -> Tensor:
-    """The same in a layer with a sliding window, whose ring then has the sequence's last tokens."""
-    windows, count, device = cache.windows, chunk.count, rows.query.device
-    assert windows is not None
-    g, width = cache.geometry, windows.width
-    held = torch.arange(max(0, chunk.start - width), chunk.start, device=device)  # positions in the ring
-
-    def in_order(ring: Tensor, new: Tensor) -> Tensor:
-        parts = ring[layer, chunk.slot][:, held % width], to_stored(new.transpose(0, 1), ring.dtype)
-        return to_computed(torch.cat(parts, dim=1), g.query_dtype)
-
-    keys, values = in_order(windows.keys, rows.keys), in_order(windows.values, rows.values)
-    at = torch.cat([held, chunk.start + torch.arange(count, device=device)])
-    own = at[-count:, None]
-    seen = ((at <= own) & (at > own - window))[None]
-    out = _attention(rows.query.to(g.query_dtype), keys, values, seen, g.scale, rows.sinks)
-    left = slice(max(0, count - width), count)  # of a long chunk only the last tokens stay
-    places = at[-count:][left] % width
-    windows.store(layer, torch.full_like(places, chunk.slot), places, rows.keys[left], rows.values[left])
-    return out.to(rows.query.dtype)
-
-
-def _attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attention (Q, Hq, D) over keys and values (H, N, D) that queries see: (H, Q, N), or (1, Q, N) for all heads."""
-    group = query.shape[1] // len(keys)
-    keys, values = (t.repeat_interleave(group, dim=0)[None] for t in (keys, values))
-    seen = (seen if len(seen) == 1 else seen.repeat_interleave(group, dim=0))[None]
-    return torch_attention(query.transpose(0, 1)[None], keys, values, seen, scale, sinks)[0].transpose(0, 1)
+    return visible_attention(query, keys, values, seen, g.scale, rows.sinks).to(rows.query.dtype)

@@ -132,7 +132,7 @@ def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> T
     Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU they are left to the way of all
     other compressors, which names the layer.
     """
-    if cache.arenas is not None or not compressor.scores_natively:
+    if cache.size.per_head or not compressor.scores_natively:
         return None
     scores = compressor.score_cached(cache.entries_of(places)).to(torch.float32)
     return None if scores.device.type == "cpu" and bool(scores.isnan().any()) else scores
@@ -185,7 +185,7 @@ class Compression:
         budgets = prompts.counts(heads).clone()
         scores = torch.zeros(len(prompts.lengths), heads, max(prompts.lengths), dtype=torch.float32, device=device)
         # only these are scored; for the others zero scores and a budget of the full length keep everything
-        long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
+        long = [i for i, is_long in enumerate(prompts.is_long) if is_long]
         if c.evicts and long:
             own = [self.trigger.budgets(prompts.lengths[i])[layer] for i in long]
             chosen, limits = upload([long, own], device)
@@ -221,7 +221,7 @@ class Compression:
             cache.compact(ChosenSlots.of(slots, on_device, 0), native, kept, self.compressor, room_there)
             return
         # one read, and only where heads differ in length
-        width = 0 if cache.arenas is None else int(cache.lengths[:, on_device].max())
+        width = int(cache.lengths[:, on_device].max()) if cache.size.per_head else 0
         chosen = ChosenSlots.of(slots, on_device, width, starts if turns else None)
         event = Event(chosen, budgets, budgets_there)
         # all layers are scored before the first entry moves: one op then evicts from all of them

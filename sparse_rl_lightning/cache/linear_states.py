@@ -8,13 +8,14 @@ a slot. The arithmetic is the model's own: what is here says which rows of a pas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.policies.geometry import LinearSizes
 
 Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,8 +40,10 @@ class Recur(Protocol):
 
 
 @dataclass(frozen=True)
-class LinearStates:
+class LinearStates(SlotStorage):
     """The states of all linear layers for a number of places: slots, and one more for rows that pad a batch."""
+
+    purpose, content = "linear attention", ("conv", "recurrent")
 
     conv: Tensor  # (L, P, C, K) inputs of the last K tokens to the convolution
     recurrent: Tensor  # (L, P, H, Dk, Dv), float32
@@ -57,28 +60,24 @@ class LinearStates:
         """Both tensors."""
         return [self.conv, self.recurrent]
 
-    def clear(self, places: Tensor) -> None:
+    def begin(self, places: Tensor) -> None:
         """Begin new sequences in these places (B,)."""
         for tensor in self.tensors:
             tensor.index_fill_(1, places, 0)
 
-    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+    def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy places (B,) to as many others."""
         for tensor in self.tensors:
             tensor[:, destinations] = tensor[:, sources]
 
-    def save(self, place: int) -> dict[str, Tensor]:
+    def save(self, place: int, length: int) -> dict[str, Tensor]:
         """Copy the states of one place, for :meth:`restore`."""
-        return {name: getattr(self, name)[:, place].clone() for name in PARTS}
+        return {name: getattr(self, name)[:, place].clone() for name in self.content}
 
     def restore(self, place: int, content: dict[str, Tensor]) -> None:
         """Fill a place with what :meth:`save` returned."""
-        for name in PARTS:
+        for name in self.content:
             getattr(self, name)[:, place] = content[name]
-
-
-PARTS = tuple(field.name for field in fields(LinearStates))
-"""Names of the tensors, in a saved slot too."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +116,3 @@ class InPieces:
             found.append(run(hidden[:, start : start + count], conv[at], recurrent[at]))
             start += count
         return F.pad(torch.cat(found, dim=1), (0, 0, 0, hidden.shape[1] - start))
-
-
-def each_row(states: LinearStates | None, places: Tensor) -> Recur | None:
-    """The linear layers of a decode step of slots (R,); None if there are none."""
-    return None if states is None else EachRow(states, places)
-
-
-def in_pieces(states: LinearStates | None, pieces: Sequence[tuple[int, int]]) -> Recur | None:
-    """The linear layers of a pass over pieces, each a place and a number of tokens; None if there are none."""
-    return None if states is None else InPieces(states, pieces)

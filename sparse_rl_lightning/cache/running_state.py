@@ -18,8 +18,8 @@ from torch import Tensor
 from sparse_rl_lightning.cache.chosen import as_range
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.ops.attention import entries_share
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads, to_computed, to_stored
-from sparse_rl_lightning.ops.sinks import entries_share
 from sparse_rl_lightning.records import StateUpdate
 
 BLOCK_NUMBERS = {"cpu": 2**19}  # size of a block of a prompt, which stays in a CPU's cache
@@ -150,7 +150,7 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
     pools = cache.layers[layer]
     if cache.state_pool is None:
         return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries[layer], 0), None, None
-    if cache.arenas is None:
+    if not cache.size.per_head:
         return cache.by_slot(cache.state_pool, layer)[own], None, None
     lengths = pools.lengths[own]
     rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))

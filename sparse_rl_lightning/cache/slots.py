@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,17 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
 from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.linear_states import LinearStates
+from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import CachedEntries, KVPools
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 
+StorageKind = TypeVar("StorageKind", bound=SlotStorage)
 _PER_LAYER = ("lengths", "queries", "death", "head_state")
 
 Cuts: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -98,6 +100,11 @@ class PackedPrompts:
     room: list[int]  # (P) tokens that its slot takes afterwards
     state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, if the compressor has any
 
+    @property
+    def is_long(self) -> list[bool]:
+        """Whether each prompt (P) is compressed at its end."""
+        return [length >= limit for length, limit in zip(self.lengths, self.limits, strict=True)]
+
     def counts(self, num_heads: int) -> Tensor:
         """The length (P, H), int32, of every head."""
         return self.borders.diff().to(torch.int32)[:, None].expand(-1, num_heads)
@@ -125,7 +132,6 @@ class SlotCache:
         self.pools = KVPools.ragged(every_head, g.head_dim, g.kv_dtype, device)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
-        self.arenas = Arenas(self.pools) if size.per_head else None
         # running numbers: per entry next to the pools, per head next to the lengths; most compressors have none
         rows, fields = len(self.key_pool), len(size.state_fields)
         self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
@@ -142,7 +148,6 @@ class SlotCache:
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
         self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
         # per sequence, with the row for padding
-        self.linear = None if g.linear is None else LinearStates.allocate(g.linear, slots + 1, device)
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
         self.prompt_lengths = torch.zeros_like(self.seen)
@@ -150,34 +155,45 @@ class SlotCache:
         self.sequence_keys = torch.zeros_like(self.seen)
         # entries of all layers of full attention and heads together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
-        self.windows = WindowCache(g, slots, length, self.pools.errors) if g.window else None
+        self.others: list[SlotStorage] = []
+        if size.per_head:
+            self.others.append(Arenas(self.pools, self.state_pool, self.seen, length))
+        if g.window:
+            self.others.append(WindowCache(g, self.seen, length, self.pools.errors))
+        if g.linear is not None:
+            self.others.append(LinearStates.allocate(g.linear, slots + 1, device))
+
+    def other(self, kind: type[StorageKind]) -> StorageKind | None:
+        """The storage of this kind among the others, None if the model needs none."""
+        return next((other for other in self.others if isinstance(other, kind)), None)
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
         p = self.pools
         places = [p.positions, p.offsets, p.capacities, p.lengths]
         own = [self.tokens, self.seen, self.prompt_lengths, self.prompt_keys, self.sequence_keys, self.held]
-        return {
+        found = {
             "keys and values": [p.keys, p.values],
-            "positions": places if self.arenas is None else [*places, *self.arenas.layout],
+            "positions": places,
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
-            "windows": [] if self.windows is None else self.windows.tensors,
             "queries": [self.queries],
             "the eviction record": [self.death],
-            "linear attention": [] if self.linear is None else self.linear.tensors,
             "attention probabilities": [self._probabilities],
             "tokens and counters": own if p.errors is None else [*own, p.errors],
         }
+        for other in self.others:
+            found[other.purpose] = [*found.get(other.purpose, []), *other.tensors]
+        return found
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values, all capacities times the bytes per entry."""
-        return self.pools.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
+        return self.pools.nbytes + sum(other.pool_bytes for other in self.others)
 
     @property
     def most_read(self) -> int:
         """The most entries of a head that attention may read in a step."""
-        return max([*self.most_entries, 0 if self.windows is None else self.windows.width])
+        return max([*self.most_entries, *(other.most_read for other in self.others)])
 
     @property
     def can_capture(self) -> bool:
@@ -197,7 +213,7 @@ class SlotCache:
 
     def by_layer(self, pool: Tensor, layers: range) -> Tensor:
         """The same of layers of equal size, one after the other: (L', S, H, N, ...)."""
-        assert self.arenas is None
+        assert not self.size.per_head
         size, heads = self.size, self.geometry.num_kv_heads
         # pools are ordered by layer, slot, head; layers may differ in width
         rows, width = size.num_slots * heads, size.entries[layers.start]
@@ -208,7 +224,7 @@ class SlotCache:
     # ---------------------------------------------------------------- one layer, called from attention
 
     def append_and_attend(
-        self, layer: int, slots: Tensor, projected: Tensor, turn: Turn, probs: Tensor | None = None,
+        self, layer: int, slots: Tensor, projected: Tensor, transform: QKTransform, probs: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Append one token per slot, store its query, and attend over the slot's entries, that token included.
@@ -217,7 +233,7 @@ class SlotCache:
             layer: Layer index.
             slots: Slots (R,), int64, -1 for rows that pad the batch.
             projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
-            turn: Norms and angles (R, D) for queries and keys.
+            transform: Norms and angles (R, D) for queries and keys.
             probs: Output (n, Hq, ``most_entries[layer]``) for the probabilities of the first rows, those in use.
             sinks: Learned sinks (Hq) of the layer.
 
@@ -225,9 +241,9 @@ class SlotCache:
             The result (R, Hq, D), zeros in padding.
         """
         g, pools, given = self.geometry, self.layers[layer], projected.dtype
-        projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
+        projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
         # `seen` without the row for padding: ops know padding by slot -1
-        query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *turn)
+        query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *transform)
         return self._attend(layer, slots, query, probs, sinks).to(given)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
@@ -257,15 +273,8 @@ class SlotCache:
         """
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
         slots, lengths = prompts.places, prompts.counts(heads)
-        # heads with budgets of their own get their share of the slot before entries are copied; prompts below their
-        # limit keep the layout of an empty slot, which fits them whole
-        if self.arenas is not None:
-            long = [i for i, length in enumerate(prompts.lengths) if length >= prompts.limits[i]]
-            if long:
-                room = self._room(torch.tensor([prompts.room[i] for i in long], device=device), slots[long])
-                self.arenas.lay_out(
-                    slice(layer, layer + 1), slots[long], (torch.minimum(budgets, lengths)[long] + room)[None]
-                )
+        for other in self.others:
+            other.make_room(layer, slots, prompts.is_long, prompts.room, torch.minimum(budgets, lengths))
         # the staged prompts as pools of their own: head h begins h times the staged rows further on
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
@@ -290,8 +299,6 @@ class SlotCache:
     def begin_step(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens and positions (R,) that these slots feed next."""
         positions = self.seen[places]
-        if self.windows is not None:
-            self.windows.begin_step(self.seen[:-1])
         return self.tokens[places, positions], positions
 
     def end_step(self, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
@@ -329,7 +336,7 @@ class SlotCache:
         # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
         death = self.death[:, slot : slot + 1, :, : end + 1]
         death = torch.where(death <= end, death, NEVER)
-        if self.arenas is not None:  # heads lose what their own budgets say, which the host does not know
+        if self.size.per_head:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
         own = [(length, sum(lost)) for length, lost in cuts if length <= end]  # each of them lost something
         num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
@@ -348,13 +355,11 @@ class SlotCache:
         longest = max(lengths)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         places, counts, keys, tokens = upload([slots, lengths, prompt_keys, padded], self.tokens.device)
-        if self.arenas is not None:
-            self.arenas.reset(places)
+        for other in self.others:
+            other.begin(places)
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
         self.death.index_fill_(1, places, NEVER)
-        if self.linear is not None:
-            self.linear.clear(places)
         self.seen[places] = self.prompt_lengths[places] = counts
         self.sequence_keys[places] = self.prompt_keys[places] = keys
         self.tokens[places, :longest] = tokens
@@ -378,10 +383,8 @@ class SlotCache:
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
             self.death, self.state_pool, held=self.held[:-1],
         )  # fmt: skip
-        # after an eviction heads differ in length: lay them out again, each with room for the tokens until the next one
-        if self.arenas is not None:
-            size = self.lengths[:, chosen.places] + self._room(room, chosen.places)
-            self.arenas.move(chosen.places, size, chosen.width, self.state_pool)
+        for other in self.others:
+            other.compact(chosen.places, room, chosen.width)
 
     def save(self, slot: int, length: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Copy everything that a slot holds after ``length`` tokens, for :meth:`restore`.
@@ -393,16 +396,14 @@ class SlotCache:
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
-        content |= {} if self.linear is None else self.linear.save(slot)
-        content |= {} if self.windows is None else self.windows.save(slot, length)
-        return content | ({} if self.arenas is None else {"room": self.pools.capacities[:, slot].clone()})
+        for other in self.others:
+            content |= other.save(slot, length)
+        return content
 
     def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
         """Fill a slot with the content from :meth:`save`; ``held`` as there."""
-        # the layout first: it determines the rows that the entries go to
-        if self.arenas is not None:
-            chosen = torch.tensor([slot], device=self.key_pool.device)
-            self.arenas.lay_out(slice(None), chosen, content["room"][:, None])
+        for other in self.others:  # first: a layout of heads determines the rows that the entries go to
+            other.restore(slot, content)
         rows = self._live_rows(slot, content["lengths"], held)
         for name, pool in self._entry_pools().items():
             pool[rows] = content[name]
@@ -410,33 +411,25 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
-        if self.linear is not None:
-            self.linear.restore(slot, content)
-        if self.windows is not None:
-            self.windows.restore(slot, content)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
-        if self.arenas is not None:
-            self.arenas.lay_out(slice(None), destinations, self.pools.capacities[:, sources])
-        if self.windows is not None:
-            self.windows.fork(sources, destinations, self.seen[:-1])
+        for other in self.others:
+            other.fork(sources, destinations)
         # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, sources, destinations, self.queries, self.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
-        if self.linear is not None:
-            self.linear.copy(sources, destinations)
 
-    def _room(self, room: Tensor, slots: Tensor) -> Tensor:
-        """The number of entries (B, 1) that a head of each slot (B,) takes before the next compression, or its end."""
-        # a sequence that is never compressed again has endless room (B,), but no more than max_length tokens
-        return torch.minimum(room, self.size.max_length - self.seen[slots])[:, None]
+    def content_bytes(self, content: dict[str, Tensor]) -> int:
+        """Bytes of keys, values and states of a saved slot."""
+        names = ["keys", "values", *(name for other in self.others for name in other.content)]
+        return sum(content[name].nbytes for name in names if name in content)
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
-        if held is None or self.arenas is not None:
+        if held is None or self.size.per_head:
             width = int(lengths.max()) if len(lengths) else 0  # no layers where all have windows
             rows, live = gather_heads(self.pools.offsets[:, slot], lengths, width)
             return rows[live]

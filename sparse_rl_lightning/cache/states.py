@@ -67,7 +67,7 @@ def block_state(cache: SlotCache, layers: range, chosen: ChosenSlots) -> LayerSt
     size, within = cache.size, slice(layers.start, layers.stop)
     lengths = chosen.of_layers(cache.lengths[within])
     # heads of different sizes are not evenly spaced: gather a padded copy; `valid` excludes the padding
-    if cache.arenas is not None:
+    if cache.size.per_head:
         rows, valid = gather_heads(chosen.of_layers(cache.pools.offsets[within]), lengths, chosen.width)
         keys, values, positions = (pool[rows] for pool in (cache.key_pool, cache.pools.values, cache.pools.positions))
         numbers = None if cache.state_pool is None else cache.state_pool[rows]

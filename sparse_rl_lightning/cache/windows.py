@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.ops import KVPools
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 
@@ -23,18 +24,20 @@ RINGS = ("window_keys", "window_values")
 """Names of keys and values in a saved slot."""
 
 
-class WindowCache:
+class WindowCache(SlotStorage):
     """Rings of keys and values, allocated once.
 
     Args:
         geometry: Sizes and windows of the model.
-        num_slots: Number of slots S.
+        seen: Number of tokens (S + 1) fed to each slot.
         max_length: Longest sequence in tokens; no ring is longer.
         errors: Where CUDA kernels report errors.
     """
 
-    def __init__(self, geometry: CacheGeometry, num_slots: int, max_length: int, errors: Tensor | None) -> None:
-        g, self.geometry = geometry, geometry
+    purpose, content = "windows", RINGS
+
+    def __init__(self, geometry: CacheGeometry, seen: Tensor, max_length: int, errors: Tensor | None) -> None:
+        g, self.geometry, self.seen, num_slots = geometry, geometry, seen[:-1], len(seen) - 1
         self.width = min(g.window, max_length)
         heads = (len(g.window_layers), num_slots, g.num_kv_heads)
         every_head = torch.full(heads, self.width, dtype=torch.int32)
@@ -53,30 +56,39 @@ class WindowCache:
         p = self.pools
         return [p.keys, p.values, p.positions, p.offsets, p.capacities, p.lengths, self.held]
 
-    def begin_step(self, seen: Tensor) -> None:
-        """Set the places that slots write to, and how much they read, from the positions (S,) of their new tokens."""
-        self.pools.lengths.copy_((seen % self.width)[:, None])
-        self.held.copy_((seen + 1).clamp(max=self.width)[:, None])
+    @property
+    def pool_bytes(self) -> int:  # type: ignore[override]  # depends on the sizes
+        """Bytes of keys and values."""
+        return self.pools.nbytes
+
+    @property
+    def most_read(self) -> int:  # type: ignore[override]
+        """The most entries of a head that attention may read in a step."""
+        return self.width
+
+    def begin_step(self) -> None:
+        """Set the places that slots write to, and how much they read, from the positions of their new tokens."""
+        self.pools.lengths.copy_((self.seen % self.width)[:, None])
+        self.held.copy_((self.seen + 1).clamp(max=self.width)[:, None])
 
     def append_and_attend(
-        self, layer: int, slots: Tensor, seen: Tensor, projected: Tensor, turn: Turn, sinks: Tensor | None = None
+        self, layer: int, slots: Tensor, projected: Tensor, transform: QKTransform, sinks: Tensor | None = None
     ) -> Tensor:
         """Write one token per slot over the one that leaves the window, and attend over the window.
 
         Args:
             layer: Place of the layer among those with a window.
             slots: Slots (R,), int64, -1 for rows that pad the batch.
-            seen: Positions (S,) of each slot's new token.
             projected: Queries, keys and values (R, Hq + 2 H, D), neither normalized nor rotated.
-            turn: Norms and angles (R, D) for queries and keys.
+            transform: Norms and angles (R, D) for queries and keys.
             sinks: Learned sinks (Hq) of the layer.
 
         Returns:
             The result (R, Hq, D), zeros in padding.
         """
         g, given = self.geometry, projected.dtype
-        projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)
-        query = ops.append(self._written[layer], slots, seen, projected, self._no_queries, *turn)
+        projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
+        query = ops.append(self._written[layer], slots, self.seen, projected, self._no_queries, *transform)
         return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width, sinks=sinks).to(given)
 
     def store(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
@@ -84,9 +96,9 @@ class WindowCache:
         self.keys[layer][slots, :, places] = to_stored(key, self.keys.dtype)
         self.values[layer][slots, :, places] = to_stored(value, self.values.dtype)
 
-    def fork(self, sources: Tensor, destinations: Tensor, seen: Tensor) -> None:
-        """Copy slots (B,) that have ``seen`` (S,) tokens to others."""
-        self.pools.lengths.copy_(seen.clamp(max=self.width)[:, None])
+    def fork(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots (B,) to others."""
+        self.pools.lengths.copy_(self.seen.clamp(max=self.width)[:, None])
         ops.fork(self.pools, sources, destinations)
 
     def save(self, slot: int, length: int) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from sparse_rl_lightning.ops.pools import KVPools, to_stored
 from sparse_rl_lightning.ops.rms_norm import normalize
 
 
-class Turn(NamedTuple):
-    """What queries and keys go through before attention: norms and a rotation, each if there is one."""
+class QKTransform(NamedTuple):
+    """The transform of queries and keys before attention: norms and a rotary embedding, each if there is one."""
 
     cos: Tensor | None = None  # (B, r)
     sin: Tensor | None = None  # (B, r)
@@ -27,25 +27,25 @@ class Turn(NamedTuple):
         """Queries (B, Hq, D) and keys (B, H, D), normalized and rotated, and values, from (B, Hq + 2 H, D)."""
         query, key, value = parts(projected, num_kv_heads)
         return (
-            _turned(query, self.query_norm, self.epsilon, self.cos, self.sin),
-            _turned(key, self.key_norm, self.epsilon, self.cos, self.sin),
+            _transformed(query, self.query_norm, self.epsilon, self.cos, self.sin),
+            _transformed(key, self.key_norm, self.epsilon, self.cos, self.sin),
             value,
         )
 
-    def normalized(self, projected: Tensor, num_kv_heads: int) -> tuple[Tensor, Turn]:
+    def normalized(self, projected: Tensor, num_kv_heads: int) -> tuple[Tensor, QKTransform]:
         """The same heads after their norms, and the rotation that is left."""
         if self.query_norm is None or self.key_norm is None:
             return projected, self
         query, key, value = parts(projected, num_kv_heads)
         query, key = normalize(query, self.query_norm, self.epsilon), normalize(key, self.key_norm, self.epsilon)
-        return torch.cat([query, key, value], dim=1), Turn(self.cos, self.sin)
+        return torch.cat([query, key, value], dim=1), QKTransform(self.cos, self.sin)
 
-    def rounded(self, projected: Tensor, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Turn]:
+    def rounded(self, projected: Tensor, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, QKTransform]:
         """The heads rounded to another type, after their norms: those are the model's, and see what is not rounded."""
         if projected.dtype == dtype:
             return projected, self
-        projected, turn = self.normalized(projected, num_kv_heads)
-        return projected.to(dtype), turn
+        projected, transform = self.normalized(projected, num_kv_heads)
+        return projected.to(dtype), transform
 
 
 def append(
@@ -110,7 +110,7 @@ def parts(projected: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]
     return projected[:, :first], projected[:, first:-num_kv_heads], projected[:, -num_kv_heads:]
 
 
-def _turned(x: Tensor, weight: Tensor | None, epsilon: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def _transformed(x: Tensor, weight: Tensor | None, epsilon: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Normalize heads (B, heads, D) if there is a weight, and rotate them if there are angles."""
     if weight is not None:
         x = normalize(x, weight, epsilon)
@@ -142,8 +142,8 @@ def reference(
     if bool((at >= capacities[slots]).any()):
         raise RuntimeError("a slot is full: compress it before the next token.")
     asked, key, value = parts(projected, heads)
-    asked = _turned(asked, query_norm, epsilon, cos, sin)
-    key = _turned(key, key_norm, epsilon, cos, sin)
+    asked = _transformed(asked, query_norm, epsilon, cos, sin)
+    key = _transformed(key, key_norm, epsilon, cos, sin)
     query.zero_()
     query[rows] = asked[rows]
     place = offsets[slots] + at

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.attention import entries_share
 from sparse_rl_lightning.ops.checks import check_runs
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, accumulation_dtype, gather_heads
-from sparse_rl_lightning.ops.sinks import entries_share
 
 MAX_SPLIT = 768  # entries of a head that one block of the CUDA kernels reads at most, as kMaxSplit in attention.h
 

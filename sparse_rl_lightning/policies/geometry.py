@@ -66,6 +66,11 @@ class CacheGeometry:
         """The numbers of the ``num_layers`` layers of full attention among all layers with attention."""
         return tuple(i for i, own in enumerate(self.windows or (0,) * self.num_layers) if not own)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are layers of other kinds than full attention."""
+        return bool(self.windows) or self.linear is not None
+
     @cached_property
     def window_layers(self) -> tuple[int, ...]:
         """The numbers of the layers with a window among all layers with attention."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from sparse_rl_lightning.ops.sinks import entries_share
+from sparse_rl_lightning.ops.attention import entries_share
 from sparse_rl_lightning.replay.masked_attention import MASK_BYTES, masked_attention
 
 BLOCK = 128

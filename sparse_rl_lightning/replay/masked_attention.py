@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl_lightning.ops.sinks import torch_attention
+from sparse_rl_lightning.ops.attention import torch_attention
 
 MASK_BYTES = 2**26
 """Size limit in bytes of a mask on the CPU."""

@@ -170,13 +170,11 @@ class Conversations:
     @property
     def _has_news(self) -> bool:
         """Whether a turn has ended, or was answered."""
-        waiting = self.session.scheduler.paused.values()
-        return any(one.sequence not in self.calls or self.calls[one.sequence].is_over for one in waiting)
+        return any(one not in self.calls or self.calls[one].is_over for one in self.session.waiting_turns)
 
     def _ask(self) -> None:
         """Hand the turns that have just ended to their environments."""
-        paused = sorted(self.session.scheduler.paused.items())
-        for sequence in [one.sequence for _, one in paused if one.sequence not in self.calls]:
+        for sequence in [one for one in self.session.waiting_turns if one not in self.calls]:
             episode = self.episodes[sequence]
             if episode.conversation.has_failed:  # at its beginning
                 self._end(sequence, episode.conversation.end)

@@ -23,6 +23,7 @@ from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, choose_way, decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
+from sparse_rl_lightning.rollout.engine.expert_log import RecordingEngine
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
@@ -120,7 +121,8 @@ class RolloutSampler:
         self.keep_pool = keep_pool
         self.cuda_graphs = cuda_graphs
         self.head_in_float32 = head_in_float32
-        self.routed = Routers(model).shape if record_routing else None  # refuses models without known routers
+        self.engine_type = RecordingEngine if record_routing else Engine
+        self.recorded = Routers(model).shape if record_routing else None  # refuses models without known routers
         self.memory_limit = memory_limit
         self.way = choose_way(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.way)
@@ -219,28 +221,27 @@ class RolloutSampler:
         if self.memory_limit is not None:
             decoder = decoder_bytes(self.model, g, length, self.way, self.head_in_float32)
             logits = torch.promote_types(g.dtype, torch.float32) if self.head_in_float32 else g.dtype
-            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.routed)
+            slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.recorded)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
             g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, self.way,
-            plan, self.head_in_float32, self.routed is not None,
+            plan, self.head_in_float32, self.recorded is not None,
         )  # fmt: skip
 
     def scheduler(
-        self, engine: Engine, params: SamplingParams, num_slots: int, pauses: bool = False,
-        turn_length: int | None = None,
-    ) -> Scheduler:  # fmt: skip
-        """Create the scheduler of a rollout on this engine, without prompts yet; the last two are for turns.
+        self, engine: Engine, params: SamplingParams, num_slots: int, create: Callable[..., Scheduler] | None = None
+    ) -> Scheduler:
+        """Create the scheduler of a rollout on this engine, without prompts yet, by a function of its own if given.
 
         Raises:
             ValueError: If there are stop strings but no tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        check_every = 1 if pauses else steps_per_look(engine.key.geometry.device)
-        return Scheduler(engine, params, num_slots, stop, self.max_prefill_tokens, check_every, pauses, turn_length)
+        given = (engine, params, num_slots, stop, self.max_prefill_tokens)
+        return create(*given) if create else Scheduler(*given, steps_per_look(engine.key.geometry.device))
 
     def engine_for(self, key: EngineKey) -> Engine:
         """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""
@@ -264,7 +265,7 @@ class RolloutSampler:
                 return own
             del known, own
         del last, other  # free the old pool and copies of weights before allocating new ones
-        self._engine = Engine(self.model, key, cache, decoder, beside=self._other)
+        self._engine = self.engine_type(self.model, key, cache, decoder, beside=self._other)
         return self._engine
 
     # ---------------------------------------------------------------- private

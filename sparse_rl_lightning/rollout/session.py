@@ -8,22 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout, tensors_to
-from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.places import Places
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress
-from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, VersionedLogs
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
+from sparse_rl_lightning.rollout.engine.sequences import SequenceGroup, SequenceLogs
+from sparse_rl_lightning.rollout.engine.turns import TurnScheduler, TurnSequence
 from sparse_rl_lightning.rollout.prompts import check_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 _COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
+
+
+class VersionedLogs(SequenceLogs):
+    """Logs with the version of the policy that drew each token, if weights change during a rollout."""
+
+    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
+        super().__init__(num_slots, length, params, device)
+        self.versions = torch.zeros(num_slots + 1, length, dtype=torch.int32, device=device)
+        self.version = torch.zeros((), dtype=torch.int32, device=device)  # version of the policy that draws now
+        self.drawn["versions"] = self.versions
+
+    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
+        """Log as the base class does, with the current version."""
+        super().note(slots, at, drawn, end_ids)
+        self.versions[slots, at] = self.version
 
 
 class RolloutSession:
@@ -73,8 +93,9 @@ class RolloutSession:
             shared = num_sequences is not None
             before = sampler.memory_plan if shared else None
             key = sampler.engine_key(params, slots, max_prompt_length, logs=VersionedLogs, before=before)
-            self.engine = sampler.engine_for(key) if shared else Engine(sampler.model, key)
-            self.scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, turns, max_turn_length)
+            self.engine = sampler.engine_for(key) if shared else sampler.engine_type(sampler.model, key)
+            kind = partial(TurnScheduler, turn_length=max_turn_length) if turns else None
+            self.scheduler: Scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, kind)
         if shared:
             sampler.memory_plan = key.memory_plan
             self._logs.version.zero_()  # of an earlier session
@@ -169,7 +190,12 @@ class RolloutSession:
     @property
     def paused(self) -> dict[int, list[int]]:
         """The tokens of the turn that has just ended, by sequence: prompt's number x ``num_generations`` + sample."""
-        return {one.sequence: self.turn(one.sequence) for _, one in sorted(self.scheduler.paused.items())}
+        return {sequence: self.turn(sequence) for sequence in self.waiting_turns}
+
+    @property
+    def waiting_turns(self) -> list[int]:
+        """The sequences that are paused, slot by slot."""
+        return [one.sequence for _, one in sorted(self._paused.items())]
 
     def turn(self, sequence: int) -> list[int]:
         """The tokens of the turn that a paused sequence has just drawn.
@@ -178,8 +204,8 @@ class RolloutSession:
             ValueError: If the sequence is not paused.
         """
         slot = self._paused_slot(sequence)
-        one = self.scheduler.paused[slot]
-        tokens: list[int] = self.engine.cache.tokens[slot, one.turn_start : one.num_fed + 1].tolist()
+        one = self._paused[slot]
+        tokens: list[int] = self.engine.cache.tokens[slot, one.start : one.num_fed + 1].tolist()
         return tokens
 
     def room(self, sequence: int) -> int:
@@ -188,12 +214,12 @@ class RolloutSession:
         With ``protect_observations`` also no more than the smallest budget of its lengths from now on can keep, beside
         sinks, window, a protected prompt and the texts that stay protected.
         """
-        one = self.scheduler.paused[self._paused_slot(sequence)]
+        one = self._paused[self._paused_slot(sequence)]
         return max(0, min(one.last - one.num_fed - 1, self._places(one).left))
 
     def was_cut(self, sequence: int) -> bool:
         """Whether it was a limit that ended the turn of a paused sequence, and no token or stop string."""
-        return not self.scheduler.paused[self._paused_slot(sequence)].by_token
+        return not self._paused[self._paused_slot(sequence)].by_token
 
     def append(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Give a paused sequence tokens that the policy did not write; it reads them in the next :meth:`advance`.
@@ -212,13 +238,13 @@ class RolloutSession:
         one = replace(self.params, max_completion_length=1, min_completion_length=0)
         (tokens,) = check_prompts([token_ids], one, self.sampler.model)
         slot, room = self._paused_slot(sequence), self.room(sequence)
-        self._places(self.scheduler.paused[slot]).check(sequence, len(tokens))
+        self._places(self._paused[slot]).check(sequence, len(tokens))
         if len(tokens) > room:
             raise UserError(
                 f"sequence {sequence} has room for {room} more tokens that are not its own, got {len(tokens)}: shorten "
                 "them, finish() it, or raise max_completion_length."
             )
-        self.scheduler.give(slot, tokens)
+        self._turn_scheduler.give(slot, tokens)
 
     def finish(self, sequence: int, cut: bool = False) -> None:
         """End a paused sequence with the turn that it has just drawn.
@@ -230,13 +256,23 @@ class RolloutSession:
         Raises:
             ValueError: If the sequence is not paused.
         """
-        self.scheduler.finish(self._paused_slot(sequence), cut)
+        slot = self._paused_slot(sequence)
+        self._turn_scheduler.finish(slot, cut)
 
-    def _places(self, one: RunningSequence) -> Places:
+    @property
+    def _turn_scheduler(self) -> TurnScheduler:
+        assert isinstance(self.scheduler, TurnScheduler)
+        return self.scheduler
+
+    @property
+    def _paused(self) -> dict[int, TurnSequence]:
+        return self._turn_scheduler.paused if self.turns else {}
+
+    def _places(self, one: TurnSequence) -> Places:
         return Places.of(one, self.engine.compression)
 
     def _paused_slot(self, sequence: int) -> int:
-        for slot, one in self.scheduler.paused.items():
+        for slot, one in self._paused.items():
             if one.sequence == sequence:
                 return slot
         raise UserError(
@@ -297,13 +333,12 @@ class RolloutSession:
         scheduler.groups = {
             number: SequenceGroup(
                 group["prompt"], group["keys"], num_waiting=0,
-                finished={n: FinishedSequence.from_state(one, device) for n, one in group["finished"].items()},
+                finished={n: scheduler.finished.from_state(one, device) for n, one in group["finished"].items()},
             )
             for number, group in state["groups"].items()
         }  # fmt: skip
-        scheduler.resume(
-            state["waiting"], {slot: RunningSequence(**content["running"]) for slot, content in state["slots"].items()}
-        )
+        running = {slot: scheduler.sequence.from_state(content["running"]) for slot, content in state["slots"].items()}
+        scheduler.load(state["waiting"], running)
         for name, value in state["counters"].items():
             setattr(scheduler, name, value)
         self._logs.version.fill_(state["version"])

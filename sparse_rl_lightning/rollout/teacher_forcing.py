@@ -23,6 +23,7 @@ from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.turns import KnownTurns, Spans
 
 Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
 """Function that records a step: logs, slots (n,), indices of their next tokens (n,) and logits (n, V), float32."""
@@ -83,12 +84,10 @@ def force(
     with drawing(model):
         key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
-        scheduler = Scheduler(engine, params, count)
+        known = None if turns is None else [_given(row) for row in turns.tolist()]
+        scheduler = Scheduler(engine, params, count) if known is None else KnownTurns(engine, params, count, known)
         keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
         scheduler.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
-        if turns is not None:
-            for group, row in zip(scheduler.groups.values(), turns.tolist(), strict=True):
-                group.given = _given(row)
         while scheduler.has_unfinished:
             scheduler.step()
         return scheduler.take(scheduler.complete)
@@ -135,7 +134,7 @@ def forced_rollout(
     return _as_wide(forced, rollout)
 
 
-def _given(turns: list[int]) -> tuple[tuple[int, int], ...]:
+def _given(turns: list[int]) -> Spans:
     """First and last + 1 of the tokens of a sequence that were given: those with the even numbers among its turns."""
     numbers = range(2, max(turns) + 1, 2)
     return tuple((turns.index(number), turns.index(number) + turns.count(number)) for number in numbers)

@@ -33,6 +33,12 @@ STEP = Rule(
     folders=("rollout/engine", "cache", "retrieval", "ops"),
     roots=frozenset({  # what is called by no name of its own
         "rollout/engine/engine.py:Engine.step",
+        "rollout/engine/engine.py:DecodeStep.__call__",
+        "rollout/engine/mixed_layers.py:MixedPass.__call__",
+        "rollout/engine/mixed_layers.py:MixedPass.recur",
+        "cache/windows.py:WindowCache.begin_step",
+        "rollout/engine/mixed_layers.py:_Step.__call__",
+        "cache/linear_states.py:EachRow.__call__",
         "rollout/engine/decoders/walked.py:Walked.__call__",
         "rollout/engine/decoders/forward.py:Forward.__call__",
         "rollout/engine/decoders/products.py:Projection.__call__",
@@ -44,6 +50,7 @@ STEP = Rule(
     left_out=frozenset({
         "cache/compression.py", "cache/running_state.py",  # steps with running state run eagerly
         "rollout/engine/scheduler.py", "rollout/engine/memory.py", "rollout/engine/prefill.py",  # between steps
+        "rollout/engine/turns.py", "rollout/engine/extend.py", "rollout/engine/expert_log.py:RecordingEngine._slots",
         "ops/summarize_pages.py:write_summaries",  # and retrievers without a kernel
         "retrieval/attention.py", "retrieval/logprobs.py",  # of the learner
         "ops/library.py",  # passes arguments on
@@ -245,8 +252,8 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
         ),
         ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
         (
-            "cache/slots.py", "projected, turn = turn.rounded(projected, g.num_kv_heads, g.query_dtype)",
-            "projected, turn = turn.rounded(projected, slots.max().item(), g.query_dtype)",
+            "cache/slots.py", "projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)",
+            "projected, transform = transform.rounded(projected, slots.max().item(), g.query_dtype)",
         ),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache import linear_states
 from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
@@ -39,13 +38,14 @@ def full_states(model: PreTrainedModel, text: Tensor) -> LinearStates:
         layers = model(input_ids=text[None], use_cache=True).past_key_values.layers
     linear = [layer for layer in layers if hasattr(layer, "recurrent_states")]
     return LinearStates(*(torch.stack([getattr(layer, f"{part}_states")[0] for layer in linear]) for part in
-                          linear_states.PARTS))  # fmt: skip
+                          LinearStates.content))  # fmt: skip
 
 
 def last_states(sampler: RolloutSampler) -> LinearStates:
     assert sampler.cache is not None
-    assert sampler.cache.linear is not None
-    return sampler.cache.linear
+    states = sampler.cache.other(LinearStates)
+    assert states is not None
+    return states
 
 
 def test_pools_and_deaths_are_of_the_full_layers_alone() -> None:
@@ -109,12 +109,12 @@ def spoil_clear(states: LinearStates, places: Tensor) -> None:
     """Leaves what the last sequence in the slot left."""
 
 
-def spoil_save(states: LinearStates, place: int) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(getattr(states, name)[:, place]) for name in linear_states.PARTS}
+def spoil_save(states: LinearStates, place: int, length: int) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(getattr(states, name)[:, place]) for name in LinearStates.content}
 
 
-@pytest.mark.parametrize(("name", "spoilt"), [("copy", spoil_fork), ("clear", spoil_clear), ("save", spoil_save)])
-def test_exactness_needs_each_of_fork_clear_and_park(
+@pytest.mark.parametrize(("name", "spoilt"), [("fork", spoil_fork), ("begin", spoil_clear), ("save", spoil_save)])
+def test_exactness_needs_each_of_fork_begin_and_save(
     name: str, spoilt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = family("qwen3_5_text")

@@ -16,10 +16,10 @@ import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.attention import HAS_VARLEN, packed_attention
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
-from sparse_rl_lightning.rollout.engine.prefill import HAS_VARLEN, packed_attention
 from tests.pretend_gpu import CUDA, DeviceTensor, PretendGPU, host
 from tests.rollout_cases import PARAMS, PROMPTS, SMALL, TOKENIZER, assert_same, policy
 

@@ -19,7 +19,8 @@ from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, free_bytes, plan_slots, slot_bytes
-from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, VersionedLogs
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.session import VersionedLogs
 from sparse_rl_lightning.testing import tiny_model
 from tests.gpus import RealGPU
 
@@ -51,11 +52,11 @@ def allocated(*things: dict[str, Any]) -> int:
 
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
-    parts = {"": cache} if cache.windows is None else {"": cache, "windows of ": cache.windows}
+    parts: dict[str, Any] = {"": cache} | {f"{other.purpose} of ": other for other in cache.others}
     own = {of + name: v for of, part in parts.items() for name, v in vars(part).items() if name != "geometry"}
     if isinstance(cache, PagedCache):
         own |= {"limits_at": vars(cache.limits_at)}
-    return own if cache.arenas is None else own | {"arenas": vars(cache.arenas)}
+    return own
 
 
 @pytest.mark.parametrize("num_slots", [1, 5])

@@ -34,9 +34,9 @@ from sparse_rl_lightning.metrics.rollout import repetition_rates
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.engine import scheduler
+from sparse_rl_lightning.rollout.engine import turns
 from sparse_rl_lightning.rollout.engine.engine import Engine
-from sparse_rl_lightning.rollout.engine.given import read_chunks
+from sparse_rl_lightning.rollout.engine.extend import extend
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, family
@@ -136,9 +136,9 @@ def test_long_texts_are_cut_and_stored_as_the_cache_stores(
 
     def read(engine: Engine, chunks: list[Chunk]) -> Tensor:
         counts.append(sum(chunk.count for chunk in chunks))
-        return read_chunks(engine, chunks)
+        return extend(engine, chunks)
 
-    monkeypatch.setattr(scheduler, "read_chunks", read)
+    monkeypatch.setattr(turns, "extend", read)
     rollout = converse(model, compressor, **options)
     if "kv_dtype" not in options:
         assert max(counts) == 7

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import (
@@ -28,6 +29,7 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.integrations.record import SampledRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.ops.attention import causal_attention
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.windows import deaths_by_layer, layer_windows
@@ -42,7 +44,6 @@ from sparse_rl_lightning.rollout import (
     forced_rollout,
     replay_logprobs,
 )
-from sparse_rl_lightning.rollout.engine.prefill import causal_attention
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
@@ -330,8 +331,9 @@ def test_a_window_that_the_configuration_hides_is_refused() -> None:
 def test_a_ring_is_no_longer_than_a_sequence() -> None:
     geometry = CacheGeometry.of(mixed(sliding_window=4096))
     cache = CacheSize(2, (20, 20), 4, 50).allocate(geometry)
-    assert cache.windows is not None
-    assert cache.windows.width == 50
+    windows = cache.other(WindowCache)
+    assert windows is not None
+    assert windows.width == 50
 
 
 def test_windows_shorter_than_the_check_of_a_model() -> None:

@@ -244,7 +244,7 @@ class WorstCase:
         death = oldest_go(self.module.generator.compressor, g.num_layers, len(self.prompt), self.length).to(device)
         death = death[:, None, None].expand(-1, self.micro_batch, g.num_kv_heads, -1)
         # choices of experts, none made yet: the routers choose, but in the passes that would make choices again
-        routed = self.module.generator.sampler().routed
+        routed = self.module.generator.sampler().recorded
         return Rollout(
             sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
             prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),

@@ -16,24 +16,23 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.compression import Compression
-from sparse_rl_lightning.cache.linear_states import each_row
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.routing import Routers, recording
-from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder, Way
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Attend, Decoder, Way
 from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
+from sparse_rl_lightning.rollout.engine.mixed_layers import MixedPass
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, occurring
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
@@ -72,6 +71,7 @@ def buckets(num_slots: int) -> list[int]:
 
 
 CudaGraphs: TypeAlias = bool | Literal["require"]
+OwnPass = TypeVar("OwnPass", bound=Attend)
 Step: TypeAlias = Callable[[StepRows], None]
 
 
@@ -142,9 +142,7 @@ class Engine:
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
         self.cache.geometry = g
-        self.routers = Routers(model) if key.record_routing else None
-        routed = None if self.routers is None else self.routers.shape
-        self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device, routed)
+        self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
         self.end_ids = torch.tensor(key.end_token_ids, dtype=torch.int64, device=g.device)
         self._graphs = self._new_graphs()
         if self._graphs is not None and beside is not None and beside._graphs is not None:
@@ -158,8 +156,21 @@ class Engine:
         del self.decoder, self._graphs  # free copies of weights before new ones are made
         self.decoder = make_decoder(model, geometry, self.key.way, self.key.head_in_float32)
         self.decoder.reach(self.key.size.max_length)
-        self.routers = Routers(model) if self.key.record_routing else None
         self._graphs = self._new_graphs()
+
+    def around(self, own: OwnPass) -> OwnPass | MixedPass:
+        """The attention of a pass for all layers of the model, from that of its layers of full attention."""
+        return MixedPass(own) if self.cache.geometry.is_mixed else own
+
+    def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (R, E) of tokens (R,) at their positions (R,)."""
+        return self.decoder(ids, positions, attend)
+
+    def output_weights(self, layer: int) -> Tensor | None:
+        """The output projection (Hq, D, E) of a layer of full attention, if the compressor needs it."""
+        if not self.compression.compressor.needs_output_norms:
+            return None
+        return self.decoder.output_weights[self.cache.geometry.full_layers[layer]]
 
     def decode(self, rows: StepRows) -> None:
         """Feed each slot its last token and draw the next, from a CUDA graph if possible."""
@@ -173,28 +184,12 @@ class Engine:
 
         Full slots are compressed afterwards by the host, which knows all lengths.
         """
-        cache, decoder, compressor = self.cache, self.decoder, self.compression.compressor
-        has_state, windows, places = cache.size.has_state, cache.windows, cache.geometry.places
+        cache = self.cache
         # every slot feeds the token it drew last, at the position where it was drawn
         tokens, positions = cache.begin_step(rows.places)
-
-        def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
-            if windows is not None and cache.geometry.window_of(layer):
-                return windows.append_and_attend(places[layer], rows.slots, cache.seen[:-1], projected, turn, sinks)
-            place = places[layer]
-            # running state is updated layer by layer, since all layers share the memory of the probabilities
-            probs = cache.probabilities(place, len(rows.used)) if has_state else None
-            out = cache.append_and_attend(place, rows.slots, projected, turn, probs, sinks)
-            if has_state:
-                weights = decoder.output_weights[layer] if compressor.needs_output_norms else None
-                self.compression.note_step(cache, place, rows.used, positions, probs, hidden, weights)
-            return out
-
-        with recording(self.routers) as experts:
-            hidden = decoder(tokens, positions, attend, each_row(cache.linear, rows.places))
-        self.logs.note_routing(rows.places, positions, experts())
+        hidden = self.run(tokens, positions, self.around(DecodeStep(self, rows, positions)))
         at = cache.end_step(rows.slots, rows.places, positions)
-        self.draw(decoder.logits(hidden), rows.places, at)
+        self.draw(self.decoder.logits(hidden), rows.places, at)
 
     def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
         """Draw the next token of these slots from logits (n, V), write it to the indices ``at`` (n,) and log it."""
@@ -225,6 +220,29 @@ class Engine:
         if reason and asked == "require":
             raise UserError(f"cuda_graphs=require, but decode steps cannot be captured: {reason}, or cuda_graphs=true.")
         return StepGraphs(self.key.size.num_slots, device, asked == "require") if asked and not reason else None
+
+
+class DecodeStep:
+    """Attention of a decode step: each row appends a token to its slot, and attends over what the slot holds."""
+
+    kind = "step"
+
+    def __init__(self, engine: Engine, rows: StepRows, positions: Tensor) -> None:
+        self.cache, self.rows, self.positions, self._engine = engine.cache, rows, positions, engine
+
+    def __call__(
+        self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend in a layer of full attention."""
+        cache, rows = self.cache, self.rows
+        if not cache.size.has_state:
+            return cache.append_and_attend(layer, rows.slots, projected, transform, None, sinks)
+        # running state is updated layer by layer, since all layers share the memory of the probabilities
+        probs = cache.probabilities(layer, len(rows.used))
+        out = cache.append_and_attend(layer, rows.slots, projected, transform, probs, sinks)
+        weights = self._engine.output_weights(layer)
+        self._engine.compression.note_step(cache, layer, rows.used, self.positions, probs, hidden, weights)
+        return out
 
 
 # -------------------------------------------------------------------- CUDA graphs

@@ -59,7 +59,7 @@ class Look:
         (ends, broken, errors), *texts = (numbers.tolist() for numbers in self._numbers.read())
         self._pools.raise_errors(errors[0])
         for slot, (one, num_fed) in self._running.items():
-            end, by_token = min(ends[slot], one.turn_last), ends[slot] <= one.turn_last
+            end, by_token = min(ends[slot], one.limit), ends[slot] <= one.limit
             stopped = None
             if self._texts is not None:
                 stopped = self._texts.find(texts[0], slot, one, min(end, num_fed))

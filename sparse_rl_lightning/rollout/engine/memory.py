@@ -101,8 +101,10 @@ def slot_bytes(
         cache = replace(size, num_slots=num_slots).allocate(g)
         parts = cache.parts()
         if params is not None:
-            own = vars(logs(num_slots, size.max_length, params, g.device, routed)).values()
+            own = vars(logs(num_slots, size.max_length, params, g.device)).values()
             parts["logs"] = [value for value in own if isinstance(value, Tensor)]
+            if routed is not None:
+                parts["logs"].append(routed.empty(num_slots + 1, size.max_length, device=g.device))
         held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
         if params is not None and geometry.device.type == "cuda":
             held["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sparse_rl_lightning.cache.compression import ENDLESS, Compression
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.rollout.engine.sequences import RunningSequence
+from sparse_rl_lightning.rollout.engine.turns import TurnSequence
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Places:
     count: int = 0  # texts that are protected
 
     @classmethod
-    def of(cls, one: RunningSequence, compression: Compression) -> Places:
+    def of(cls, one: TurnSequence, compression: Compression) -> Places:
         """Determine the places for the next text of a sequence; endless if nothing is protected or evicted any more."""
         c, trigger = compression.compressor, compression.trigger
         if not c.protect_observations or one.room > one.last - one.num_fed:

@@ -11,24 +11,20 @@ a full slot is in ``cache/compression.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.cache.chunks import Chunk
-from sparse_rl_lightning.cache.linear_states import PARTS
-from sparse_rl_lightning.cache.windows import RINGS
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.uploads import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
-from sparse_rl_lightning.rollout.engine.given import read_chunks
 from sparse_rl_lightning.rollout.engine.looks import Look
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
-from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup, assemble
+from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup
 from sparse_rl_lightning.rollout.engine.stopping import NewestTokens, StopStrings
 
 CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a check is free on the CPU
@@ -64,13 +60,7 @@ class ParkedPrompt:
     prefill: Prefill
     logits: Tensor  # (V,) of its last token
     content: dict[str, Tensor]  # content of its slot; empty if all samples have found a slot
-    routing: Tensor | None  # (P, L, K) experts that read its tokens, if they are recorded
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored keys, values and states of linear layers."""
-        names = ("keys", "values", *RINGS, *PARTS)
-        return sum(self.content[name].nbytes for name in names if name in self.content)
+    nbytes: int  # of keys, values and states in the content
 
 
 class Scheduler:
@@ -84,10 +74,10 @@ class Scheduler:
         max_prefill_tokens: Limit on the prompt tokens in one forward pass.
         check_every: Number of decode steps between two checks for finished sequences. If it is more than one, because
             a check waits for the device, the result of a check is read when the next steps are queued.
-        pauses: Whether a sequence that ends waits in its slot for what :meth:`give` appends to it, until
-            :meth:`finish`; ``check_every`` must be one.
-        turn_length: Most tokens that are drawn until it waits.
     """
+
+    sequence: type[RunningSequence] = RunningSequence
+    finished: type[FinishedSequence] = FinishedSequence
 
     def __init__(
         self,
@@ -97,19 +87,13 @@ class Scheduler:
         stop: StopStrings | None = None,
         max_prefill_tokens: int = 16384,
         check_every: int = 1,
-        pauses: bool = False,
-        turn_length: int | None = None,
     ) -> None:
-        assert check_every == 1 or not pauses, "what a sequence draws past its turn could not be undone"
         self.engine, self.cache, self.logs, self.params = engine, engine.cache, engine.logs, params
         self.num_slots, self.stop = num_slots, stop
         self.max_prefill_tokens, self.check_every = max_prefill_tokens, check_every
         self.groups: dict[int, SequenceGroup] = {}  # by prompt number, until they are taken
         self.waiting: list[int] = []  # sequence numbers, next one last
-        self.pauses, self.turn_length = pauses, turn_length
         self.running: dict[int, RunningSequence] = {}  # by slot
-        self.paused: dict[int, RunningSequence] = {}  # by slot, their turn over
-        self.reading: dict[int, RunningSequence] = {}  # by slot, with tokens that were given
         self.free = list(range(num_slots))[::-1]
         self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
@@ -130,12 +114,10 @@ class Scheduler:
         self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
 
-    def resume(self, waiting: Iterable[int], running: dict[int, RunningSequence]) -> None:
+    def load(self, waiting: Iterable[int], running: Mapping[int, RunningSequence]) -> None:
         """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
         self.waiting, self.parked, self._rows, self._look = list(waiting), {}, None, None
-        self.paused = {slot: one for slot, one in running.items() if one.paused}
-        self.reading = {slot: one for slot, one in running.items() if one.num_unread and not one.paused}
-        self.running = {slot: one for slot, one in running.items() if not (one.paused or one.num_unread)}
+        self.running = dict(running)
         for group in self.groups.values():
             group.num_waiting = 0
         for sequence in self.waiting:
@@ -144,13 +126,13 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything: not where all slots have sequences that are paused."""
-        return bool(self.running or self.reading or (self.waiting and self.free))
+        """Whether a step would do anything."""
+        return bool(self.running or self.waiting)
 
     @property
     def in_slots(self) -> dict[int, RunningSequence]:
-        """All sequences in slots: running, reading and paused."""
-        return {**self.running, **self.reading, **self.paused}
+        """All sequences in slots."""
+        return self.running
 
     @property
     def complete(self) -> list[int]:
@@ -178,7 +160,7 @@ class Scheduler:
             longest = max(size.capacities, default=size.max_length)  # may be left over from a longer rollout
         full = size.num_slots * g.num_kv_heads * g.full_entries(longest) * g.bytes_per_entry
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
-        rollout = assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
+        rollout = self.finished.assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
         shared = [prompt_key(self.params.seed, group.prompt) for group in groups]
         own = [(key, sample) for key, group in zip(shared, groups, strict=True) for sample in group.keys]
         (rollout.keys,) = upload([own], rollout.sequences.device)
@@ -205,7 +187,7 @@ class Scheduler:
             ValueError: If logits are NaN or infinite, or the compressor refuses a sequence that has not ended.
         """
         # the first token may be the last one: where checks are not free, the next one finds it
-        has_drawn = self.admit() | self._read()  # both
+        has_drawn = self.prepare()
         closed = has_drawn and self.check_every == 1 and self._close()
         for _ in range(self.check_every):
             # a freed slot is refilled before decoding goes on
@@ -231,6 +213,10 @@ class Scheduler:
         """Whether all running sequences have ended by their length, if not earlier."""
         return all(one.num_fed >= one.last for one in self.running.values())
 
+    def prepare(self) -> bool:
+        """Get ready to decode; returns whether first tokens were drawn."""
+        return self.admit()
+
     def decode_and_compress(self) -> bool:
         """Decode one step, and compress the slots that are full then; returns whether a sequence was closed."""
         return self._compress(self._decode())
@@ -245,12 +231,8 @@ class Scheduler:
         while self.waiting and self.free:
             sequence, slot = self.waiting.pop(), self.free.pop()
             number = sequence // self.params.num_generations
-            group = self.groups[number]
-            group.num_waiting -= 1
-            length = len(group.prompt)
-            last = length + self.params.max_completion_length - 1
-            one = RunningSequence(sequence, length, last, length, given=group.given, turn_length=self.turn_length)
-            self.running[slot] = one
+            self.groups[number].num_waiting -= 1
+            self.running[slot] = self.start(sequence)
             admitted.setdefault(number, []).append(slot)
         if not admitted:
             return False
@@ -269,7 +251,6 @@ class Scheduler:
             logits += [parked.logits] * len(slots)
             for slot in slots:
                 self.running[slot].begin(parked.prefill.room, parked.prefill.evicted)
-            self.logs.note_prompts(slots, parked.routing)
         places, keys, sources, copies = self._upload(admitted)
         if len(copies):
             self.cache.fork(sources, copies)
@@ -280,6 +261,11 @@ class Scheduler:
         # the logits of the prompt's last token give every sample its first one
         self.engine.draw(torch.stack(logits), places, self.cache.seen[places])
         return True
+
+    def start(self, sequence: int) -> RunningSequence:
+        """Begin a sequence, before its prompt is read."""
+        length = len(self.groups[sequence // self.params.num_generations].prompt)
+        return self.sequence(sequence, length, length + self.params.max_completion_length - 1, length)
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
         """Tensors on the device: slots (B,), keys of their sequences; slots to copy from and to."""
@@ -302,15 +288,12 @@ class Scheduler:
         prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
         parked_bytes = sum(parked.nbytes for parked in self.parked.values())
         try:
-            read = prefill(
-                self.cache, engine.decoder, engine.compression, prompts, self.max_prefill_tokens, engine.routers
-            )
-            for prompt, logits, staged, routing in read:
+            for prompt, logits, staged in prefill(engine, prompts, self.max_prefill_tokens):
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 is_wanted = self.groups[number].num_waiting > 0
                 content = self.cache.save(prompt.slot, len(prompt.tokens), prompt.held) if is_wanted else {}
-                self.parked[number] = ParkedPrompt(prompt, logits, content, routing)
+                self.parked[number] = ParkedPrompt(prompt, logits, content, self.cache.content_bytes(content))
                 parked_bytes += self.parked[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
         except ValueError as error:
@@ -339,30 +322,26 @@ class Scheduler:
         finished sequences are closed first, and the others are compressed again.
         """
         try:
-            self._cut(full, self.running)
+            self.compress(full, self.running)
         except Exception:
             # nothing has finished, so the error is about a sequence that is still running
             if not self._close():
                 raise
             own = {slot: one for slot, one in self.in_slots.items() if one.num_fed < one.last}  # who may go on
-            self._cut([slot for slot in full if slot in own], own)
+            self.compress([slot for slot in full if slot in own], own)
             return True
         return False
 
-    def _cut(self, full: list[int], own: dict[int, RunningSequence]) -> None:
-        """Compress these slots, whose sequences are in ``own``."""
+    def compress(
+        self, full: list[int], own: Mapping[int, RunningSequence], parts: list[list[int]] | None = None
+    ) -> None:
+        """Compress these slots, whose sequences are in ``own``; ``parts`` is for compressors that tell them apart."""
         if full:
             sequences = [own[slot] for slot in full]
             lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
-            turns = [one.turn_starts for one in sequences] if self._protects_turns else None
-            self.engine.compression.compress(self.cache, full, lengths, room, turns)
+            self.engine.compression.compress(self.cache, full, lengths, room, parts)
             for one in sequences:
                 one.cuts = (*one.cuts, (one.num_fed, one.evicted))
-
-    @property
-    def _protects_turns(self) -> bool:
-        protects = self.engine.compression.compressor.protect_observations > 0
-        return protects and (self.pauses or any(group.given for group in self.groups.values()))
 
     def _close(self) -> bool:
         """Wait for the device, and close all sequences that have finished by now; returns whether there were any."""
@@ -370,8 +349,9 @@ class Scheduler:
         return bool(self.running) and self._close_by(self._queue_look())
 
     def _queue_look(self) -> Look:
-        given = (self.running, self.cache.tokens, self.params.min_completion_length)
-        texts = None if self.stop is None else NewestTokens(self.stop, *given)
+        texts = None
+        if self.stop is not None:
+            texts = NewestTokens(self.stop, self.running, self.cache.tokens, self.params.min_completion_length)
         return Look(self.running, self.logs, self.cache.pools, self.num_steps, texts)
 
     def _close_by(self, look: Look) -> bool:
@@ -388,63 +368,15 @@ class Scheduler:
         for seen in sightings:
             one = self.running.pop(seen.slot)
             assert one is seen.running, "a slot changed hands between a look and its reading"
-            if self.pauses:
-                assert seen.end == one.num_fed
-                one.paused, one.by_token, self.paused[seen.slot] = True, seen.by_token, one
-            else:
-                self._copy_out(seen.slot, one, seen.end, seen.by_token)
+            self.end(seen.slot, one, seen.end, seen.by_token)
         if closed:
             self._rows = None
         return bool(closed)
 
-    def _copy_out(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> None:
+    def end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> None:
         """Keep what a sequence is whose last token has index ``end``, and free its slot."""
         number, sample = divmod(one.sequence, self.params.num_generations)
-        self.groups[number].finished[sample] = FinishedSequence.copy(self.cache, self.logs, slot, one, end, by_token)
+        self.groups[number].finished[sample] = self.finished.copy(self.cache, self.logs, slot, one, end, by_token)
         self.num_tokens += end + 1 - one.prompt_length
         self.num_finished += 1
         self.free = sorted([*self.free, slot], reverse=True)  # the lowest slot is used first
-
-    # ---------------------------------------------------------------- turns
-
-    def give(self, slot: int, tokens: Sequence[int]) -> None:
-        """Let a paused sequence read tokens and go on; they are read at the next step, those of all slots together."""
-        one = self.paused.pop(slot)
-        first, last = one.num_fed + 1, one.num_fed + 1 + len(tokens)
-        assert tokens
-        assert last <= one.last, "no room to draw a token"
-        (self.cache.tokens[slot, first:last],) = upload([list(tokens)], self.cache.tokens.device)
-        self.logs.note_given(slot, first, last)
-        one.paused, one.given, self.reading[slot] = False, (*one.given, (first, last)), one
-
-    def finish(self, slot: int, cut: bool = False) -> None:
-        """End a paused sequence after its last turn, finished unless it was ``cut``."""
-        one = self.paused.pop(slot)
-        self._copy_out(slot, one, one.num_fed, one.by_token and not cut)
-
-    def _read(self) -> bool:
-        """Read all that was given, and draw the first token of each turn that follows; returns whether any did."""
-        if not self.reading:
-            return False
-        while self.reading:
-            chunks, left = list[Chunk](), self.max_prefill_tokens
-            for slot, one in sorted(self.reading.items()):
-                count = min(one.num_unread, one.room, left)
-                if count:
-                    chunks.append(Chunk(slot, one.num_fed, count, one.evicted))
-                left -= count
-            logits = read_chunks(self.engine, chunks)
-            trigger = self.engine.compression.trigger
-            full = [chunk.slot for chunk in chunks if self.reading[chunk.slot].feed(chunk.count, trigger)]
-            self._cut(full, self.reading)
-            self._go_on([chunk.slot for chunk in chunks], logits)
-        self._rows = None
-        return True
-
-    def _go_on(self, slots: list[int], logits: Tensor) -> None:
-        """Draw the first token of a turn in those slots that have read everything."""
-        done = [row for row, slot in enumerate(slots) if not self.reading[slot].num_unread]
-        if done:
-            places, rows = upload([[slots[row] for row in done], done], logits.device)
-            self.engine.draw(logits[rows], places, self.cache.seen[places])
-            self.running |= {slots[row]: self.reading.pop(slots[row]) for row in done}

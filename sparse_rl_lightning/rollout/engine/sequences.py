@@ -6,8 +6,8 @@ Index t refers to token t.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.routing import RoutingShape
 from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
@@ -34,16 +33,9 @@ class SequenceLogs:
         length: Length of the longest sequence, plus the tokens that may be drawn past its end until the host knows.
         params: Sampling parameters, which determine the logs that are needed.
         device: Device of the logs.
-        routed: Sizes of the record of experts, None without one.
     """
 
-    per_token: tuple[str, ...] = ("logprobs", "behavior", "topk_ids", "topk_logprobs", "routing")
-    """Tensors (S + 1, T, ...) that a finished sequence takes along; None if not needed."""
-
-    def __init__(
-        self, num_slots: int, length: int, params: SamplingParams, device: torch.device,
-        routed: RoutingShape | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, num_slots: int, length: int, params: SamplingParams, device: torch.device) -> None:
         # float32 is explicit: under precision=bf16-true Lightning makes bfloat16 the default
         shape = (num_slots + 1, length)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -51,18 +43,13 @@ class SequenceLogs:
         top = (*shape, params.top_logprobs)
         self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
-        self.routing = None if routed is None else routed.empty(*shape, device=device)
+        # what a finished sequence takes along, by name: (S + 1, T, ...) of tokens that were drawn, or fed
+        self.drawn = {"logprobs": self.logprobs, "topk_ids": self.topk_ids, "topk_logprobs": self.topk_logprobs}
+        self.drawn |= {} if self.behavior is None else {"behavior": self.behavior}
+        self.fed: dict[str, Tensor] = {}
         # indices of the first end token, and of the first token drawn from NaN or infinite logits
         self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
         self.broken = self.end.clone()
-
-    def note_given(self, slot: int, first: int, last: int) -> None:
-        """Log that the tokens from ``first`` to ``last`` - 1 were given, and begin a turn behind them."""
-        self.end[slot] = UNLIMITED
-        for name in self.per_token:
-            log = getattr(self, name)
-            if log is not None and name != "routing":
-                log[slot, first:last] = 0
 
     def begin(self, slots: Tensor) -> None:
         """Start sequences in these slots (B,)."""
@@ -87,17 +74,6 @@ class SequenceLogs:
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
         self.note_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
-    def note_routing(self, slots: Tensor, at: Tensor, routing: Tensor | None) -> None:
-        """Log the experts (n, L, K) that read the tokens at ``at`` (n,), if they are recorded."""
-        if self.routing is not None and routing is not None:
-            self.routing[slots, at] = routing
-
-    def note_prompts(self, slots: Sequence[int], routing: Tensor | None) -> None:
-        """Log the experts (P, L, K) that read the prompt of these slots, if they are recorded."""
-        if self.routing is not None and routing is not None:
-            for slot in slots:
-                self.routing[slot, : len(routing)] = routing
-
     def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
         _note_first(self.broken, slots, at, is_broken)
@@ -115,33 +91,14 @@ class SequenceLogs:
 
     def save(self, slot: int) -> dict[str, Tensor]:
         """A copy of one slot's rows on the CPU."""
-        rows = {name: getattr(self, name) for name in (*self.per_token, "end")}
-        return {name: tensor[slot].to("cpu", copy=True) for name, tensor in rows.items() if tensor is not None}
+        return {name: tensor[slot].to("cpu", copy=True) for name, tensor in (self.drawn | {"end": self.end}).items()}
 
     def restore(self, slot: int, rows: dict[str, Tensor]) -> None:
         """Write back what :meth:`save` returned."""
-        for name, row in rows.items():
-            getattr(self, name)[slot] = row
+        for name, tensor in (self.drawn | self.fed | {"end": self.end}).items():
+            if name in rows:
+                tensor[slot] = rows[name]
         self.broken[slot] = UNLIMITED  # broken sequences are never saved
-
-
-class VersionedLogs(SequenceLogs):
-    """Logs with the version of the policy that drew each token, if weights change during a rollout."""
-
-    per_token = (*SequenceLogs.per_token, "versions")
-
-    def __init__(
-        self, num_slots: int, length: int, params: SamplingParams, device: torch.device,
-        routed: RoutingShape | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(num_slots, length, params, device, routed)
-        self.versions = torch.zeros(num_slots + 1, length, dtype=torch.int32, device=device)
-        self.version = torch.zeros((), dtype=torch.int32, device=device)  # version of the policy that draws now
-
-    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
-        """Log as the base class does, with the current version."""
-        super().note(slots, at, drawn, end_ids)
-        self.versions[slots, at] = self.version
 
 
 @dataclass
@@ -151,7 +108,6 @@ class SequenceGroup:
     prompt: list[int]
     keys: list[int]  # random key of each sample
     num_waiting: int  # samples that are still waiting for a slot
-    given: tuple[tuple[int, int], ...] = ()  # first and last + 1 of tokens between turns, where they are known before
     finished: dict[int, FinishedSequence] = field(default_factory=dict)  # by sample
 
     @property
@@ -172,10 +128,6 @@ class RunningSequence:
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
     cuts: Cuts = ()  # compressions so far, that of the prompt included
     searched: int = 0  # tokens that were searched for stop strings
-    given: tuple[tuple[int, int], ...] = ()  # first and last + 1 of the tokens between turns, which were not drawn
-    paused: bool = False  # its turn is over, and it waits in its slot
-    by_token: bool = False  # and it was an end token or a stop string that ended it
-    turn_length: int | None = None  # most tokens of a turn
 
     def feed(self, count: int, trigger: Trigger) -> bool:
         """Count tokens that were fed; returns whether the slot is full and is compressed next."""
@@ -189,29 +141,24 @@ class RunningSequence:
         return True
 
     @property
-    def turn_starts(self) -> list[int]:
-        """The index of the first token of every turn, drawn and given; in front of the first of them is the prompt."""
-        return [self.prompt_length, *(border for text in self.given for border in text)]
+    def start(self) -> int:
+        """The index of the first token of the text that is being drawn."""
+        return self.prompt_length
 
     @property
-    def turn_start(self) -> int:
-        """The index of the first token of the turn that is being drawn."""
-        return self.given[-1][1] if self.given else self.prompt_length
-
-    @property
-    def turn_last(self) -> int:
-        """The index of the last token of this turn by length."""
-        return self.last if self.turn_length is None else min(self.last, self.turn_start + self.turn_length - 1)
-
-    @property
-    def num_unread(self) -> int:
-        """Number of tokens that were given, or drawn before that, and are to be fed before the next is drawn."""
-        return max(0, self.turn_start - self.num_fed)
+    def limit(self) -> int:
+        """The index of the last token of this text by length."""
+        return self.last
 
     def begin(self, room: int, evicted: tuple[int, ...]) -> None:
         """Start after the prompt, of which ``evicted`` (L) tokens have been lost."""
         self.room, self.evicted = room, evicted
         self.cuts = ((self.prompt_length, evicted),) if any(evicted) else ()
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """Restore the sequence from its fields; version 0.1 stored those of other kinds of sequences too."""
+        return cls(**{field.name: state[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -226,18 +173,16 @@ class FinishedSequence:
     stored: Tensor  # () entries held at the end, a mean over layers and heads
     stored_integral: Tensor  # () summed over all decode steps
     read_integral: Tensor | None  # () entries read by them, if fewer
-    given: tuple[tuple[int, int], ...] = ()  # tokens between turns, which were not drawn
 
     @classmethod
     def copy(
         cls, cache: SlotCache, logs: SequenceLogs, slot: int, running: RunningSequence, end: int, by_token: bool
-    ) -> FinishedSequence:
+    ) -> Self:
         """Copy out a sequence whose last token has index ``end``, before its slot is reused.
 
         Changes of the slot after the end (the host checks only now and then) are left out.
         """
         prompt_length = running.prompt_length
-        rows: dict[str, Tensor | None] = {name: getattr(logs, name) for name in logs.per_token}
         g, fed = cache.geometry, torch.arange(1, cache.size.max_length + 1, device=cache.held.device)
         windowed = len(g.window_layers) / g.depth  # share of the layers
         held = cache.held[slot] / (g.depth * g.num_kv_heads)  # a mean over all layers and heads
@@ -247,12 +192,13 @@ class FinishedSequence:
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
-            logs={n: _logged(n, t[slot, : end + 1], prompt_length) for n, t in rows.items() if t is not None},
+            # zeros where a log says nothing: in the prompt, or of the last token, which was never fed
+            logs={name: _within(log[slot, : end + 1], prompt_length, end + 1) for name, log in logs.drawn.items()}
+            | {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()},
             evictions=cache.evictions_of(slot, end, running.cuts),
             stored=held[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
             stored_integral=read[prompt_length - 1 : end - 1].sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
-            given=running.given,
         )
 
     def state(self) -> dict[str, Any]:
@@ -261,71 +207,59 @@ class FinishedSequence:
         return tensors_to(vars(self) | {"evictions": evictions}, "cpu")
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> FinishedSequence:
-        """Restore the sequence from its :meth:`state`."""
-        own = tensors_to(state, device)
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Self:
+        """Restore the sequence from its :meth:`state`; version 0.1 stored fields of other kinds of sequences too."""
+        own = tensors_to({field.name: state[field.name] for field in fields(cls)}, device)
         evictions = None if own["evictions"] is None else EvictionRecord(**own["evictions"])
         return cls(**own | {"evictions": evictions})
 
+    @classmethod
+    def assemble(
+        cls, finished: Sequence[Self], geometry: CacheGeometry, peak_bytes: int, full_peak_bytes: int, prefill: int
+    ) -> Rollout:
+        """Combine these sequences into one rollout, in the given order.
 
-def assemble(
-    finished: Sequence[FinishedSequence], geometry: CacheGeometry, peak_bytes: int, full_peak_bytes: int, prefill: int
-) -> Rollout:
-    """Combine these sequences into one rollout, in the given order.
-
-    Args:
-        finished: Sequences of one rollout.
-        geometry: Layers and windows of the model.
-        peak_bytes: Bytes of the cache's pools.
-        full_peak_bytes: Bytes of a full cache with as many slots.
-        prefill: Maximum number of bytes staged outside the cache while prompts were read.
-    """
-    device = finished[0].tokens.device
-    lengths = torch.tensor([len(one.tokens) for one in finished], device=device)
-    prompt_lengths = torch.tensor([one.prompt_length for one in finished], device=device)
-    index = torch.arange(int(lengths.max()), device=device)
-    fed, prompt = (lengths - 1).float(), prompt_lengths.float()
-    read = [one.read_integral for one in finished if one.read_integral is not None]
-    evictions = [one.evictions for one in finished if one.evictions is not None]
-    completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
-    turns = _turns(finished, completion) if any(one.given for one in finished) else None
-    logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
-    has_top = logs["topk_ids"].numel() > 0
-    usage = KVUsage(
-        stored=torch.stack([one.stored for one in finished]),
-        full=_held_without_evictions(geometry, fed),
-        stored_integral=torch.stack([one.stored_integral for one in finished]),
-        full_integral=_read_without_evictions(geometry, fed) - _read_without_evictions(geometry, prompt),
-        peak_bytes=peak_bytes,
-        full_peak_bytes=full_peak_bytes,
-        prefill_peak_bytes=prefill,
-        read_integral=torch.stack(read) if read else None,
-    )
-    return Rollout(
-        sequences=pad_sequence([one.tokens for one in finished], batch_first=True),
-        prompt_lengths=prompt_lengths,
-        completion_mask=completion if turns is None else completion & (turns % 2 == 1),
-        finished=torch.tensor([one.by_token for one in finished], device=device),
-        sampler_logprobs=logs["logprobs"],
-        behavior_logprobs=logs.get("behavior"),
-        topk_ids=logs["topk_ids"] if has_top else None,
-        topk_logprobs=logs["topk_logprobs"] if has_top else None,
-        policy_versions=logs.get("versions"),
-        routing=logs.get("routing"),
-        evictions=EvictionRecord.cat(evictions) if evictions else None,
-        kv=usage,
-        turns=turns,
-    )
-
-
-def _turns(finished: Sequence[FinishedSequence], completion: Tensor) -> Tensor:
-    """Number the turns (B, T) of conversations: odd ones were drawn, even ones given, 0 is prompt and padding."""
-    turns = completion.to(torch.int32)
-    for row, one in enumerate(finished):
-        for first, last in one.given:
-            turns[row, first:] += 1
-            turns[row, last:] += 1
-    return turns * completion
+        Args:
+            finished: Sequences of one rollout.
+            geometry: Layers of the model.
+            peak_bytes: Bytes of the cache's pools.
+            full_peak_bytes: Bytes of a full cache with as many slots.
+            prefill: Maximum number of bytes staged outside the cache while prompts were read.
+        """
+        device = finished[0].tokens.device
+        lengths = torch.tensor([len(one.tokens) for one in finished], device=device)
+        prompt_lengths = torch.tensor([one.prompt_length for one in finished], device=device)
+        index = torch.arange(int(lengths.max()), device=device)
+        fed, prompt = (lengths - 1).float(), prompt_lengths.float()
+        read = [one.read_integral for one in finished if one.read_integral is not None]
+        evictions = [one.evictions for one in finished if one.evictions is not None]
+        completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
+        logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
+        has_top = logs["topk_ids"].numel() > 0
+        usage = KVUsage(
+            stored=torch.stack([one.stored for one in finished]),
+            full=_held_without_evictions(geometry, fed),
+            stored_integral=torch.stack([one.stored_integral for one in finished]),
+            full_integral=_read_without_evictions(geometry, fed) - _read_without_evictions(geometry, prompt),
+            peak_bytes=peak_bytes,
+            full_peak_bytes=full_peak_bytes,
+            prefill_peak_bytes=prefill,
+            read_integral=torch.stack(read) if read else None,
+        )
+        return Rollout(
+            sequences=pad_sequence([one.tokens for one in finished], batch_first=True),
+            prompt_lengths=prompt_lengths,
+            completion_mask=completion,
+            finished=torch.tensor([one.by_token for one in finished], device=device),
+            sampler_logprobs=logs["logprobs"],
+            behavior_logprobs=logs.get("behavior"),
+            topk_ids=logs["topk_ids"] if has_top else None,
+            topk_logprobs=logs["topk_logprobs"] if has_top else None,
+            policy_versions=logs.get("versions"),
+            routing=logs.get("routing"),
+            evictions=EvictionRecord.cat(evictions) if evictions else None,
+            kv=usage,
+        )
 
 
 def _held_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:
@@ -345,11 +279,8 @@ def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> N
     first.scatter_reduce_(0, slots, torch.where(happened, at, UNLIMITED), "amin")
 
 
-def _logged(name: str, row: Tensor, prompt_length: int) -> Tensor:
-    """A copy of a log with zeros where it says nothing: in the prompt, or for the experts of the last token."""
-    row = row.clone()
-    if name == "routing":
-        row[-1] = 0  # of a sequence before in this slot, or of a step past the end
-    else:
-        row[:prompt_length] = 0
-    return row
+def _within(row: Tensor, first: int, last: int) -> Tensor:
+    """A copy of a log (T, ...) with zeros before ``first``, and from ``last`` on."""
+    own = torch.zeros_like(row)
+    own[first:last] = row[first:last]
+    return own

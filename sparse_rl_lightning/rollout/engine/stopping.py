@@ -102,7 +102,7 @@ class NewestTokens:
     ) -> None:
         self._stop, self._min_length = stop, min_length
         self._row = {slot: row for row, slot in enumerate(running)}
-        self._firsts = {slot: stop.first(one.turn_start, self._fresh(one)) for slot, one in running.items()}
+        self._firsts = {slot: stop.first(one.start, self._fresh(one)) for slot, one in running.items()}
         # before the minimum length nothing is searched
         width = max(0, *(one.num_fed + 1 - self._firsts[slot] for slot, one in running.items()))
         rows, begins = upload([list(running), list(self._firsts.values())], tokens.device)
@@ -114,8 +114,8 @@ class NewestTokens:
         first, fresh = self._firsts[slot], self._fresh(one)
         own = tokens[self._row[slot]][: max(0, last + 1 - first)]
         one.searched = last + 1
-        return self._stop.find(own, first, one.turn_start, fresh)
+        return self._stop.find(own, first, one.start, fresh)
 
     def _fresh(self, one: RunningSequence) -> int:
         """The index of the first token that may complete a stop string."""
-        return max(one.prompt_length + self._min_length, one.turn_start, one.searched)
+        return max(one.prompt_length + self._min_length, one.start, one.searched)

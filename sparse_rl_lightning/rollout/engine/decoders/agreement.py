@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.linear_states import LinearStates, each_row, in_pieces
+from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates, Recur
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
+from sparse_rl_lightning.ops.attention import causal_attention
 from sparse_rl_lightning.policies.admission import refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.routing import Routers, recording, replayed_routing
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
-from sparse_rl_lightning.rollout.engine.prefill import causal_attention
 
 EXACT, ROUNDED = 1e-3, 0.1
 """Mean difference of log-probabilities over their standard deviation: in float32 and float64, and in 16 bits."""
@@ -36,11 +36,15 @@ class _Held:
         self.geometry, self.windows = geometry, windows  # the model's, which a short cache need not know
         self.layers: list[int] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        if geometry.linear is not None:
+            self.recur: Recur = InPieces(
+                LinearStates.allocate(geometry.linear, 1, geometry.device), [(0, ROW_MULTIPLE)]
+            )
 
     def __call__(
-        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+        self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        query, key, value = turn.split(projected, self.geometry.num_kv_heads)
+        query, key, value = transform.split(projected, self.geometry.num_kv_heads)
         if layer in self.held:
             key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
         self.held[layer] = key, value
@@ -64,12 +68,10 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
         own, experts = _own_logprobs(model, ids[None])
     attend = _Held(geometry, layer_windows(model.config))
     decoder.reach(size)
-    states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, 1, device)
-    recur = in_pieces(states, [(0, ROW_MULTIPLE)])
     hidden = []
     for piece in positions.chunk(2):
         with replayed_routing(model, None if experts is None else experts[:, piece]):
-            hidden.append(decoder(ids[piece], piece, attend, recur))
+            hidden.append(decoder(ids[piece], piece, attend))
     layers = list(range(geometry.depth))
     if attend.layers != 2 * layers:
         called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
@@ -98,6 +100,24 @@ def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor |
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1), None
 
 
+class _Alone:
+    """Attention of rows that each see themselves alone, which keeps the keys (R, H, D) of every layer."""
+
+    def __init__(self, geometry: CacheGeometry, positions: Tensor) -> None:
+        self.geometry, self.keys = geometry, dict[int, Tensor]()
+        if geometry.linear is not None:
+            states = LinearStates.allocate(geometry.linear, len(positions), geometry.device)
+            self.recur: Recur = EachRow(states, positions)
+
+    def __call__(
+        self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        g = self.geometry
+        _, key, value = transform.split(projected, g.num_kv_heads)
+        self.keys[layer] = key.float()
+        return value.repeat_interleave(g.num_heads // g.num_kv_heads, dim=1)
+
+
 @torch.no_grad()
 def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[int]:
     """The layers of full attention whose keys are not rotated by halves with the model's frequencies.
@@ -106,20 +126,13 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
 
     Rows that each attend to themselves alone differ in nothing but their rotation.
     """
-    keys: dict[int, Tensor] = {}
-
-    def attend(layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
-        _, key, value = turn.split(projected, geometry.num_kv_heads)
-        keys[layer] = key.float()
-        return value.repeat_interleave(geometry.num_heads // geometry.num_kv_heads, dim=1)
-
     positions = torch.arange(ROW_MULTIPLE, device=geometry.device)
     decoder.reach(ROW_MULTIPLE)
-    states = None if geometry.linear is None else LinearStates.allocate(geometry.linear, ROW_MULTIPLE, geometry.device)
-    decoder(torch.ones_like(positions), positions, attend, each_row(states, positions))
+    alone = _Alone(geometry, positions)
+    decoder(torch.ones_like(positions), positions, alone)
     found = []
     for layer in geometry.full_layers:
-        own = keys[layer]
+        own = alone.keys[layer]
         turned = rotate(own[:1], positions[:, None], geometry.inv_freq.float())
         if float((turned - own).norm()) > 0.05 * float((own - own[:1]).norm().clamp(min=1e-3 * own.norm())):
             found.append(layer)

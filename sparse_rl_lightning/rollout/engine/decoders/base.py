@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.linear_states import Recur
+from sparse_rl_lightning.cache.linear_states import Run
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 
@@ -29,20 +29,28 @@ class Attend(Protocol):
     """The attention of one layer, which also writes keys and values into the cache."""
 
     def __call__(
-        self, layer: int, projected: Tensor, turn: Turn, hidden: Tensor, sinks: Tensor | None = None
+        self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Compute the attention of one layer.
 
         Args:
             layer: Index among the layers that have a cache.
             projected: Queries, keys and values (R, Hq + 2 H, D).
-            turn: Norms and angles for queries and keys, if the model has not applied them itself.
+            transform: Norms and angles for queries and keys, if the model has not applied them itself.
             hidden: Hidden states (R, E) from which they were projected.
             sinks: Learned sinks (Hq), if the layer has some.
 
         Returns:
             The result (R, Hq, D).
         """
+        ...
+
+
+class AttendAndRecur(Attend, Protocol):
+    """The attention of a pass through a model that has linear layers too."""
+
+    def recur(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
+        """Run a linear layer as :class:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
         ...
 
 
@@ -66,14 +74,13 @@ class Decoder(ABC):
         self._signature = signature(model)
 
     @abstractmethod
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states after the final norm.
 
         Args:
             ids: Tokens (R,), R a multiple of :data:`ROW_MULTIPLE`.
             positions: True positions (R,) of the tokens, below the length given to :meth:`reach`.
-            attend: Attention, called once per layer that has a cache.
-            recur: Pass of the linear layers, for a model that has some.
+            attend: Attention, called once per layer that has a cache; of a model with linear layers it runs these too.
 
         Returns:
             The hidden states (R, E).

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.linear_states import Recur, Run
+from sparse_rl_lightning.cache.linear_states import Run
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.append import Turn
+from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.output_head import LogitScaling
 from sparse_rl_lightning.policies.admission import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -27,6 +27,7 @@ from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
+    AttendAndRecur,
     Decoder,
     Way,
     head_product,
@@ -62,7 +63,7 @@ class Forward(Decoder):
         self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
         self._attention = attention_modules(model)
         self._hidden = torch.zeros(0)  # the input of the attention that runs
-        self._recur: Recur | None = None  # of the pass that runs
+        self._attend: Attend | None = None  # of the pass that runs
         # the forwards of a pass, and those that the modules have themselves
         swaps: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
         swaps += [(module, self._noting(module.forward)) for module in self._attention]
@@ -70,9 +71,9 @@ class Forward(Decoder):
         swaps += [(module, self._recurring(layer, run_of(module, module.forward))) for layer, module in linear]
         self._swaps = [(vars(module), forward, vars(module).get("forward")) for module, forward in swaps]
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
-        g, self._recur = self.geometry, recur
+        g, self._attend = self.geometry, attend
 
         def attention(
             layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
@@ -84,13 +85,13 @@ class Forward(Decoder):
                     refusal(self.model, f"layer {layer} has queries, keys and values of shapes {shapes}, not {sizes}")
                 )
             rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
-            return attend(layer, rows, Turn(), self._hidden, sinks).transpose(0, 1)[None]
+            return attend(layer, rows, QKTransform(), self._hidden, sinks).transpose(0, 1)[None]
 
         with self._swapped(), named_attention(self.model, ROLLOUT), exact_angles(self.model):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )
-        self._recur = None  # a decoder may outlive the states
+        self._attend = None  # a decoder may outlive the cache
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -128,8 +129,7 @@ class Forward(Decoder):
         """A forward of a linear module that regroups packed rows by sequence."""
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            assert self._recur is not None
-            return self._recur(layer, hidden_states, run)
+            return cast(AttendAndRecur, self._attend).recur(layer, hidden_states, run)
 
         return forward
 

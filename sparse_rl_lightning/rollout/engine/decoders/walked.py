@@ -21,9 +21,8 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from sparse_rl_lightning.cache.linear_states import Recur
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.append import Turn, parts
+from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal, uncompiled
@@ -118,9 +117,8 @@ class Walked(Decoder):
             head_norms=head_norms,
         )
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, recur: Recur | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
-        assert recur is None, "no family that is walked has linear layers"
         g = self.geometry
         x: Tensor = self.embedding(ids)
         if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:
@@ -130,15 +128,15 @@ class Walked(Decoder):
         for index, layer in enumerate(self.layers):
             x, hidden = layer.norm(x, addend)
             projected = layer.project_in(hidden).view(len(x), -1, g.head_dim)
-            turn = Turn(cos, sin)
+            transform = QKTransform(cos, sin)
             if layer.head_norms is not None:
                 of_query, of_key = layer.head_norms
-                turn = Turn(cos, sin, of_query.weight, of_key.weight, of_query.epsilon)
+                transform = QKTransform(cos, sin, of_query.weight, of_key.weight, of_query.epsilon)
             elif layer.query_norm is not None and layer.key_norm is not None:
                 asked, key, value = parts(projected, g.num_kv_heads)
                 asked, key = layer.query_norm(asked), layer.key_norm(key)
                 projected = torch.cat([asked, key, value.to(key.dtype)], dim=1)
-            attended = attend(index, projected, turn, hidden)
+            attended = attend(index, projected, transform, hidden)
             x, hidden = layer.mlp_norm(x, layer.project_out(attended.flatten(1)))
             addend = layer.mlp(hidden)
         return self.final_norm(x, addend)[1]

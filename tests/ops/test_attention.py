@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.running_state import _paid
-from sparse_rl_lightning.ops.sinks import entries_share, torch_attention
-from sparse_rl_lightning.rollout.engine.prefill import causal_attention
+from sparse_rl_lightning.ops.attention import causal_attention, entries_share, torch_attention
 from tests.native_cases import (
     head_rows,
     make_pools,

@@ -1,0 +1,237 @@
+"""Turns: sequences that wait in their slots for tokens that the policy did not write.
+
+A sequence that ends keeps its slot until it is given an observation, after which it samples its next turn, or is ended
+by :meth:`TurnScheduler.finish`. What was given is read as chunks before decoding goes on (``extend.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.cache.chunks import Chunk
+from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.extend import extend
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
+from sparse_rl_lightning.rollout.engine.sequences import (
+    UNLIMITED,
+    FinishedSequence,
+    RunningSequence,
+    SequenceLogs,
+)
+from sparse_rl_lightning.rollout.engine.stopping import StopStrings
+
+Spans = tuple[tuple[int, int], ...]
+"""First and last + 1 of the tokens of every observation of a sequence."""
+
+
+@dataclass
+class TurnSequence(RunningSequence):
+    """A sequence of several turns, in its slot."""
+
+    given: Spans = ()  # tokens between turns, which were not drawn
+    paused: bool = False  # its turn is over, and it waits in its slot
+    by_token: bool = False  # and it was an end token or a stop string that ended it
+    turn_length: int | None = None  # most tokens of a turn
+
+    @property
+    def turn_starts(self) -> list[int]:
+        """The index of the first token of every turn, drawn and given; in front of the first of them is the prompt."""
+        return [self.prompt_length, *(border for text in self.given for border in text)]
+
+    @property
+    def start(self) -> int:
+        """The index of the first token of the turn that is being drawn."""
+        return self.given[-1][1] if self.given else self.prompt_length
+
+    @property
+    def limit(self) -> int:
+        """The index of the last token of this turn by length."""
+        return self.last if self.turn_length is None else min(self.last, self.start + self.turn_length - 1)
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that were given, or drawn before that, and are to be fed before the next is drawn."""
+        return max(0, self.start - self.num_fed)
+
+
+@dataclass(frozen=True)
+class FinishedTurns(FinishedSequence):
+    """A sequence of several turns that has finished."""
+
+    given: Spans = ()
+
+    @classmethod
+    def copy(
+        cls, cache: SlotCache, logs: SequenceLogs, slot: int, running: RunningSequence, end: int, by_token: bool
+    ) -> FinishedTurns:
+        """Copy out a sequence, with what it was given."""
+        assert isinstance(running, TurnSequence)
+        return replace(super().copy(cache, logs, slot, running, end, by_token), given=running.given)
+
+    @classmethod
+    def assemble(
+        cls,
+        finished: Sequence[FinishedTurns],
+        geometry: CacheGeometry,
+        peak_bytes: int,
+        full_peak_bytes: int,
+        prefill: int,
+    ) -> Rollout:
+        """Combine these sequences into one rollout with ``turns``: odd ones were drawn, even ones given."""
+        rollout = super().assemble(finished, geometry, peak_bytes, full_peak_bytes, prefill)
+        if not any(one.given for one in finished):
+            return rollout
+        turns = rollout.completion_mask.to(torch.int32)
+        for row, one in enumerate(finished):
+            for first, last in one.given:
+                turns[row, first:] += 1
+                turns[row, last:] += 1
+        turns = turns * rollout.completion_mask
+        return replace(rollout, turns=turns, completion_mask=rollout.completion_mask & (turns % 2 == 1))
+
+
+class TurnScheduler(Scheduler):
+    """Scheduler whose sequences wait in their slots when a turn is over, for :meth:`give` or :meth:`finish`.
+
+    It checks after every step which have ended: what a sequence draws past its turn could not be undone. Other
+    arguments are as for :class:`Scheduler`.
+
+    Args:
+        turn_length: Most tokens of a turn, None for no limit of its own.
+    """
+
+    sequence, finished = TurnSequence, FinishedTurns
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        num_slots: int,
+        stop: StopStrings | None = None,
+        max_prefill_tokens: int = 16384,
+        *,
+        turn_length: int | None = None,
+    ) -> None:
+        super().__init__(engine, params, num_slots, stop, max_prefill_tokens, check_every=1)
+        self.turn_length = turn_length
+        self.running: dict[int, TurnSequence]  # type: ignore[assignment]
+        self.paused: dict[int, TurnSequence] = {}  # by slot, their turn over
+        self.reading: dict[int, TurnSequence] = {}  # by slot, with tokens that were given
+
+    # ---------------------------------------------------------------- in place of the plain scheduler's
+
+    def load(self, waiting: Iterable[int], running: Mapping[int, TurnSequence]) -> None:  # type: ignore[override]
+        """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
+        super().load(waiting, running)
+        self.paused = {slot: one for slot, one in running.items() if one.paused}
+        self.reading = {slot: one for slot, one in running.items() if one.num_unread and not one.paused}
+        self.running = {slot: one for slot, one in running.items() if not (one.paused or one.num_unread)}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything: not where all slots have sequences that are paused."""
+        return bool(self.running or self.reading or (self.waiting and self.free))
+
+    @property
+    def in_slots(self) -> dict[int, TurnSequence]:  # type: ignore[override]
+        """All sequences in slots: running, reading and paused."""
+        return {**self.running, **self.reading, **self.paused}
+
+    def start(self, sequence: int) -> TurnSequence:
+        """Begin a sequence whose turns have a length of their own."""
+        one = super().start(sequence)
+        assert isinstance(one, TurnSequence)
+        one.turn_length = self.turn_length
+        return one
+
+    def prepare(self) -> bool:
+        """Fill free slots, and let the others read what they were given."""
+        return self.admit() | self._read()  # both
+
+    def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+        """Let a sequence wait whose turn is over."""
+        assert end == one.num_fed
+        one.paused, one.by_token, self.paused[slot] = True, by_token, one
+
+    def compress(self, full: list[int], own: dict[int, TurnSequence]) -> None:  # type: ignore[override]
+        """Compress these slots; a compressor that protects observations is told where they are."""
+        protects = self.engine.compression.compressor.protect_observations > 0
+        super().compress(full, own, [own[slot].turn_starts for slot in full] if protects else None)
+
+    # ---------------------------------------------------------------- between turns
+
+    def give(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let a paused sequence read tokens and go on; they are read at the next step, those of all slots together."""
+        one = self.paused.pop(slot)
+        first, last = one.num_fed + 1, one.num_fed + 1 + len(tokens)
+        assert tokens
+        assert last <= one.last, "no room to draw a token"
+        (self.cache.tokens[slot, first:last],) = upload([list(tokens)], self.cache.tokens.device)
+        self.logs.end[slot] = UNLIMITED
+        for log in self.logs.drawn.values():
+            log[slot, first:last] = 0
+        one.paused, one.given, self.reading[slot] = False, (*one.given, (first, last)), one
+
+    def finish(self, slot: int, cut: bool = False) -> None:
+        """End a paused sequence after its last turn, finished unless it was ``cut``."""
+        one = self.paused.pop(slot)
+        super().end(slot, one, one.num_fed, one.by_token and not cut)
+
+    def _read(self) -> bool:
+        """Read all that was given, and draw the first token of each turn that follows; returns whether any did."""
+        if not self.reading:
+            return False
+        while self.reading:
+            chunks, left = list[Chunk](), self.max_prefill_tokens
+            for slot, one in sorted(self.reading.items()):
+                count = min(one.num_unread, one.room, left)
+                if count:
+                    chunks.append(Chunk(slot, one.num_fed, count, one.evicted))
+                left -= count
+            logits = extend(self.engine, chunks)
+            trigger = self.engine.compression.trigger
+            full = [chunk.slot for chunk in chunks if self.reading[chunk.slot].feed(chunk.count, trigger)]
+            self.compress(full, self.reading)
+            self._go_on([chunk.slot for chunk in chunks], logits)
+        self._rows = None
+        return True
+
+    def _go_on(self, slots: list[int], logits: Tensor) -> None:
+        """Draw the first token of a turn in those slots that have read everything."""
+        done = [row for row, slot in enumerate(slots) if not self.reading[slot].num_unread]
+        if done:
+            places, rows = upload([[slots[row] for row in done], done], logits.device)
+            self.engine.draw(logits[rows], places, self.cache.seen[places])
+            self.running |= {slots[row]: self.reading.pop(slots[row]) for row in done}
+
+
+class KnownTurns(TurnScheduler):
+    """Scheduler of texts whose turns are known before: none waits.
+
+    Args:
+        engine: Engine that continues with given tokens.
+        params: Sampling parameters.
+        num_slots: Number of slots to use.
+        known: Observations of each sequence.
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams, num_slots: int, known: Sequence[Spans]) -> None:
+        super().__init__(engine, params, num_slots)
+        self.known = known
+
+    def start(self, sequence: int) -> TurnSequence:
+        """Begin a sequence whose observations are known."""
+        return replace(super().start(sequence), given=self.known[sequence])
+
+    def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+        """End a sequence."""
+        Scheduler.end(self, slot, one, end, by_token)
