@@ -7,8 +7,9 @@ never all at once: the head runs on ``chunk_size`` tokens at a time, in the forw
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,12 @@ from sparse_rl_lightning.output_head import (
 from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
-from sparse_rl_lightning.policies.sharding import in_one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_Found = TypeVar("_Found")
 
 
 def sequence_logprobs(
@@ -150,7 +153,8 @@ def hidden_states(
     """
     check_reachable(model)
     positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
-    with replayed_routing(model, routing), exact_angles(model):
+    experts = nullcontext() if routing is None else replayed_routing(model, routing)
+    with experts, exact_angles(model):
         outputs = model.get_decoder()(
             input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
         )
@@ -276,3 +280,25 @@ def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[T
 def _logits_in_float32(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return logits_of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+
+
+def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
+    """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
+
+    The function replaces the module's forward, and does not call the module: calling it would gather in every call, and
+    ranks that call it a different number of times would wait for each other forever. In backward the weights are
+    released at the first input that carries gradient. Under ZeRO-3 the module must be a plain ``nn.Linear``.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return function(*inputs)
+    if not is_plain_linear(module):
+        raise UserError(
+            f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
+            "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
+        )
+    module.forward = function
+    try:
+        found: _Found = module(*inputs)
+    finally:
+        del module.forward
+    return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
-from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.records import Rollout

@@ -9,6 +9,7 @@ neighbors, and returns scores and budgets (``compressors/base.py``). The cache m
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.running_state import follow_step
-from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, PackedPrompts, SlotCache
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import gather_heads
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 
 ENDLESS = torch.iinfo(torch.int64).max
@@ -48,14 +48,14 @@ class Trigger:
     def __init__(self, compressor: Compressor, num_layers: int) -> None:
         c = compressor
         self.evicts, self.buffer, self.compress_prompt = c.evicts, c.buffer, c.compress_prompt
-        self.schedule, self.num_layers = c.schedule, num_layers
+        self.num_layers, self._starts = num_layers, list(c.schedule.starts)
         # budgets change with the length in steps, the schedule's levels
         self._levels = [c.layer_budgets(num_layers, budget) for budget in c.schedule.budgets]
         self._by_layer = list(zip(*self._levels, strict=True))  # (L) of the budgets at all levels
 
     def budgets(self, length: int) -> list[int]:
         """The budgets (L) of a sequence of ``length`` tokens."""
-        return self._levels[self.schedule.level(length)]
+        return self._levels[self._level(length)]
 
     def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
         """The entries (L) per slot and KV head for sequences of any length, or of ``max_length`` without eviction."""
@@ -104,14 +104,18 @@ class Trigger:
 
     def smallest_budget(self, first: int, last: int) -> int:
         """The smallest budget of a layer at the lengths from ``first`` to ``last``."""
-        return min(min(own) for own in self._levels[self.schedule.level(first) : self.schedule.level(last) + 1])
+        return min(min(own) for own in self._levels[self._level(first) : self._level(last) + 1])
+
+    def _level(self, length: int) -> int:
+        """The index of the level of the schedule that ``length`` falls into, from 0."""
+        return max(bisect_right(self._starts, length) - 1, 0)
 
     def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
         """The first length from ``length + 1`` on at which a layer is full."""
-        starts = self.schedule.starts
+        starts = self._starts
         # full means length - lost = budget + buffer, with the budget at that very length: a result beyond the start of
         # the next level would use a budget that no longer applies, so that level is tried
-        for level in range(self.schedule.level(length + 1), len(starts)):
+        for level in range(self._level(length + 1), len(starts)):
             full = max(max(budgets[level], floor) + self.buffer + lost, starts[level], length + 1)
             if level + 1 == len(starts) or full < starts[level + 1]:
                 return full

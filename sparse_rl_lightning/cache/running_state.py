@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.chosen import as_range
-from sparse_rl_lightning.cache.slots import SlotCache
+from sparse_rl_lightning.cache.slots import SlotCache, as_range
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.attention import entries_share
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads, to_computed, to_stored

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
-from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.linear_states import LinearStates
 from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
@@ -28,7 +27,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 
@@ -189,6 +188,12 @@ class SlotCache:
     def pool_bytes(self) -> int:
         """Bytes of keys and values, all capacities times the bytes per entry."""
         return self.pools.nbytes + sum(other.pool_bytes for other in self.others)
+
+    def full_bytes(self, length: int) -> int:
+        """Bytes of keys and values of as many slots, each with a full cache of so many tokens."""
+        g = self.geometry
+        entries = g.num_layers * length + sum(other.full_entries(length) for other in self.others)
+        return self.size.num_slots * g.num_kv_heads * entries * g.bytes_per_entry
 
     @property
     def most_read(self) -> int:
@@ -440,3 +445,54 @@ class SlotCache:
     def _entry_pools(self) -> dict[str, Tensor]:
         pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
         return pools if self.state_pool is None else pools | {"state": self.state_pool}
+
+
+@dataclass(frozen=True)
+class ChosenSlots:
+    """Some slots of a cache, each once."""
+
+    places: Tensor  # (B) int64, on the device
+    index: slice | Tensor  # the same to index with, without a copy if they are neighbors
+    width: int  # most entries of a head of theirs, where heads differ in room
+    turn_starts: Tensor | None = None  # (B, n) int64 index of the first token of each turn, in conversations
+
+    @classmethod
+    def of(cls, slots: list[int], places: Tensor, width: int, turn_starts: Tensor | None = None) -> ChosenSlots:
+        """These slots, which ``places`` (B,) has on the device."""
+        neighbors = as_range(slots)
+        return cls(places, neighbors if isinstance(neighbors, slice) else places, width, turn_starts)
+
+    def turns_of(self, positions: Tensor) -> Tensor | None:
+        """The numbers of the turns of tokens at these positions (L' x B, H, N), 0 for the prompt, in conversations."""
+        if self.turn_starts is None:
+            return None
+        starts = self.turn_starts.repeat(len(positions) // len(self.turn_starts), 1)
+        return torch.searchsorted(starts, positions.flatten(1), right=True).view_as(positions)
+
+    def of_layers(self, tensor: Tensor) -> Tensor:
+        """Their part of a tensor (L', S, ...), layer by layer: (L' x B, ...)."""
+        return tensor[:, self.index].flatten(0, 1)
+
+
+def as_range(slots: list[int]) -> slice | list[int]:
+    """Convert slots to a slice if they are neighbors in order, so that indexing makes no copy."""
+    neighbors = slots == list(range(slots[0], slots[0] + len(slots)))
+    return slice(slots[0], slots[0] + len(slots)) if neighbors else slots
+
+
+def latest(lengths: list[int], slots: list[int], size: int) -> list[list[int]]:
+    """The last ``size`` tokens of prompts that stand one after the other: row, slot, and place in a ring of that size.
+
+    Args:
+        lengths: Lengths of the prompts.
+        slots: Slots of the prompts.
+        size: Size of the ring.
+    """
+    rows, owners, places, start = list[int](), list[int](), list[int](), 0
+    for length, slot in zip(lengths, slots, strict=True):
+        positions = range(max(0, length - size), length)
+        rows += [start + position for position in positions]
+        owners += [slot] * len(positions)
+        places += [position % size for position in positions]
+        start += length
+    return [rows, owners, places]

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.chosen import ChosenSlots
 from sparse_rl_lightning.cache.running_state import columns, head_columns
-from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import ChosenSlots, PackedPrompts, SlotCache
 from sparse_rl_lightning.ops.pools import gather_heads, live_entries, to_computed
 from sparse_rl_lightning.records import LayerState
 

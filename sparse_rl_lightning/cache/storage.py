@@ -26,6 +26,10 @@ class SlotStorage:
         """Every tensor that is allocated here."""
         raise NotImplementedError
 
+    def full_entries(self, length: int) -> int:
+        """Entries of a KV head in all layers kept here, after so many tokens."""
+        return 0
+
     def begin(self, slots: Tensor) -> None:
         """Start new sequences in these slots (B,)."""
 

@@ -56,6 +56,10 @@ class WindowCache(SlotStorage):
         p = self.pools
         return [p.keys, p.values, p.positions, p.offsets, p.capacities, p.lengths, self.held]
 
+    def full_entries(self, length: int) -> int:
+        """Entries of a KV head in all layers with a window, after so many tokens."""
+        return len(self.geometry.window_layers) * min(length, self.geometry.window)
+
     @property
     def pool_bytes(self) -> int:  # type: ignore[override]  # depends on the sizes
         """Bytes of keys and values."""
@@ -112,21 +116,3 @@ class WindowCache(SlotStorage):
 
     def _rings(self) -> Iterator[tuple[str, Tensor]]:
         return zip(RINGS, (self.keys, self.values), strict=True)
-
-
-def latest(lengths: list[int], slots: list[int], size: int) -> list[list[int]]:
-    """The last ``size`` tokens of prompts that stand one after the other: row, slot, and place in a ring of that size.
-
-    Args:
-        lengths: Lengths of the prompts.
-        slots: Slots of the prompts.
-        size: Size of the ring.
-    """
-    rows, owners, places, start = list[int](), list[int](), list[int](), 0
-    for length, slot in zip(lengths, slots, strict=True):
-        positions = range(max(0, length - size), length)
-        rows += [start + position for position in positions]
-        owners += [slot] * len(positions)
-        places += [position % size for position in positions]
-        start += length
-    return [rows, owners, places]

@@ -17,8 +17,7 @@ from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRej
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.callbacks.guards.dry_run import DryRun
 from sparse_rl_lightning.callbacks.guards.empty_rollouts import EmptyRollouts
-from sparse_rl_lightning.callbacks.guards.last_save import LastSave
-from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
+from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
 from sparse_rl_lightning.callbacks.guards.preemption import Preemption
 from sparse_rl_lightning.callbacks.guards.rank_watch import RankWatch
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock

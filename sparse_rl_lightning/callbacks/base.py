@@ -1,4 +1,7 @@
-"""RolloutCallback: hooks around a rollout, besides Lightning's; RolloutModule: all that they may use of a module."""
+"""RolloutCallback: hooks around a rollout, besides Lightning's; RolloutModule: all that they may use of a module.
+
+Who needs log-probs early, corrections and the report of a rollout are called from here, too.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.corrections import consistency_log_ratio
+from sparse_rl_lightning.distributed.ranks import mean_over_ranks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
+from sparse_rl_lightning.metrics.rollout import rollout_metrics
+from sparse_rl_lightning.policies.modes import has_dropout
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import Progress, SamplingParams
@@ -23,6 +30,9 @@ from sparse_rl_lightning.rollout.generator import Generator
 
 class RolloutCallback(Callback):
     """A callback for rollouts: it changes what counts in :meth:`correct` and sees the result in the other hooks."""
+
+    is_active = True
+    """Whether rollouts call it; False for one that has nothing to do in this run."""
 
     @property
     def corrects(self) -> bool:
@@ -166,3 +176,102 @@ def warn_of_run(trainer: Trainer, text: str) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RolloutCallback):
             callback.on_run_warning(trainer, text)
+
+
+def rollout_callbacks(module: RolloutModule) -> list[RolloutCallback]:
+    """The trainer's callbacks that see rollouts, in its order; none without a trainer, in a script."""
+    found = getattr(cast(LightningModule, module)._trainer, "callbacks", [])
+    return [callback for callback in found if isinstance(callback, RolloutCallback) and callback.is_active]
+
+
+def rescores_all(module: RolloutModule) -> bool:
+    """Whether even the first optimizer step on a rollout needs log-probs from before it (``docs/learner.md``).
+
+    Those of its own forward passes are of the same policy, but come too late for numbers of the whole rollout, and with
+    dropout they are of another distribution.
+    """
+    return (
+        cast(LightningModule, module)._trainer is None  # in a script no step is to come
+        or module.generator.options.oversampling > 1
+        or module.loss.counts_kept
+        or has_dropout(module.policy)
+        or any(callback.needs_rescoring(module) for callback in rollout_callbacks(module))
+    )
+
+
+@torch.no_grad()
+def correct(module: RolloutModule, part: Rollout) -> None:
+    """Let callbacks reject and reweight sequences that have dense log-probs."""
+    for callback in rollout_callbacks(module):
+        callback.correct(module.trainer, module, part)
+
+
+def report(module: RolloutModule, scored: ScoredRollout) -> None:
+    """Show a rollout to callbacks, log its numbers, and drop what the loss does not read.
+
+    Raises:
+        ValueError: If a callback edits what the loss may have read already.
+    """
+    for callback in rollout_callbacks(module):
+        before = _versions(scored.rollout)
+        callback.on_rollout_scored(module.trainer, module, scored)
+        if _versions(scored.rollout) != before:
+            raise UserError(
+                f"{type(callback).__name__}.on_rollout_scored changed keep, weights or advantages, which the loss may "
+                "have read already. Change them in correct(trainer, module, part)."
+            )
+    metrics = rollout_metrics(scored) | module.generator.metrics(scored.rollout)
+    trainer = cast(LightningModule, module)._trainer  # none in a script
+    if trainer is not None and trainer.world_size > 1:
+        metrics = dict(mean_over_ranks(metrics, trainer.world_size))
+    module.log_dict(metrics, batch_size=len(scored.completions))
+    scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
+    scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None
+
+
+def _versions(rollout: Rollout) -> list[tuple[int, int]]:
+    """Numbers that change when one of the tensors that the loss reads is replaced or written."""
+    read = (rollout.keep, rollout.weights, rollout.advantages)
+    return [(id(value), value._version) for value in read if value is not None]
+
+
+NO_TOKENS = (torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool))
+"""Log-ratios and mask of an empty rollout, on which the pure functions check their other arguments."""
+
+
+class CorrectionCallback(RolloutCallback):
+    """A callback that edits a rollout by the ratio xi of dense to sparse probability."""
+
+    weighs = False
+    """Whether it multiplies ``weights``, which only one callback may do: two would weight by the ratio twice."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second correction of the same kind."""
+        others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
+        for other in others:
+            if type(other) is type(self) or (other.weighs and self.weighs):
+                raise UserError(
+                    f"trainer.callbacks: {type(other).__name__} and {type(self).__name__} are two corrections of one "
+                    "kind, which would be applied one after the other. Keep one of them."
+                )
+
+    def needs_rescoring(self, module: RolloutModule) -> bool:
+        """Look at every sequence by itself."""
+        return False
+
+    def log_ratio(self, rollout: Rollout) -> Tensor:
+        """The log-ratios log xi (B, T) of sequences with dense log-probs, 0 outside the completions."""
+        assert rollout.old_logprobs is not None
+        name = type(self).__name__
+        if rollout.behavior_logprobs is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{name}: the rollouts are drawn from truncated distributions (top_k, top_p, min_p, "
+                "min_completion_length or a repetition_penalty), but the ratio xi compares whole distributions and "
+                "ignores the truncation. Sample with top_k=0, top_p=1, min_p=null, min_completion_length=0, "
+                "repetition_penalty=1 for an exact correction."
+            )
+        return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, rollout.completion_mask)

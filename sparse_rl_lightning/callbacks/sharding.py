@@ -51,7 +51,8 @@ class ZeroSharding(RolloutCallback):
         self.gather_seconds = 0.0  # time of the last gathering
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Invalidate the shadow: other weights may be loaded at the same step."""
+        """Invalidate the shadow: other weights may be loaded at the same step. One rank has none."""
+        self.is_active = trainer.world_size > 1
         shadow = rollout_module(pl_module, self).generator.shadow
         if shadow is not None:
             shadow.version = None
@@ -68,8 +69,6 @@ class ZeroSharding(RolloutCallback):
 
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Synchronize with the other ranks, free memory, and log."""
-        if trainer.world_size == 1:
-            return
         start = time.perf_counter()
         trainer.strategy.barrier()
         metrics = {"sharding/wait_seconds": time.perf_counter() - start}

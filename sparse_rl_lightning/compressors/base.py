@@ -18,7 +18,7 @@ from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries, select_entries
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Rotation: TypeAlias = Literal[False, "partial", "whole"]

@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from sparse_rl_lightning.rewards.foreign import undisturbed, users_line
+from sparse_rl_lightning.rewards.base import undisturbed, users_line
 from sparse_rl_lightning.text import shown
 
 PATIENCE = 1.0

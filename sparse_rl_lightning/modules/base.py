@@ -18,8 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.callbacks.guards.last_save import LastSave
-from sparse_rl_lightning.callbacks.guards.log_guard import LogGuard
+from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.folders import check_dtype, save_folder
@@ -90,6 +89,8 @@ class PolicyModule(LightningModule):
     default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
     """Callbacks of every run; one of the trainer's own of the same class replaces one of these."""
 
+    _world_size = 1  # of the trainer
+
     resumed_parts: tuple[str, ...] = ()
     """Parts that a checkpoint must have besides Lightning's own, if training is to continue from it."""
 
@@ -117,10 +118,6 @@ class PolicyModule(LightningModule):
         """The seeds of all that is drawn, by the keys that set them, once the trainer has set this up."""
         return self.run_state.seeds
 
-    @property
-    def _world_size(self) -> int:
-        return self.trainer.world_size if self._trainer is not None else 1
-
     def configure_callbacks(self) -> list[Callback]:
         """One of each of ``default_callbacks`` that the trainer was not given.
 
@@ -129,6 +126,7 @@ class PolicyModule(LightningModule):
         Raises:
             ValueError: If the strategy trains something else, or the trainer expects other processes.
         """
+        self._world_size = self.trainer.world_size
         check_strategy(self.trainer.strategy)
         given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         for own in given:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 
-from sparse_rl_lightning.callbacks.calls import correct
+from sparse_rl_lightning.callbacks.base import correct
 from sparse_rl_lightning.compressors import Drawn
 from sparse_rl_lightning.compressors.learned_score import FILE, save_network
 from sparse_rl_lightning.errors import UserError, check_number
@@ -111,9 +111,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if self.network is not None and (self._trainer is None or self.global_rank == 0):
             save_network(self.network, Path(folder) / FILE)
 
-    def _check_ranks(self) -> None:
+    def check_strategy(self) -> None:
         """Refuse strategies whose checkpoints hold the policy alone, without what the compressor learns."""
-        super()._check_ranks()
+        super().check_strategy()
         if self.network is not None and isinstance(self.trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
             raise UserError(
                 "LearnedScore trains on one device or with DDP: checkpoints of DeepSpeed and FSDP2 hold the policy "

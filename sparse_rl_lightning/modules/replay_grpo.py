@@ -94,9 +94,9 @@ class ReplayGRPO(SparseGRPO):
         metrics = {f"sparse/{name}": value for name, value in term.metrics.items()}
         return LossOutput(total, {**output.metrics, **metrics})
 
-    def _check_ranks(self) -> None:
+    def check_strategy(self) -> None:
         """Refuse a second pass that only ranks with rejected sequences make, where all must make the same ones."""
-        super()._check_ranks()
+        super().check_strategy()
         if self.replay_objective == "rejected" and is_sharded(self.policy):
             raise UserError(
                 "replay_objective='rejected' replays what each rank has rejected, but ranks that share weights "

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
-from sparse_rl_lightning.distributed.ranks import gather_to_zero
+from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import fingerprint
+from sparse_rl_lightning.learner.block import RolloutBlock
 from sparse_rl_lightning.learner.resuming import (
     KEY as OPTIMIZER,
 )
@@ -212,7 +214,7 @@ class RolloutState(RunState):
             "partial": m.generator.partial_state(),
             "random_state": m.training_state.random(),
         }
-        checkpoint["sparse_rl"] = own | {"other_ranks": gather_to_zero(own, m._world_size)[1:]}
+        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, m._world_size)[1:]}
 
     def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
         """What a rollout was drawn by, within one; what its slots depend on, where sequences are stored in them."""
@@ -246,6 +248,38 @@ class RolloutState(RunState):
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
                 "partial_rollout_steps is null now."
             )
+
+    def check_options(self) -> None:
+        """Refuse, by name, options that several ranks do not support."""
+        m = self.module
+        is_partial, packs = m.generator.partial is not None, m.learner.options.packs
+        ranks.check_options(m.policy, m._world_size, is_partial=is_partial, packs=packs)
+
+    def check_agreement(self) -> None:
+        """Check that ranks were configured alike, before the end of training is looked for in different checkpoints."""
+        if self.module._world_size > 1:
+            ranks.check_agreement(self.module.same_on_ranks)
+
+    def begin(self) -> None:
+        """Check that ranks begin training alike; a resumed checkpoint is not saved again after its first step."""
+        m = self.module
+        if m._world_size > 1:
+            m.same_on_ranks["optimizer steps"] = str(m.trainer.global_step)
+            ranks.check_training(m.trainer, m.same_on_ranks)
+        for callback in m.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._last_global_step_saved = m.trainer.global_step
+
+    def rest_of_rollout(self) -> RolloutBlock | None:
+        """Restore a checkpoint's random state, and what is left of its rollout, once; None if there is nothing left."""
+        m = self.module
+        state = m.training_state.resume()
+        if state is None:
+            return None
+        plan = m.plan(len(state["rollout"]["sequences"]) // m.group_size)
+        block = RolloutBlock.from_state(plan, state, m.generator.seed, m.denominators)
+        block.rollout = block.rollout.to(m.device)
+        return block
 
     def _of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """What the checkpoint has of this rank, None if it is of another number of them."""

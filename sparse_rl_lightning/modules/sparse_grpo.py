@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, most_informative
+from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, most_informative
 from sparse_rl_lightning.callbacks import (
     DryRun,
     EmptyRollouts,
@@ -24,7 +23,7 @@ from sparse_rl_lightning.callbacks import (
     StepTimes,
     ZeroSharding,
 )
-from sparse_rl_lightning.callbacks.calls import correct, report, rescores_all, rollout_callbacks
+from sparse_rl_lightning.callbacks.base import rollout_callbacks
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.base import check_own_loader
 from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
@@ -39,6 +38,7 @@ from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 from sparse_rl_lightning.modules.run_state import RolloutState
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
@@ -122,7 +122,7 @@ class SparseGRPO(PolicyModule):
         self.learner = Learner(learner, sampling.temperature, retriever)
         self.loss = loss
         self.block: RolloutBlock | None = None
-        self._unreported: ScoredRollout | None = None  # until the first optimizer step on it
+        self.old_logprobs = OldLogprobs(self)
         self.num_rollouts = 0
         self.num_sequences: int | None = 0  # drawn on all ranks, None if a checkpoint does not say
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
@@ -131,7 +131,7 @@ class SparseGRPO(PolicyModule):
             max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
         )
         self._validation = ValidationLog(self.log)
-        self.run_state = RolloutState(self)
+        self.run_state: RolloutState = RolloutState(self)
         self._reference: list[PreTrainedModel] = []  # in a list, so that it is in no checkpoint and no optimizer
 
     # ---------------------------------------------------------------- the algorithm
@@ -142,10 +142,7 @@ class SparseGRPO(PolicyModule):
             self.block = self.new_block(self.roll_out(batch))
         part, denominators = self.block.next()
         output = self.micro_batch_loss(part, denominators)
-        if self.block.store(part) and self._unreported is not None:  # the first optimizer step's last forward pass
-            scored, self._unreported = self._unreported, None
-            scored.is_complete = True
-            report(self, scored)
+        self.old_logprobs.store(self.block, part)
         self.log_dict(output.metrics, batch_size=len(part))
         if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
             return output.loss
@@ -167,17 +164,14 @@ class SparseGRPO(PolicyModule):
             callback.on_rollout_drawn(self.trainer, self, scored)
         self.score(scored)  # rewards and advantages
         self.rescore(scored)  # dense policy, corrections
-        if scored.is_complete:
-            report(self, scored)
+        self.old_logprobs.report(scored)
         self.num_sequences = first + drawn
         return scored
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The learner's forward pass, and the micro-batch's share of its optimizer step's loss."""
         logprobs, entropy = self.learner.logprobs(self.policy, part)
-        if part.old_logprobs is None:  # nothing was updated since the rollout: the policy before the update is this one
-            part.old_logprobs = logprobs.detach()
-            correct(self, part)
+        self.old_logprobs.complete(part, logprobs)
         output = self.loss(part, logprobs, denominators)
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output
@@ -189,28 +183,11 @@ class SparseGRPO(PolicyModule):
 
     # ---------------------------------------------------------------- stages of a rollout
 
-    @torch.no_grad()
     def rescore(self, scored: ScoredRollout) -> None:
-        """Compute log-probs of the trained policy (dense, or replayed) with the learner's code, and correct by them.
-
-        Left out are the sequences of the first optimizer step, unless something needs theirs earlier: its own forward
-        passes are of the same policy.
-        """
-        start, rollout = time.perf_counter(), scored.rollout
+        """Compute log-probs of the reference policy, if there is one, and of the trained one before the update."""
         if self._reference:
-            self._score_by_reference(rollout)
-        if rescores_all(self):
-            rollout.old_logprobs = self.learner.rescored(self.policy, rollout.parts(self.steps_per_generation))
-            correct(self, rollout)
-        else:
-            plan = self.plan(len(rollout) // self.group_size)
-            for rows in plan.later(self.num_rollouts, self.generator.seed, rollout.sequences.device):
-                part = rollout.uncorrected(rows)
-                part.old_logprobs = self.learner.rescored(self.policy, [part])
-                correct(self, part)
-                rollout.store(rows, part)
-            scored.is_complete = False
-        scored.seconds["rescoring"] = time.perf_counter() - start
+            self._score_by_reference(scored.rollout)
+        self.old_logprobs.rescore(scored)
 
     def score(self, scored: ScoredRollout) -> None:
         """Compute rewards, of the samples kept advantages; nothing is rejected yet."""
@@ -218,15 +195,19 @@ class SparseGRPO(PolicyModule):
         scored.rollout.rewards = self.rewards(scored)
         self.rewards.settle()
         self.rewards.warn_of_none(scored)
-        rewards, rollout = down_sample(scored, self.generator.options.downsampling, self.group_size), scored.rollout
+        rule, rewards = self.generator.options.downsampling, scored.rollout.rewards
+        if rule is not None:
+            rewards = down_sample(scored, rule, self.group_size)
+        rollout = scored.rollout
         rollout.advantages = self.advantages(rewards)
         rollout.keep = rollout.completion_mask.clone()
         scored.seconds["rewards"] = time.perf_counter() - start
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (B,) of this rank's rewards (B,); NaN rewards count in no baseline and get 0."""
-        others = self.trainer if self._world_size > 1 else None
-        return ranks.advantages_of_rank(rewards, self.group_size, self.scale_rewards, others)
+        if self._world_size == 1:
+            return group_advantages(rewards, self.group_size, self.scale_rewards)
+        return ranks.advantages_of_rank(rewards, self.group_size, self.scale_rewards, self.trainer)
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
         """The rollout as micro-batches."""
@@ -238,7 +219,6 @@ class SparseGRPO(PolicyModule):
         plan = self.plan(len(rollout) // self.group_size)
         seed, index, complete = self.generator.seed, self.num_rollouts, scored.is_complete
         block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
-        self._unreported = None if complete else scored
         self.num_rollouts += 1
         return block
 
@@ -355,41 +335,31 @@ class SparseGRPO(PolicyModule):
                 "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "
                 "max_completion_length tokens. Set model.rollout.end_tokens or model.sampling.stop_strings."
             )
-        self.block = self._unreported = None  # from an earlier, interrupted fit
-        self._check_ranks()
-        if self._world_size > 1:  # before the end of training is looked for, in checkpoints of different steps
-            ranks.check_agreement(self.same_on_ranks)
+        self.block = None  # from an earlier, interrupted fit
+        self.old_logprobs.forget()
+        self.check_strategy()
+        self.run_state.check_agreement()
         prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts_per_rollout", None)
         if prompts is not None:
             trained = max(1, round(prompts / self.generator.options.oversampling))
             rank_zero_info(f"Each rollout: {self.plan(trained)}.")
 
     def on_train_start(self) -> None:
-        """Check that ranks start alike; for partial rollouts find the longest prompt, and store all rows."""
+        """Check that ranks start alike, and the rows of a loader that is not ours."""
         super().on_train_start()
-        if self._world_size > 1:
-            self.same_on_ranks["optimizer steps"] = str(self.trainer.global_step)
-            ranks.check_training(self.trainer, self.same_on_ranks)
-        for callback in self.trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):  # a resumed one would save again after the first micro-batch
-                callback._last_global_step_saved = self.trainer.global_step
+        self.run_state.begin()
         check_own_loader(self.trainer, self.admit)
-        if self.generator.partial is not None:
-            self.generator.begin_partial(rows_of(self.trainer.train_dataloader))
+        self.generator.begin(lambda: rows_of(self.trainer.train_dataloader))
 
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:
-        """Restore block and random state after a resume, only now, because loading the data used random numbers."""
-        state = self.training_state.resume()
-        if state is not None:
-            plan, seed = self.plan(len(state["rollout"]["sequences"]) // self.group_size), self.generator.seed
-            self.block = RolloutBlock.from_state(plan, state, seed, self.denominators)
-            self.block.rollout = self.block.rollout.to(self.device)
+        """Continue a checkpoint's rollout, only now, because loading the data used random numbers."""
+        self.block = self.run_state.rest_of_rollout() or self.block
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
-            self._score_by_reference(self.block.rollout)  # resumed from a run without a reference policy
+            self._score_by_reference(self.block.rollout)  # of a checkpoint of a run without a reference policy
 
     def on_train_end(self) -> None:
-        """Report the sequences that partial rollouts leave unfinished."""
-        unfinished = 0 if self.generator.partial is None else self.generator.partial.num_unfinished
+        """Report sequences that are left unfinished."""
+        unfinished = self.generator.num_unfinished
         if unfinished:
             rank_zero_info(f"{unfinished} unfinished sequences of partial rollouts were not trained.")
 
@@ -412,7 +382,6 @@ class SparseGRPO(PolicyModule):
         own = [self.reference_logprobs(part) for part in rollout.parts(self.steps_per_generation)]
         rollout.ref_logprobs = torch.cat(own)
 
-    def _check_ranks(self) -> None:
-        """Refuse, by name, options that several ranks do not support."""
-        is_partial, packs = self.generator.partial is not None, self.learner.options.packs
-        ranks.check_options(self.policy, self._world_size, is_partial=is_partial, packs=packs)
+    def check_strategy(self) -> None:
+        """Refuse, by name, options that the trainer's strategy does not support."""
+        self.run_state.check_options()

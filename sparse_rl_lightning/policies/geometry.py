@@ -66,7 +66,7 @@ class CacheGeometry:
         """The numbers of the ``num_layers`` layers of full attention among all layers with attention."""
         return tuple(i for i, own in enumerate(self.windows or (0,) * self.num_layers) if not own)
 
-    @property
+    @cached_property
     def is_mixed(self) -> bool:
         """Whether there are layers of other kinds than full attention."""
         return bool(self.windows) or self.linear is not None
@@ -81,12 +81,12 @@ class CacheGeometry:
         """The place of each attention layer among the layers of its kind, full or with a window."""
         return {layer: place for kind in (self.full_layers, self.window_layers) for place, layer in enumerate(kind)}
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The number of layers with keys and values, of either kind."""
         return len(self.windows) or self.num_layers
 
-    @property
+    @cached_property
     def window(self) -> int:
         """The tokens that layers with a window see, 0 without such layers."""
         return max(self.windows, default=0)
@@ -95,16 +95,12 @@ class CacheGeometry:
         """The tokens that an attention layer sees, 0 for all."""
         return self.windows[layer] if self.windows else 0
 
-    def full_entries(self, length: int) -> int:
-        """The entries of a KV head in all layers together, after so many tokens, if only windows forget."""
-        return self.num_layers * length + len(self.window_layers) * min(length, self.window)
-
-    @property
+    @cached_property
     def query_dtype(self) -> torch.dtype:
         """The type of queries for attention and compressors: the keys' type, but 8-bit types are storage only."""
         return self.dtype if self.kv_dtype == FLOAT8 else self.kv_dtype
 
-    @property
+    @cached_property
     def bytes_per_entry(self) -> int:
         """Bytes of one key and one value of one head."""
         return 2 * self.head_dim * self.kv_dtype.itemsize

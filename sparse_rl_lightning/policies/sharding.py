@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.replaced import is_plain_linear, is_replaced, refusal
+from sparse_rl_lightning.policies.replaced import is_replaced, refusal
 
-_Found = TypeVar("_Found")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
@@ -54,28 +53,6 @@ def of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
-
-
-def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
-    """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
-
-    The function replaces the module's forward, and does not call the module: calling it would gather in every call, and
-    ranks that call it a different number of times would wait for each other forever. In backward the weights are
-    released at the first input that carries gradient. Under ZeRO-3 the module must be a plain ``nn.Linear``.
-    """
-    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        return function(*inputs)
-    if not is_plain_linear(module):
-        raise UserError(
-            f"The policy's output head is a {type(module).__name__} with hooks or a forward of its own: ZeRO-3 knows "
-            "plain nn.Linear heads only. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
-        )
-    module.forward = function
-    try:
-        found: _Found = module(*inputs)
-    finally:
-        del module.forward
-    return found
 
 
 def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.cache.chosen import ChosenSlots
-from sparse_rl_lightning.cache.slots import CacheSize, Cuts, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, Cuts, PackedPrompts, SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts

@@ -21,7 +21,7 @@ from sparse_rl_lightning.environments.calls import Call, CallFailure, CallTimeou
 from sparse_rl_lightning.environments.tools import ToolEnvironment
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Conversation, Rollout, Rows
-from sparse_rl_lightning.rewards.foreign import undisturbed, users_function
+from sparse_rl_lightning.rewards.base import undisturbed, users_function
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.environments.tools import as_factory
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import longest_sequence
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.records import Conversation, Rollout, Rows, ScoredRollout
@@ -185,7 +186,8 @@ class Generator:
         """Draw the next training rollout: of these rows, or in partial rollouts of those with all samples finished."""
         if self.partial is None:
             scored = self.generate(rows, index=index, places=places, progress=progress, first=first)
-            check_not_all_failed(scored.conversations or ())
+            if scored.conversations is not None:
+                check_not_all_failed(scored.conversations)
             return scored
         start, sampler = time.perf_counter(), self.sampler()
         ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
@@ -205,26 +207,34 @@ class Generator:
             self.environment, options.turns, self.tokenizer, options.chat_template_kwargs, options.skip_special_tokens
         )
 
-    def begin_partial(self, rows: Rows) -> None:
-        """Start partial rollouts over these rows, which stay in slots and checkpoints until their group is complete.
+    def begin(self, all_rows: Callable[[], Rows]) -> None:
+        """Start training; rows of partial rollouts stay in slots and checkpoints until their group is complete.
 
         Raises:
             ValueError: If a row cannot be stored, or the longest prompt leaves no room for its completion.
         """
-        assert self.partial is not None
+        if self.partial is None:
+            return
         assert self._policy is not None
+        rows = all_rows()
         check_storable(rows)
         most = self.options.turns.max_prompt_length if self.environment is not None else None
         longest = [0] * most if most is not None else self.encode([self.longest(rows)])[0]
         check_prompts([longest], self.sampling, self._policy)
+        check_length(self._policy, len(longest) + self.sampling.max_completion_length)
         self.partial.begin(len(longest), None if self.environment is None else self.conversations())
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of sequences that partial rollouts have not finished."""
+        return 0 if self.partial is None else self.partial.num_unfinished
 
     def partial_state(self) -> dict[str, Any] | None:
         """Unfinished sequences of partial rollouts, for a checkpoint; None if there is nothing to save."""
         state = None if self.partial is None else self.partial.state()
         if self.partial is not None and self.partial.session is not None and state is not None:
             self._tell(
-                f"Checkpoint with {self.partial.num_unfinished} unfinished sequences of partial rollouts: "
+                f"Checkpoint with {self.num_unfinished} unfinished sequences of partial rollouts: "
                 f"{state_bytes(state['session']) / 2**20:,.1f} MiB ({self.partial.checkpoint})."
             )
         return state

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
@@ -271,7 +270,7 @@ def check_prompts(
         ValueError: If there is no prompt, one is empty or no list of token ids, one leaves no room for the completion
             in the model's context or sliding window, or ``top_logprobs`` exceeds the vocabulary.
     """
-    vocab_size, context = model.config.vocab_size, context_length(model.config)
+    vocab_size = model.config.vocab_size
     if params.top_logprobs > vocab_size:
         raise UserError(
             f"top_logprobs must be at most the vocabulary's {vocab_size} tokens, got "
@@ -286,15 +285,19 @@ def check_prompts(
             "prompt without padding, e.g. [row[mask].tolist() for row, mask in zip(ids, attention_mask.bool())]."
         )
     found = [_token_ids(prompt, index, vocab_size) for index, prompt in enumerate(prompts)]
-    longest = max(len(prompt) for prompt in found) + params.max_completion_length
-    for index, prompt in enumerate(found):
-        if context is not None and len(prompt) + params.max_completion_length > context:
+    lengths = [len(prompt) for prompt in found]
+    # scaled positions reach further than this number of a configuration
+    if max(lengths) + params.max_completion_length > (getattr(model.config, "max_position_embeddings", None) or 0):
+        context = context_length(model.config)
+        over = next(
+            (i for i, n in enumerate(lengths) if n + params.max_completion_length > (context or math.inf)), None
+        )
+        if over is not None:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with max_completion_length={params.max_completion_length} "
+                f"prompt {over} has {lengths[over]} tokens; with max_completion_length={params.max_completion_length} "
                 f"that exceeds the model's context of {context} tokens. Drop long prompts or lower "
                 "max_completion_length."
             )
-    check_length(model, longest)
     return found
 
 

@@ -14,21 +14,22 @@ from sparse_rl_lightning.cache.compression import Compression, cache_size
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_full_layers
+from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.policies.routing import Routers
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
+from sparse_rl_lightning.rollout.engine.decoders.base import signature
 from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, choose_way, decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.expert_log import RecordingEngine
+from sparse_rl_lightning.rollout.engine.finished import StopStrings
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
 from sparse_rl_lightning.rollout.generation_kwargs import warn_of_generation_config
 from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
 
@@ -129,6 +130,7 @@ class RolloutSampler:
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
         self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
+        self._known: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
         self._warned = False
 
     def generate(
@@ -211,9 +213,7 @@ class RolloutSampler:
         """
         slots = min(self.num_slots or num_sequences, num_sequences)
         longest = longest_prompt + params.max_completion_length
-        if self.compressor.evicts or self.retriever is not None:
-            check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
-        g = CacheGeometry.of(self.model, self.kv_dtype, longest)
+        g = self._geometry(longest)
         length = longest + steps_past_end(g.device)
         size, plan = cache_size(self.compressor, g, slots, longest_prompt, length), None
         if self.retriever is not None:
@@ -269,6 +269,23 @@ class RolloutSampler:
         return self._engine
 
     # ---------------------------------------------------------------- private
+
+    def _geometry(self, longest: int) -> CacheGeometry:
+        """The model's geometry for sequences of up to so many tokens, checked and read again if the model has changed.
+
+        Raises:
+            ValueError: If the model cannot be rolled out, or not to that length.
+        """
+        kind = self.model.device.type
+        mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        chooses = self.compressor.evicts or self.retriever is not None
+        own = (signature(self.model), mixed, longest, chooses)
+        if self._known is None or self._known[0] != own:
+            check_length(self.model, longest)
+            if chooses:
+                check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
+            self._known = own, CacheGeometry.of(self.model, self.kv_dtype, longest)
+        return self._known[1]
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
         """Warn if no sequence can fill its slot: each slot is then as large as with a full cache."""

@@ -20,11 +20,10 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import drawing
 from sparse_rl_lightning.records import Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
-from sparse_rl_lightning.rollout.engine.places import Places
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceGroup, SequenceLogs
-from sparse_rl_lightning.rollout.engine.turns import TurnScheduler, TurnSequence
+from sparse_rl_lightning.rollout.engine.turns import Places, TurnScheduler, TurnSequence
 from sparse_rl_lightning.rollout.prompts import check_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.rewards.foreign import users_line
+from sparse_rl_lightning.rewards.base import users_line
 from sparse_rl_lightning.testing.rules import RULES
 from sparse_rl_lightning.text import say
 

@@ -22,7 +22,7 @@ from benchmarks.stability import outcomes, signs, studies
 from benchmarks.stability.outcomes import fall
 from benchmarks.stability.records import BINS, Archive, Record, binned, key_of, long_steps
 from benchmarks.stability.results import Results, overview, tables
-from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch
+from sparse_rl_lightning.callbacks.guards.step_guard import Cause, RatioWatch
 
 COURSE_SECONDS = 30.0
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection, StepGuard
-from sparse_rl_lightning.callbacks.guards.spikes import Cause, RatioWatch, SpikeWatch
-from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND
+from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND, Cause, RatioWatch, SpikeWatch
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.losses import policy_loss, top_token_share
 from sparse_rl_lightning.modules import ReplayGRPO

@@ -52,7 +52,10 @@ def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
 class OneOfTwo(SparseGRPO):
     """In one process, what one of two ranks would do."""
 
-    _world_size = 2
+    def configure_callbacks(self) -> list[Any]:
+        found = super().configure_callbacks()
+        self._world_size = 2
+        return found
 
 
 def test_ranks_log_the_same_names_whatever_their_batches_hold() -> None:

@@ -39,12 +39,12 @@ STEP = Rule(
         "cache/windows.py:WindowCache.begin_step",
         "rollout/engine/mixed_layers.py:_Step.__call__",
         "cache/linear_states.py:EachRow.__call__",
-        "rollout/engine/decoders/walked.py:Walked.__call__",
-        "rollout/engine/decoders/forward.py:Forward.__call__",
-        "rollout/engine/decoders/products.py:Projection.__call__",
-        "rollout/engine/decoders/products.py:Copied.__call__",
-        "rollout/engine/decoders/fused.py:AddNorm.__call__",
-        "rollout/engine/decoders/fused.py:GatedMLP.__call__",
+        "rollout/engine/decoders/native.py:Walked.__call__",
+        "rollout/engine/decoders/hf_forward.py:Forward.__call__",
+        "rollout/engine/decoders/linear_products.py:Projection.__call__",
+        "rollout/engine/decoders/linear_products.py:Copied.__call__",
+        "rollout/engine/decoders/native.py:AddNorm.__call__",
+        "rollout/engine/decoders/native.py:GatedMLP.__call__",
         "ops/draw.py:reference",  # where there is no kernel
     }),
     left_out=frozenset({

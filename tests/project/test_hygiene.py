@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "sparse_rl_lightning").rglob("*.py"))
 
 MAX_BYTES = 1_000_000
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50  # of code: long signatures and docstrings are what the CLI shows its users
 LONG_FILES: dict[str, int] = {}  # path in the repository -> its own limit; say why beside each
 LONG_FUNCTIONS: dict[str, int] = {}  # path::name -> its own limit

@@ -60,7 +60,7 @@ HOOKS = {
 }
 KNOW_HOOKS = {  # attention functions; the cache between a linear layer and the states of slots
     f"{PACKAGE}.replay.hooks": HOOKS,
-    f"{PACKAGE}.rollout.engine.decoders.linear": {"cache_utils"},
+    f"{PACKAGE}.rollout.engine.decoders.hf_forward": {"cache_utils"},
 }
 LAZY = {"datasets", "deepspeed", "flash_attn", "math_verify", "matplotlib", "pandas", "peft", "pyarrow", "trl", "wandb"}
 OF_TRL = f"{PACKAGE}.integrations.trl"  # a subclass of TRL's trainer: who imports it wants TRL

@@ -21,7 +21,7 @@ from sparse_rl_lightning.compressors import (
     StreamingLLM,
 )
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.engine.looks import Look
+from sparse_rl_lightning.rollout.engine.finished import Look
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}

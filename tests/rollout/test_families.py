@@ -35,10 +35,10 @@ from sparse_rl_lightning.policies.admission import TESTED
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.engine.decoders import choice, products
+from sparse_rl_lightning.rollout.engine.decoders import choice, linear_products
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
-from sparse_rl_lightning.rollout.engine.decoders.forward import Forward
-from sparse_rl_lightning.rollout.engine.decoders.products import Joined
+from sparse_rl_lightning.rollout.engine.decoders.hf_forward import Forward
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
@@ -122,7 +122,7 @@ def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) ->
     plan, engine = sampler.memory_plan, sampler._engine
     assert plan.num_slots < 10
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= limit
-    monkeypatch.setattr(products, "_way", lambda modules, dtype: Joined)  # copies that can be counted
+    monkeypatch.setattr(linear_products, "_way", lambda modules, dtype: Joined)  # copies that can be counted
     geometry = CacheGeometry.of(model)
     decoder = Forward(model, geometry)
     copied = [decoder._head, *(product for _, product in decoder._products)]

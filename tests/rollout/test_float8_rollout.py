@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.cache.chosen import ChosenSlots
+from sparse_rl_lightning.cache.slots import ChosenSlots
 from sparse_rl_lightning.cache.states import block_state
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoders import products
+from sparse_rl_lightning.rollout.engine.decoders import linear_products as products
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
-from sparse_rl_lightning.rollout.engine.decoders.products import Joined, Packed, Projection, Widened, join
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined, Packed, Projection, Widened, join
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 SIZES: dict[str, Any] = {

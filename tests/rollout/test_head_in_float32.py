@@ -17,10 +17,10 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay import replay_logprobs
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.engine.decoders import head as heads
+from sparse_rl_lightning.rollout.engine.decoders import linear_products as heads
 from sparse_rl_lightning.rollout.engine.decoders.base import Way
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes, make_decoder
-from sparse_rl_lightning.rollout.engine.decoders.head import Unrounded, head_in_float32
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Unrounded, head_in_float32
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model

@@ -12,7 +12,7 @@ from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
-from sparse_rl_lightning.rollout.engine.looks import Look, Sighting
+from sparse_rl_lightning.rollout.engine.finished import Look, Sighting
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end
 from sparse_rl_lightning.testing import tiny_model
 

@@ -20,7 +20,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows
-from sparse_rl_lightning.rollout.engine.looks import Look
+from sparse_rl_lightning.rollout.engine.finished import Look
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import tiny_model
 from tests.gpus import RealGPU, close_on, on_the_cpu

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.engine.stopping import StopStrings
+from sparse_rl_lightning.rollout.engine.finished import StopStrings
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 CHARACTERS = character_tokenizer()

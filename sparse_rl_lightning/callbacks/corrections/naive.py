@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning.callbacks.calls import rollout_callbacks
+from sparse_rl_lightning.callbacks.base import rollout_callbacks
 from sparse_rl_lightning.rollout.generator import Generator
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.base import NO_TOKENS, CorrectionCallback, RolloutModule
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting, Normalization
 from sparse_rl_lightning.corrections import calibrated_weights

@@ -9,8 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.base import NO_TOKENS, CorrectionCallback, RolloutModule
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.records import Rollout

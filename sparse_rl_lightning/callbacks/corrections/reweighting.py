@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.callbacks.corrections.base import NO_TOKENS, CorrectionCallback
+from sparse_rl_lightning.callbacks.base import NO_TOKENS, CorrectionCallback, RolloutModule
 from sparse_rl_lightning.corrections import WeightMode, importance_weights, normalize_weights
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import Rollout

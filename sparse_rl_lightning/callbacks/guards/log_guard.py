@@ -11,8 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
 from sparse_rl_lightning.files import append, write_whole
 
 WRITING = ("log_metrics", "log_hyperparams", "save", "finalize")
@@ -68,3 +70,25 @@ def save_metrics(writer: Any) -> None:
         table.writerows([*old, *rows])
         write_whole(path, text.getvalue())
     writer.metrics = []
+
+
+class LastSave(Callback):
+    """End ``fit`` with status 75 if the newest checkpoint could not be saved (a full disk), after export and report.
+
+    All modules add this callback themselves.
+    """
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check with the rank that writes."""
+        if save_failed(trainer):
+            rank_zero_warn(
+                f"The run ends after optimizer step {trainer.global_step}, but its last checkpoint could not be saved: "
+                "the warning above says why. --ckpt_path=last then goes on with the checkpoint before it, if any."
+            )
+            raise AgreedExit(STATUS)
+
+
+def save_failed(trainer: Trainer) -> bool:
+    """Whether the newest checkpoint could not be saved, which the rank that writes tells all. Collective."""
+    failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
+    return trainer.strategy.reduce_boolean_decision(failing, all=False)

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from sparse_rl_lightning.callbacks.guards.last_save import save_failed
+from sparse_rl_lightning.callbacks.guards.log_guard import save_failed
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
 from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 

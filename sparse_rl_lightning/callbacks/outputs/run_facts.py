@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.callbacks.calls import rollout_callbacks
+from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_callbacks
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened

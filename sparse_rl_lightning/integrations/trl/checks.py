@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
-from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import disable_dropout, has_dropout

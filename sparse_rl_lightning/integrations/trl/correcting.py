@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.corrections import normalize_weights
 from sparse_rl_lightning.records import Rollout
 

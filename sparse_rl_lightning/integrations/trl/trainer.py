@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from sparse_rl_lightning.callbacks.corrections.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.naive import naive_training
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError

@@ -27,7 +27,7 @@ from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Attend, Decoder, Way
 from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder

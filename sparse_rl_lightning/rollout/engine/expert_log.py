@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.cache.storage import SlotStorage
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.routing import Routers, recording
 from sparse_rl_lightning.rollout.engine.decoders.base import Attend, Decoder

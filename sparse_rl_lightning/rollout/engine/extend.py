@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.cache.chunks import Chunk, append_chunk
 from sparse_rl_lightning.cache.running_state import Piece
 from sparse_rl_lightning.ops.append import QKTransform
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.engine import Engine
 

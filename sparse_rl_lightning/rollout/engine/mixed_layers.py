@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates, Run
-from sparse_rl_lightning.cache.windows import WindowCache, latest
+from sparse_rl_lightning.cache.slots import latest
+from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.attention import causal_attention, packed_attention, visible_attention
 from sparse_rl_lightning.ops.pools import to_computed, to_stored
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 
 
 class MixedPass:

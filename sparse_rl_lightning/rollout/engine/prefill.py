@@ -17,12 +17,11 @@ from torch import Tensor
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
-from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache
-from sparse_rl_lightning.cache.windows import latest
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, latest
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.attention import causal_attention, packed_attention
 from sparse_rl_lightning.ops.pools import to_stored
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.engine import Engine
 

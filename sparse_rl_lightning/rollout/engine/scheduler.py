@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.uploads import upload
+from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
-from sparse_rl_lightning.rollout.engine.looks import Look
+from sparse_rl_lightning.rollout.engine.finished import Look, NewestTokens, StopStrings
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup
-from sparse_rl_lightning.rollout.engine.stopping import NewestTokens, StopStrings
 
 CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a check is free on the CPU
 CHECK_EVERY_ON_DEVICE = 8
@@ -158,7 +157,7 @@ class Scheduler:
         longest = max(len(group.prompt) for group in groups) + self.params.max_completion_length
         if not self.engine.key.compressor.evicts:
             longest = max(size.capacities, default=size.max_length)  # may be left over from a longer rollout
-        full = size.num_slots * g.num_kv_heads * g.full_entries(longest) * g.bytes_per_entry
+        full = self.cache.full_bytes(longest)
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
         rollout = self.finished.assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
         shared = [prompt_key(self.params.seed, group.prompt) for group in groups]

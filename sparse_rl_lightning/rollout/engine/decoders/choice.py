@@ -14,8 +14,8 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.rollout.engine.decoders.agreement import check_agreement, layers_turned_otherwise
 from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, Way
-from sparse_rl_lightning.rollout.engine.decoders.forward import Forward, forward_bytes
-from sparse_rl_lightning.rollout.engine.decoders.walked import Walked, can_walk, walked_bytes
+from sparse_rl_lightning.rollout.engine.decoders.hf_forward import Forward, forward_bytes
+from sparse_rl_lightning.rollout.engine.decoders.native import Walked, can_walk, walked_bytes
 
 DecoderChoice = Literal["auto", "walked", "forward"]
 _agreed: WeakSet[nn.Module] = WeakSet()  # models whose forward pass was compared

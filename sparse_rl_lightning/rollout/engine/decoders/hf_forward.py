@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from inspect import signature
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from sparse_rl_lightning.cache.linear_states import Run
 from sparse_rl_lightning.errors import UserError
@@ -33,9 +35,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     head_product,
     per_head,
 )
-from sparse_rl_lightning.rollout.engine.decoders.head import made_head
-from sparse_rl_lightning.rollout.engine.decoders.linear import run_of
-from sparse_rl_lightning.rollout.engine.decoders.products import Copied, copied_bytes, join
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Copied, copied_bytes, join, made_head
 
 ROLLOUT = "sparse_rl_rollout"
 
@@ -169,3 +169,26 @@ def _in_rollout(
 
 
 register(ROLLOUT, "rollout_attention", _in_rollout)
+
+
+def run_of(module: Any, own: Callable[..., Tensor]) -> Run:
+    """A linear layer as a function of hidden states and the states that it updates in place.
+
+    Args:
+        module: The layer.
+        own: Its forward.
+    """
+    held: Any = LinearAttentionLayer()
+    for flags in (held.is_conv_states_initialized, held.is_recurrent_states_initialized, held.has_previous_state):
+        flags[0] = True
+    held.conv_kernel_size[0] = module.conv_kernel_size
+    keyword = "cache" if "cache" in signature(type(module).forward).parameters else "cache_params"  # by the release
+    cache = Cache(layers=[held] * (module.layer_idx + 1))  # read at the layer's index only
+
+    def run(hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
+        held.conv_states[0], held.recurrent_states[0] = conv, recurrent
+        out = own(hidden, **{keyword: cache})
+        held.conv_states[0] = held.recurrent_states[0] = None  # views of memory that may be freed
+        return out
+
+    return run

@@ -1,4 +1,4 @@
-"""Numbers that the host knows and the device needs, copied in one piece and without a wait."""
+"""Transfers between host and device: integers in one piece and without a wait, and numbers waited for when read."""
 
 from __future__ import annotations
 
@@ -28,3 +28,24 @@ def upload(numbers: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     table = torch.cat([tensor.flatten() for tensor in tensors]).pin_memory()
     parts = table.to(device, non_blocking=True).split_with_sizes([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class Download:
+    """Copies of tensors for the host, queued behind everything that the device has been asked for so far.
+
+    Args:
+        *tensors: Tensors on one device; nothing may write to them afterwards, since CPU tensors are not copied.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # a GPU's into page-locked memory
+        self._done: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(tensors[0].device))
+
+    def read(self) -> list[Tensor]:
+        """The numbers on the CPU; waits for the copies, but for nothing that was queued after them."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies

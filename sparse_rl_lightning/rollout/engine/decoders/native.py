@@ -8,7 +8,7 @@ are an op each; what has hooks or a forward of its own is called as it is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,11 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralDecoderLayer, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
+from sparse_rl_lightning import ops
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
@@ -33,9 +35,13 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     head_product,
     per_head,
 )
-from sparse_rl_lightning.rollout.engine.decoders.fused import AddNorm, FeedForward, GatedMLP, NormWeight
-from sparse_rl_lightning.rollout.engine.decoders.head import made_head
-from sparse_rl_lightning.rollout.engine.decoders.products import Projection, copied_bytes, join
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import (
+    Copied,
+    Projection,
+    copied_bytes,
+    join,
+    made_head,
+)
 
 LAYERS = (
     (LlamaDecoderLayer, LlamaAttention),
@@ -84,6 +90,7 @@ class Walked(Decoder):
         super().__init__(model, geometry, in_float32)
         self._projections: list[Projection] = []
         self.embedding: nn.Module = decoder.embed_tokens
+        self._copies_embeddings = is_changed(self.embedding) or type(self.embedding) is not nn.Embedding
         self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
         self.head = self._made(made_head(model.get_output_embeddings(), geometry.dtype, in_float32))
@@ -121,7 +128,7 @@ class Walked(Decoder):
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
         g = self.geometry
         x: Tensor = self.embedding(ids)
-        if is_changed(self.embedding) or type(self.embedding) is not nn.Embedding:
+        if self._copies_embeddings:
             x = x.clone()  # sums are written into it
         cos, sin = self._angles[:, positions]
         addend = None
@@ -225,3 +232,71 @@ def _check_walked(decoder: Any) -> None:
                 stacklevel=2,
             )
             return
+
+
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+class NormWeight:
+    """The weight and the epsilon of a norm for an op: at least float32, at the same address for all rollouts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own: Tensor = module.weight.detach()  # type: ignore[operator]  # an nn.Module's attribute
+        self.epsilon = float(module.variance_epsilon)  # type: ignore[arg-type]
+        self.weight = self._own.to(accumulation_dtype(self._own.dtype))
+
+    def refresh(self) -> None:
+        """Update the copy after an optimizer step, if it is one."""
+        if self.weight is not self._own:
+            self.weight.copy_(self._own)
+
+    @classmethod
+    def of(cls, module: nn.Module | None, dtype: torch.dtype) -> NormWeight | None:
+        """The weight of a norm of a family in ``dtype``; None for any other module, and in float64."""
+        if module is None or type(module) not in NORMS or is_changed(module) or dtype == torch.float64:
+            return None
+        return cls(module) if module.weight.dtype == dtype else None
+
+
+class AddNorm:
+    """The residual sum and the norm behind it.
+
+    Args:
+        module: Norm of the model.
+        reader: Product that reads the result; its compute type is the result's.
+        dtype: Type of the hidden states.
+    """
+
+    def __init__(self, module: nn.Module, reader: Projection | None, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
+        if isinstance(reader, Copied) and dtype == torch.float32:
+            self._dtype = reader.dtype
+        self.own = NormWeight.of(module, dtype)
+        # the next norm adds to the sum in place, which a hook of this one may keep
+        self._copies = is_changed(module)
+
+    def __call__(self, x: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum (R, E), for which ``x`` may be overwritten, and its norm."""
+        if self.own is None or (addend is not None and addend.dtype != self._dtype):
+            x = x if addend is None else x + addend
+            return x.clone() if self._copies else x, self._module(x)
+        return x, ops.rms_norm(x, self.own.weight, self.own.epsilon, addend, self._dtype)
+
+
+class GatedMLP:
+    """A feed-forward block with projections made for decoding."""
+
+    def __init__(self, gate_and_up: Projection, activation: nn.Module, down: Projection) -> None:
+        self.gate_and_up, self.activation, self.down = gate_and_up, activation, down
+        self._is_silu = type(activation) in (SiLUActivation, nn.SiLU) and not is_changed(activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute (R, E) from (R, E)."""
+        both = self.gate_and_up(x)
+        if self._is_silu:
+            return self.down(ops.silu_mul(both))
+        gate, up = both.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+FeedForward = Callable[[Tensor], Tensor]
