@@ -245,11 +245,11 @@ class SlotCache:
         Returns:
             The result (R, Hq, D), zeros in padding.
         """
-        g, pools, given = self.geometry, self.layers[layer], projected.dtype
+        g, pools, dtype = self.geometry, self.layers[layer], projected.dtype
         projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
         # `seen` without the row for padding: ops know padding by slot -1
         query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *transform)
-        return self._attend(layer, slots, query, probs, sinks).to(given)
+        return self._attend(layer, slots, query, probs, sinks).to(dtype)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Attention (R, Hq, D) of rotated queries, whose tokens have just been appended, over all live entries."""

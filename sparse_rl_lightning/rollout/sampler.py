@@ -240,8 +240,8 @@ class RolloutSampler:
             ValueError: If there are stop strings but no tokenizer.
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
-        given = (engine, params, num_slots, stop, self.max_prefill_tokens)
-        return create(*given) if create else Scheduler(*given, steps_per_look(engine.key.geometry.device))
+        arguments = (engine, params, num_slots, stop, self.max_prefill_tokens)
+        return create(*arguments) if create else Scheduler(*arguments, steps_per_look(engine.key.geometry.device))
 
     def engine_for(self, key: EngineKey) -> Engine:
         """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""
