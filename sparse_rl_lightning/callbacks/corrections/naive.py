@@ -27,4 +27,5 @@ def naive_warning(module: Any) -> str:
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
     learned = "LearnedEvictionGRPO with Drawn around the compressor"
-    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, "ReplayGRPO", learned)
+    replay = "ReplayGRPO with replay_objective: sparse"
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, replay, learned)

@@ -183,8 +183,7 @@ def _evicts(module: LightningModule) -> bool:
     if not isinstance(getattr(module, "block", None), RolloutBlock):  # any module may have the guard
         return False
     generator: Any = module.generator
-    replays = getattr(module, "replay_objective", "dense") != "dense"  # "dense" is the objective of the corrections
-    return generator.compressor.evicts and not replays
+    return generator.compressor.evicts and not module.learns_as_sampled
 
 
 def _can_correct(module: LightningModule) -> bool:

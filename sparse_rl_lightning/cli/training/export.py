@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from contextlib import suppress
 from pathlib import Path
@@ -53,10 +54,11 @@ class ExportingTrainer(Trainer):
             )
         check_dtype(dtype, "dtype")
         recover(path)
-        check_replaceable(Path(folder).expanduser(), "folder")
+        place = Path(os.path.realpath(Path(folder).expanduser()))  # where a link leads
+        check_replaceable(place, "folder")
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, Path(folder).expanduser(), dtype)
+        write_policy(module, place, dtype)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:
