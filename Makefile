@@ -13,7 +13,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools test test-slow versions sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools test test-slow mutants versions sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ test: lint typecheck ## linters, types and the fast tests
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
+
+# NUMBER=160, SEED=20261126; a baseline of coverage first, which is kept in build/mutants as long as that folder is
+mutants: $(INSTALLED) ## put small mistakes into the library: which do the fast tests notice? into docs/mutants.md; an hour or two
+	$(BIN)/python tests/mutants.py --jobs $(WORKERS) $(if $(NUMBER),--number $(NUMBER)) $(if $(SEED),--seed $(SEED))
 
 # END=oldest or END=newest runs one of them
 versions: ## the fast core with the oldest and the newest versions that pyproject.toml allows, in build/versions; half an hour
