@@ -13,7 +13,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools test test-slow mutants versions sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools check test test-slow mutants versions sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,8 +31,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp 
 	@touch $@
 
 # nothing but the package index is ever asked, and two test processes share two cores without fighting
-quickstart tools test test-slow: export HF_HUB_OFFLINE = 1
-test test-slow: export OMP_NUM_THREADS = 1
+quickstart tools check test test-slow: export HF_HUB_OFFLINE = 1
+check test test-slow: export OMP_NUM_THREADS = 1
 
 quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
 	$(BIN)/sparse-rl fit --config configs/quickstart.yaml
@@ -50,8 +50,13 @@ $(LAST): configs/quickstart.yaml $(WARMUP)
 $(TRAINED): $(LAST)
 	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
 
+# the mathematics, operations, cache, engine and learner, and one tiny rollout; pages, benchmarks and wrong inputs are for make test
+CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors tests/learner tests/replay tests/rollout/test_rollout.py tests/project
+check: lint typecheck ## before every commit: linters, types and the core tests, four minutes
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(wildcard $(CORE))
+
 test: lint typecheck ## linters, types and the fast tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --durations=20
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
