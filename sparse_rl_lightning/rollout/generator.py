@@ -83,6 +83,8 @@ class Generator:
         if options.partial_rollout_steps is not None:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
             self.partial = PartialRollouts(options.partial_rollout_steps, options.partial_checkpoint, unit)
+        self._complete = self._single_turn if environment is None else self._converse
+        self._draw = self._whole if self.partial is None else self._partial
         self._policy: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._shadow: ShadowPolicy | None = None
@@ -173,10 +175,7 @@ class Generator:
 
         sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places, first)
         with self.dense_mode() if dense else self.sparse_mode():
-            if self.environment is None:
-                rollout = sampler.generate(self.encode(rows, params), params, progress=report, sequence_ids=ids)
-                return self.decode(rollout, rows, index, start)
-            rows, rollout, talks = converse(sampler, self.conversations(), rows, params, ids, report)
+            rows, rollout, talks = self._complete(sampler, rows, params, ids, report)
         return self.decode(rollout, rows, index, start, talks)
 
     def roll_out(
@@ -184,17 +183,41 @@ class Generator:
         first: int | None = None,
     ) -> ScoredRollout:  # fmt: skip
         """Draw the next training rollout: of these rows, or in partial rollouts of those with all samples finished."""
-        if self.partial is None:
-            scored = self.generate(rows, index=index, places=places, progress=progress, first=first)
-            if scored.conversations is not None:
-                check_not_all_failed(scored.conversations)
-            return scored
-        start, sampler = time.perf_counter(), self.sampler()
+        scored = self._draw(rows, index, places, progress, first)
+        if scored.conversations is not None:
+            check_not_all_failed(scored.conversations)
+        return scored
+
+    # ---------------------------------------------------------------- strategies, chosen when this is built
+
+    def _single_turn(
+        self, sampler: RolloutSampler, rows: Rows, params: SamplingParams, ids: list[int], progress: ReportProgress
+    ) -> tuple[Rows, Rollout, list[Conversation] | None]:
+        """Draw completions of a single turn."""
+        prompts = self.encode(rows, params)
+        return rows, sampler.generate(prompts, params, progress=progress, sequence_ids=ids), None
+
+    def _converse(
+        self, sampler: RolloutSampler, rows: Rows, params: SamplingParams, ids: list[int], progress: ReportProgress
+    ) -> tuple[Rows, Rollout, list[Conversation] | None]:
+        """Draw conversations with environments."""
+        return converse(sampler, self.conversations(), rows, params, ids, progress)
+
+    def _whole(
+        self, rows: Rows, index: int, places: Sequence[int] | None, progress: ReportProgress | None, first: int | None
+    ) -> ScoredRollout:
+        """Draw a rollout to its end."""
+        return self.generate(rows, index=index, places=places, progress=progress, first=first)
+
+    def _partial(
+        self, rows: Rows, index: int, places: Sequence[int] | None, progress: ReportProgress | None, first: int | None
+    ) -> ScoredRollout:
+        """Draw a limited number of steps, and take the groups that are complete; either kind of completion."""
+        assert self.partial is not None
+        start, sampler, talk = time.perf_counter(), self.sampler(), self.partial.talk
         ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
-        talk = self.partial.talk
         opening = Opening(rows, self.encode(rows), []) if talk is None else talk.begin(rows, len(ids) // len(rows))
         rollout, complete, talks = self.partial.draw(sampler, self.sampling, opening, ids, progress)
-        check_not_all_failed(talks or ())
         assert self.partial.session is not None
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
         return self.decode(rollout, complete, index, start, talks)
