@@ -127,7 +127,7 @@ def look(shape: dict[str, Any], num_slots: int, **params: Any) -> Counts:
     with rollout(shape, RKV(budget=512, buffer=128, num_sinks=0), num_slots, **params) as (gpu, scheduler):
         scheduler.add([[5] * PROMPT] * (num_slots // SAMPLES), range(num_slots))
         scheduler.admit()
-        return counted(gpu, scheduler._queue_look)
+        return counted(gpu, scheduler._queue_check)
 
 
 def step(shape: dict[str, Any], num_slots: int) -> Counts:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common.tables import Table
 from docs.quoted import measured
 from sparse_rl_lightning.policies.geometry import CacheGeometry, LinearSizes
-from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way
+from sparse_rl_lightning.rollout.engine.decoders.choice import choose_decoder
 
 SLOT = 640  # tokens: budget 512 and buffer 128
 LENGTHS = (4096, 16384)
@@ -67,7 +67,7 @@ class Checkpoint:
         """The decoder of the family."""
         config = AutoConfig.for_model(self.model_type, num_hidden_layers=1, pad_token_id=0)
         with torch.device("meta"):
-            return choose_way(AutoModelForCausalLM.from_config(config))
+            return choose_decoder(AutoModelForCausalLM.from_config(config))
 
 
 def delta_networks(layers: int) -> LinearSizes:

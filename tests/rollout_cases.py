@@ -87,17 +87,19 @@ CASES = {
     "qwen3": Case(architecture="qwen3"),
     "8 bits": Case(quantization="int8"),
     "4 bits": Case(quantization="nf4"),
-    "8 bits, own forward pass": Case(quantization="int8", options={"decoder": "forward"}),
-    "own forward pass": Case(architecture="qwen3", options={"decoder": "forward"}),
+    "8 bits, own forward pass": Case(quantization="int8", options={"decoder": "transformers"}),
+    "own forward pass": Case(architecture="qwen3", options={"decoder": "transformers"}),
     "hybrid": Case(architecture="qwen3_5_text"),
     "learned sinks, experts": Case(architecture="gpt_oss"),
     "learned sinks, running state": Case(c.H2O(**SMALL), architecture="gpt_oss", is_captured=False),
     "windows": Case(window=8),
-    "windows, own forward pass, in chunks": Case(window=8, options={"decoder": "forward", "max_prefill_tokens": 8}),
+    "windows, own forward pass, in chunks": Case(
+        window=8, options={"decoder": "transformers", "max_prefill_tokens": 8}
+    ),
     "windows in a float8 cache": Case(
         SnapKV(**SMALL, budget_rule=Adaptive()), {"seed": 4}, {"kv_dtype": "float8_e4m3fn"}, window=8, close=NEXT
     ),
-    "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "forward"}),
+    "own forward pass, turned queries": Case(c.ExpectedAttention(**SMALL), options={"decoder": "transformers"}),
 }
 
 

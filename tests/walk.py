@@ -40,7 +40,7 @@ class Walk:
         self._last = file
 
 
-def walked() -> dict[str, int]:
+def measured() -> dict[str, int]:
     """Train four steps, and count what the third enters."""
     walk, plain, step = Walk(), SparseGRPO.training_step, [0]
 
@@ -64,4 +64,4 @@ def walked() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(walked()))
+    print(json.dumps(measured()))

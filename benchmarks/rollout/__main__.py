@@ -13,7 +13,7 @@ split: what one step is spent on.
 tail: completions of long-tailed lengths, refilled slots against lock-step batches.
 state: steps of a compressor with running state, with all slots in use and with free ones between.
 vocabulary: kinds of draws from 151,936 tokens, beside ``model.generate``.
-decoders: layers walked by hand, and transformers' own forward pass.
+decoders: the library's own, and transformers' forward pass.
 
 On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts

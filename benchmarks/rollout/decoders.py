@@ -1,4 +1,4 @@
-"""Both ways through the layers of one policy: walked by hand, and transformers' own forward pass."""
+"""Both decoders of one policy: the library's own, and transformers' forward pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def decoders_table(setting: Setting, rounds: int) -> Table:
         f"Random Qwen2 ({s.shape.name}), {s.num_sequences} sequences, budget {s.budget} + buffer {s.buffer}, {STEPS} "
         "steps. Both with weights packed for few rows, in turns within every round. Medians over the rounds."
     )
-    table = Table("Decoders", ("type", "walked ms", "forward ms", "forward to walked"), note)
+    table = Table("Decoders", ("type", "native ms", "transformers ms", "transformers to native"), note)
     prompts = random_prompts(s.num_sequences, s.prompt_length, s.shape.vocab)
     params = SamplingParams(max_completion_length=FIRST + STEPS + 8, seed=0)
     for dtype in (torch.float32, torch.bfloat16):
         policy = random_policy(s.shape, dtype, "cpu")
         samplers = [
-            RolloutSampler(policy, s.compressor(), end_token_ids=[], decoder=way) for way in ("walked", "forward")
+            RolloutSampler(policy, s.compressor(), end_token_ids=[], decoder=way) for way in ("native", "transformers")
         ]
         times: list[list[float]] = [[], []]
         for _ in range(rounds):

@@ -24,7 +24,7 @@ from sparse_rl_lightning.planning.job import CUDA, Job
 from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.routing import Routers, RoutingShape
 from sparse_rl_lightning.retrieval.cache import with_pages
-from sparse_rl_lightning.rollout.engine.decoders.choice import choose_way, decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders.choice import choose_decoder, decoder_bytes
 from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, record_bytes, slot_bytes
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 
@@ -64,7 +64,7 @@ class States:
 def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     """The parts of a job and its number of slots; they depend on the card if ``memory_limit`` is a share of it."""
     model, g, of_head = job.model, job.geometry, job.rollout.head_in_float32
-    copies = decoder_bytes(model, g, job.length, choose_way(model, job.rollout.decoder), of_head)
+    copies = decoder_bytes(model, g, job.length, choose_decoder(model, job.rollout.decoder), of_head)
     shadow = nbytes(model.parameters()) if job.sharding.stage == 3 else 0  # read by rollouts
     held, reference, slot = states(job), reference_bytes(job), slot_size(job)
     count = num_slots(job, slot, memory - CONTEXT - held.total - reference - shadow - copies)

@@ -40,8 +40,8 @@ class RolloutOptions:
             is prompted in a chat format.
         memory_limit: Memory limit of the slots, up to 1 as a share of the free memory, above that in bytes: as many of
             ``num_slots`` are used as fit.
-        decoder: How the policy's layers are run: ``walked`` by this library (Llama, Mistral, Qwen2, Qwen3), ``forward``
-            by transformers' own forward pass, ``auto`` the first where possible.
+        decoder: What runs the policy's layers: ``native``, this library (Llama, Mistral, Qwen2, Qwen3),
+            ``transformers``, the model's own forward pass, or ``auto``, the first where possible.
         kv_dtype: Type of cached keys and values, such as ``bfloat16``, or ``float8_e4m3fn`` for a byte per number; null
             for the type that the policy computes in.
         keep_pool: Whether the cache's memory is kept while the learner works; false frees it after every rollout.

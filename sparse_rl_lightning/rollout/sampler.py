@@ -22,13 +22,13 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.engine.decoders.base import signature
-from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, choose_way, decoder_bytes
+from sparse_rl_lightning.rollout.engine.decoders.choice import DecoderChoice, choose_decoder, decoder_bytes
 from sparse_rl_lightning.rollout.engine.engine import CudaGraphs, Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.expert_log import RecordingEngine
 from sparse_rl_lightning.rollout.engine.finished import StopStrings
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
-from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_look
+from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end, steps_per_check
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.generation_kwargs import warn_of_generation_config
 from sparse_rl_lightning.rollout.prompts import check_end_tokens, check_prompts, default_end_token_ids
@@ -63,8 +63,8 @@ class RolloutSampler:
             warning, or with ``"require"`` is an error.
         retriever: Retriever of the pages of the cache that each query reads; None reads everything. It saves time, not
             memory, and leaves ``rollout.evictions`` None. With an evicting compressor it chooses among the survivors.
-        decoder: How the layers are run: ``"walked"`` by this library, for Llama, Mistral, Qwen2 and Qwen3;
-            ``"forward"`` by transformers' own forward pass, for any model; ``"auto"`` walks where it can.
+        decoder: How the layers are run: ``"native"`` by this library, for Llama, Mistral, Qwen2 and Qwen3;
+            ``"transformers"`` by its own forward pass, for any model; ``"auto"`` the first where it can be.
         head_in_float32: Whether the logits of a policy in 16 bits are float32, not rounded, as with the learner's
             option of this name; on CUDA GPUs and CPUs, with an output head that is a plain ``nn.Linear``.
         record_routing: Whether to record which experts read each token, prompts included, as ``rollout.routing``;
@@ -125,8 +125,8 @@ class RolloutSampler:
         self.engine_type = RecordingEngine if record_routing else Engine
         self.recorded = Routers(model).shape if record_routing else None  # refuses models without known routers
         self.memory_limit = memory_limit
-        self.way = choose_way(model, decoder)
-        logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.way)
+        self.decoder_kind = choose_decoder(model, decoder)
+        logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.decoder_kind)
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engine: Engine | None = None
         self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
@@ -219,7 +219,7 @@ class RolloutSampler:
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
-            decoder = decoder_bytes(self.model, g, length, self.way, self.head_in_float32)
+            decoder = decoder_bytes(self.model, g, length, self.decoder_kind, self.head_in_float32)
             logits = torch.promote_types(g.dtype, torch.float32) if self.head_in_float32 else g.dtype
             slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.recorded)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
@@ -227,8 +227,8 @@ class RolloutSampler:
             if before is None or plan.why != before.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs, self.way,
-            plan, self.head_in_float32, self.recorded is not None,
+            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs,
+            self.decoder_kind, plan, self.head_in_float32, self.recorded is not None,
         )  # fmt: skip
 
     def scheduler(
@@ -241,7 +241,7 @@ class RolloutSampler:
         """
         stop = StopStrings(params.stop_strings, self.tokenizer) if params.stop_strings else None
         arguments = (engine, params, num_slots, stop, self.max_prefill_tokens)
-        return create(*arguments) if create else Scheduler(*arguments, steps_per_look(engine.key.geometry.device))
+        return create(*arguments) if create else Scheduler(*arguments, steps_per_check(engine.key.geometry.device))
 
     def engine_for(self, key: EngineKey) -> Engine:
         """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""

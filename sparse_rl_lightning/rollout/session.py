@@ -23,7 +23,7 @@ from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceGroup, SequenceLogs
-from sparse_rl_lightning.rollout.engine.turns import Places, TurnScheduler, TurnSequence
+from sparse_rl_lightning.rollout.engine.turns import ObservationBudget, TurnScheduler, TurnSequence
 from sparse_rl_lightning.rollout.prompts import check_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
@@ -214,7 +214,7 @@ class RolloutSession:
         sinks, window, a protected prompt and the texts that stay protected.
         """
         one = self._paused[self._paused_slot(sequence)]
-        return max(0, min(one.last - one.num_fed - 1, self._places(one).left))
+        return max(0, min(one.last - one.num_fed - 1, self._observation_budget(one).left))
 
     def was_cut(self, sequence: int) -> bool:
         """Whether it was a limit that ended the turn of a paused sequence, and no token or stop string."""
@@ -237,7 +237,7 @@ class RolloutSession:
         one = replace(self.params, max_completion_length=1, min_completion_length=0)
         (tokens,) = check_prompts([token_ids], one, self.sampler.model)
         slot, room = self._paused_slot(sequence), self.room(sequence)
-        self._places(self._paused[slot]).check(sequence, len(tokens))
+        self._observation_budget(self._paused[slot]).check(sequence, len(tokens))
         if len(tokens) > room:
             raise UserError(
                 f"sequence {sequence} has room for {room} more tokens that are not its own, got {len(tokens)}: shorten "
@@ -267,8 +267,8 @@ class RolloutSession:
     def _paused(self) -> dict[int, TurnSequence]:
         return self._turn_scheduler.paused if self.turns else {}
 
-    def _places(self, one: TurnSequence) -> Places:
-        return Places.of(one, self.engine.compression)
+    def _observation_budget(self, one: TurnSequence) -> ObservationBudget:
+        return ObservationBudget.of(one, self.engine.compression)
 
     def _paused_slot(self, sequence: int) -> int:
         for slot, one in self._paused.items():

@@ -139,7 +139,7 @@ def test_it_does_the_worst_case_and_says_what_it_took(num_slots: int | None, cap
     (told,) = [record.getMessage() for record in caplog.records if "Dry run" in record.getMessage()]
     assert "optimizer step of " in told
     assert (
-        f"rollout in {slots} slots (budget 20 and buffer 4, decoder walked) with a prompt of {LONGEST} tokens: " in told
+        f"rollout in {slots} slots (budget 20 and buffer 4, decoder native) with a prompt of {LONGEST} tokens: " in told
     )
     assert f"update on 4 sequences of {LONGEST + 30} tokens: " in told
     assert told.count(" s, peak ") == 3

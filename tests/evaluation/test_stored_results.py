@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[], Evaluation]] = {
     "chat template": lambda: evaluation(other_template),
     "the norms' epsilon": lambda: evaluation(larger_epsilon),
     "config.json": lambda: evaluation(other_config),
-    "decoder": lambda: evaluation(rollout=RolloutOptions(decoder="forward")),
+    "decoder": lambda: evaluation(rollout=RolloutOptions(decoder="transformers")),
     "head_in_float32": lambda: evaluation(rollout=RolloutOptions(head_in_float32=True)),
     "environment": lambda: evaluation(environment=Calculator),
     "sampling": lambda: evaluation(sampling=SamplingParams(max_completion_length=12, seed=1)),

@@ -57,7 +57,7 @@ def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters:
     given = job(folder, blueprint=Blueprint(folder, "bfloat16", adapters))
     model = real(given)
     copies = make_plan(given, card_of()).of("copies of weights")
-    assert copies == decoder_bytes(model.to("meta"), given.geometry, given.length, "walked")
+    assert copies == decoder_bytes(model.to("meta"), given.geometry, given.length, "native")
     whole = make_plan(replace(given, blueprint=Blueprint(folder, "bfloat16", LORA)), card_of())
     assert copies - whole.of("copies of weights") == 2 * product_bytes(model, torch.bfloat16) > 0
     assert make_plan(given, card_of()).of("weights") < whole.of("weights")

@@ -76,7 +76,7 @@ def test_weights_become_the_nearest_levels(kind: Any, dtype: torch.dtype, shape:
     assert ((found - flat).abs() <= nearest + tolerance).all(), "not the nearest level"
 
 
-@pytest.mark.parametrize("decoder", ["walked", "forward"])
+@pytest.mark.parametrize("decoder", ["native", "transformers"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replay_is_as_exact_as_with_whole_weights(kind: Any, decoder: Any) -> None:
     model = adapted(kind).eval()
@@ -139,7 +139,7 @@ def test_no_whole_weights_are_kept_or_copied(kind: Any, bits: float) -> None:
     assert largest < live.most < 2 * largest + gradients
     geometry = CacheGeometry.of(model)
     others = sum(p.nbytes for name, p in model.named_parameters() if "lora" in name or "embed" in name)  # tied head
-    for way in ("walked", "forward"):
+    for way in ("native", "transformers"):
         assert 2 * largest <= decoder_bytes(model, geometry, 0, way) <= 2 * largest + others
 
 

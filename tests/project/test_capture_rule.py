@@ -39,7 +39,7 @@ STEP = Rule(
         "cache/windows.py:WindowCache.begin_step",
         "rollout/engine/mixed_layers.py:_Step.__call__",
         "cache/linear_states.py:EachRow.__call__",
-        "rollout/engine/decoders/native.py:Walked.__call__",
+        "rollout/engine/decoders/native.py:NativeDecoder.__call__",
         "rollout/engine/decoders/hf_forward.py:Forward.__call__",
         "rollout/engine/decoders/linear_products.py:Projection.__call__",
         "rollout/engine/decoders/linear_products.py:Copied.__call__",

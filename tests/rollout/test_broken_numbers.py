@@ -21,7 +21,7 @@ from sparse_rl_lightning.compressors import (
     StreamingLLM,
 )
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
-from sparse_rl_lightning.rollout.engine.finished import Look
+from sparse_rl_lightning.rollout.engine.finished import FinishCheck
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}
@@ -168,15 +168,15 @@ def test_a_score_without_a_reason_is_the_compressors() -> None:
 def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks nothing is copied to the host; a look is one copy."""
     looks, copies = [], []
-    own, to_list = Look.read, Tensor.tolist
+    own, to_list = FinishCheck.read, Tensor.tolist
 
-    def read(self: Look) -> Any:
+    def read(self: FinishCheck) -> Any:
         before = len(copies)
         found = list(own(self))
         looks.append((self.num_steps, len(copies) - before))
         return iter(found)
 
-    monkeypatch.setattr(Look, "read", read)
+    monkeypatch.setattr(FinishCheck, "read", read)
     monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))

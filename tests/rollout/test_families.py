@@ -37,7 +37,7 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine.decoders import choice, linear_products
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
-from sparse_rl_lightning.rollout.engine.decoders.hf_forward import Forward
+from sparse_rl_lightning.rollout.engine.decoders.hf_forward import TransformersDecoder
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
@@ -59,7 +59,7 @@ def test_what_is_said_to_be_tested_is() -> None:
 def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     model = family(name)
     sampler = RolloutSampler(model, FullKV(), 3)
-    assert sampler.way == ("walked" if name in WALKED else "forward")
+    assert sampler.decoder_kind == ("native" if name in WALKED else "transformers")
     rollout = sampler.generate(PROMPTS, GREEDY)
     for row, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt])
@@ -124,10 +124,10 @@ def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= limit
     monkeypatch.setattr(linear_products, "_way", lambda modules, dtype: Joined)  # copies that can be counted
     geometry = CacheGeometry.of(model)
-    decoder = Forward(model, geometry)
+    decoder = TransformersDecoder(model, geometry)
     copied = [decoder._head, *(product for _, product in decoder._products)]
     assert len(copied) > 2 * geometry.num_layers
-    assert decoder_bytes(model, geometry, 64, "forward") == sum(
+    assert decoder_bytes(model, geometry, 64, "transformers") == sum(
         t.nbytes for one in copied for t in (one._weight, one._bias) if t is not None
     )
 
@@ -184,12 +184,16 @@ class Notes(Compressor):
 @pytest.mark.parametrize("compressor", [SnapKV(**SMALL), Notes(**SMALL)], ids=["SnapKV", "running state"])
 def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Compressor) -> None:
     model = tiny_model(architecture, initializer_range=0.2)
-    walked, forward = (RolloutSampler(model, compressor, decoder=way) for way in ("walked", "forward"))
-    assert (walked.way, forward.way, RolloutSampler(model).way) == ("walked", "forward", "walked")
+    kinds = ("native", "transformers")
+    native, theirs = (RolloutSampler(model, compressor, decoder=kind) for kind in kinds)
+    assert (native.decoder_kind, theirs.decoder_kind) == kinds
+    assert RolloutSampler(model).decoder_kind == "native"
+    for earlier, kind in (("walked", "native"), ("forward", "transformers")):  # the names of version 0.1
+        assert RolloutSampler(model, decoder=earlier).decoder_kind == kind
     for factor in (1.0, 1.1):  # the second time with weights that have changed
         for parameter in model.parameters():
             parameter.data *= factor
-        a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in (walked, forward))
+        a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in (native, theirs))
         assert torch.equal(a.sequences, b.sequences)
         assert torch.equal(a.evictions.death, b.evictions.death)
         torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
@@ -287,7 +291,7 @@ def test_partial_rotation_is_that_of_the_model() -> None:
             return rows[:, : geometry.num_heads] * 0  # noqa: B023
 
         with torch.no_grad():
-            Forward(model, geometry)(torch.full((8,), 9), torch.arange(8) * 5, attend)
+            TransformersDecoder(model, geometry)(torch.full((8,), 9), torch.arange(8) * 5, attend)
         want = rotate(seen[0][:1], torch.arange(8)[:, None] * 5, geometry.inv_freq)
         torch.testing.assert_close(seen[0], want, atol=1e-5, rtol=1e-5)
 
@@ -364,8 +368,8 @@ def test_a_forward_pass_of_other_numbers_is_found_before_the_first_rollout(monke
 
 
 def test_a_decoder_that_cannot_be_had_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"decoder='walked' knows the layers of .*, not those of OlmoeForCausalLM"):
-        RolloutSampler(family("olmoe"), decoder="walked")
+    with pytest.raises(ValueError, match=r"decoder='native' knows the layers of .*, not those of OlmoeForCausalLM"):
+        RolloutSampler(family("olmoe"), decoder="native")
     with pytest.raises(ValueError, match="decoder must be one of"):
         RolloutSampler(tiny_model(), decoder="fast")  # type: ignore[arg-type]
 

@@ -140,7 +140,7 @@ def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(products, "_way", lambda modules, dtype: Joined if len(modules) > 1 else None)  # as on a GPU
         geometry = CacheGeometry.of(model)
-        copied = decoder_bytes(model, geometry, 32, "walked")
+        copied = decoder_bytes(model, geometry, 32, "native")
     inner = model.model.layers
     joined = [m for layer in inner for m in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)]
     joined += [m for layer in inner for m in (layer.mlp.gate_proj, layer.mlp.up_proj)]

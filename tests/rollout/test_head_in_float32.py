@@ -18,7 +18,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay import replay_logprobs
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout
 from sparse_rl_lightning.rollout.engine.decoders import linear_products as heads
-from sparse_rl_lightning.rollout.engine.decoders.base import Way
+from sparse_rl_lightning.rollout.engine.decoders.base import DecoderKind
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes, make_decoder
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Unrounded, head_in_float32
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
@@ -58,8 +58,8 @@ def mismatch(model: Any, rollout: Rollout, wide: bool = True) -> float:
     ("dtype", "autocast"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True), (torch.float32, False)],
 )
-@pytest.mark.parametrize("way", ["walked", "forward"])
-def test_logits_are_the_exact_sums(dtype: torch.dtype, autocast: bool, way: Way) -> None:
+@pytest.mark.parametrize("way", ["native", "transformers"])
+def test_logits_are_the_exact_sums(dtype: torch.dtype, autocast: bool, way: DecoderKind) -> None:
     model = policy(dtype)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         decoder = make_decoder(model, CacheGeometry.of(model), way, in_float32=True)
@@ -192,7 +192,7 @@ def test_the_memory_plan_counts_logits_of_four_bytes_and_no_copy_of_the_head() -
     with PretendGPU() as gpu:
         there = gpu.copy_of(policy(torch.float32))
         under = replace(CacheGeometry.of(there), dtype=torch.bfloat16)
-        ways: tuple[Way, ...] = ("walked", "forward")
+        ways: tuple[DecoderKind, ...] = ("native", "transformers")
         copied = [[decoder_bytes(there, under, 32, way, wide) for wide in (False, True)] for way in ways]
     for rounded, exact in copied:
         assert rounded - exact == 2 * VOCABULARY * 64  # under autocast the head's copy in bfloat16 goes

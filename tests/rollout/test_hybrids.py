@@ -212,7 +212,7 @@ def test_a_decoder_that_is_kept_holds_no_states() -> None:
     sampler.release()
     gc.collect()
     assert all(storage.expired() for storage in own)
-    assert decoder.way == "forward"
+    assert decoder.decoder_kind == "transformers"
 
 
 def test_a_session_of_another_model_is_refused_by_its_states() -> None:

@@ -12,7 +12,7 @@ from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
-from sparse_rl_lightning.rollout.engine.finished import Look, Sighting
+from sparse_rl_lightning.rollout.engine.finished import FinishCheck, FinishedEvent
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler, steps_past_end
 from sparse_rl_lightning.testing import tiny_model
 
@@ -32,9 +32,9 @@ ENDS = tuple(range(2, 8))
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Look after every eight steps, and note of each look the steps when it was queued, and when it was read."""
-    found, now, read, decode = [], [0], Look.read, Scheduler._decode
+    found, now, read, decode = [], [0], FinishCheck.read, Scheduler._decode
 
-    def noted(self: Look) -> Iterator[Sighting]:
+    def noted(self: FinishCheck) -> Iterator[FinishedEvent]:
         found.append((self.num_steps, now[0]))
         return read(self)
 
@@ -44,7 +44,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return full
 
     monkeypatch.setattr(scheduler, "CHECK_EVERY", {"cpu": EVERY})
-    monkeypatch.setattr(Look, "read", noted)
+    monkeypatch.setattr(FinishCheck, "read", noted)
     monkeypatch.setattr(Scheduler, "_decode", counted)
     return found
 
@@ -83,7 +83,7 @@ def test_nothing_is_decoded_when_all_sequences_have_ended_by_length(length: int,
 def test_a_sequence_goes_on_for_at_most_two_windows(readings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     most, close = [0], Scheduler._close_by
 
-    def measured(self: Scheduler, look: Look) -> bool:
+    def measured(self: Scheduler, look: FinishCheck) -> bool:
         before, done = dict(self.running), {n: dict(group.finished) for n, group in self.groups.items()}
         closed = close(self, look)
         for one in before.values():

@@ -20,7 +20,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows
-from sparse_rl_lightning.rollout.engine.finished import Look
+from sparse_rl_lightning.rollout.engine.finished import FinishCheck
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import tiny_model
 from tests.gpus import RealGPU, close_on, on_the_cpu
@@ -134,18 +134,18 @@ def test_looks_are_queued_and_read_without_a_blocking_copy(gpu: RealGPU, monkeyp
     compressor = made(CASES["rkv"].compressor, model)
     with on_the_cpu():
         want = RolloutSampler(model, compressor, 4, tokenizer=TOKENIZER).generate(PROMPTS, params)
-    reads, queue, read = list[int](), Scheduler._queue_look, Look.read
+    reads, queue, read = list[int](), Scheduler._queue_check, FinishCheck.read
 
     def unwaited(work: Callable[[], Any]) -> Any:
         with gpu.unwaited():
             return work()
 
-    def read_unwaited(self: Look) -> Any:
+    def read_unwaited(self: FinishCheck) -> Any:
         reads.append(self.num_steps)
         return iter(unwaited(lambda: list(read(self))))
 
-    monkeypatch.setattr(Scheduler, "_queue_look", lambda self: unwaited(lambda: queue(self)))
-    monkeypatch.setattr(Look, "read", read_unwaited)
+    monkeypatch.setattr(Scheduler, "_queue_check", lambda self: unwaited(lambda: queue(self)))
+    monkeypatch.setattr(FinishCheck, "read", read_unwaited)
     with gpu:
         sampler = RolloutSampler(gpu.copy_of(model), compressor, 4, tokenizer=TOKENIZER)
         got = sampler.generate(PROMPTS, params).to("cpu")

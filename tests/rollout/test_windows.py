@@ -249,7 +249,8 @@ def test_a_session_of_other_windows_is_refused() -> None:
 
 def test_both_decoders_give_the_same_rollout() -> None:
     model = mixed()
-    a, b = (RolloutSampler(model, RKV(**SMALL), decoder=way).generate(PROMPTS, PARAMS) for way in ("walked", "forward"))
+    samplers = (RolloutSampler(model, RKV(**SMALL), decoder=kind) for kind in ("native", "transformers"))
+    a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in samplers)
     assert torch.equal(a.sequences, b.sequences)
     assert torch.equal(a.evictions.death, b.evictions.death)
 

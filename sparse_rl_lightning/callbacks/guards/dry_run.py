@@ -78,7 +78,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
     fresh = [optimizer for optimizer in trainer.optimizers if not optimizer.state]
     compressor, options = module.generator.compressor, case.options
     kept = f"budget {compressor.schedule} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
-    kept += f", decoder {module.generator.sampler().way}"
+    kept += f", decoder {module.generator.sampler().decoder_kind}"
     with _untouched(trainer, module, fresh):
         told = [
             _try(

@@ -29,7 +29,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Attend, Decoder, Way
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Attend, Decoder, DecoderKind
 from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.mixed_layers import MixedPass
@@ -86,7 +86,7 @@ class EngineKey:
     end_token_ids: tuple[int, ...] = ()
     cuda_graphs: CudaGraphs = False
     logs: type[SequenceLogs] = SequenceLogs
-    way: Way | None = None  # of the decoder; None for the one that the model allows
+    decoder_kind: DecoderKind | None = None  # of the decoder; None for the one that the model allows
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
     head_in_float32: bool = False
     record_routing: bool = False
@@ -137,7 +137,7 @@ class Engine:
         g, size = key.geometry, key.size
         self.key = key
         self.compression = Compression(key.compressor, g.num_layers)
-        self.decoder = decoder or make_decoder(model, g, key.way, key.head_in_float32)
+        self.decoder = decoder or make_decoder(model, g, key.decoder_kind, key.head_in_float32)
         check_rotation(key.compressor, self.decoder, g)
         self.decoder.reach(size.max_length)
         self.cache = cache or size.allocate(g)
@@ -154,7 +154,7 @@ class Engine:
             self.decoder.refresh()
             return
         del self.decoder, self._graphs  # free copies of weights before new ones are made
-        self.decoder = make_decoder(model, geometry, self.key.way, self.key.head_in_float32)
+        self.decoder = make_decoder(model, geometry, self.key.decoder_kind, self.key.head_in_float32)
         self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 

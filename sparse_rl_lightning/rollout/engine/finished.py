@@ -20,7 +20,7 @@ from sparse_rl_lightning.rollout.engine.sequences import RunningSequence, Sequen
 
 
 @dataclass(frozen=True)
-class Sighting:
+class FinishedEvent:
     """A sequence that has ended, or is broken, in a look."""
 
     slot: int
@@ -30,7 +30,7 @@ class Sighting:
     broken: int | None  # index of the first token drawn from NaN or infinite logits
 
 
-class Look:
+class FinishCheck:
     """One look at the running sequences; queued by creating it.
 
     Args:
@@ -55,7 +55,7 @@ class Look:
         tokens = [] if texts is None else [texts.tokens]
         self._numbers = Download(logs.marks(pools.errors), *tokens)
 
-    def read(self) -> Iterator[Sighting]:
+    def read(self) -> Iterator[FinishedEvent]:
         """Yield those that have ended or are broken, by slot; waits where the device has not come to the look yet.
 
         Raises:
@@ -74,7 +74,7 @@ class Look:
             # discarded, so it may be broken
             is_broken = broken[slot] <= min(end, num_fed)
             if is_broken or num_fed >= end:
-                yield Sighting(slot, one, end, by_token, broken[slot] if is_broken else None)
+                yield FinishedEvent(slot, one, end, by_token, broken[slot] if is_broken else None)
 
 
 CONTEXT = 8  # tokens around a stop string that are decoded with it

@@ -21,7 +21,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows, bucket
-from sparse_rl_lightning.rollout.engine.finished import Look, NewestTokens, StopStrings
+from sparse_rl_lightning.rollout.engine.finished import FinishCheck, NewestTokens, StopStrings
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup
@@ -30,14 +30,14 @@ CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a c
 CHECK_EVERY_ON_DEVICE = 8
 
 
-def steps_per_look(device: torch.device) -> int:
+def steps_per_check(device: torch.device) -> int:
     """The number of decode steps between two checks for finished sequences."""
     return CHECK_EVERY.get(device.type, CHECK_EVERY_ON_DEVICE)
 
 
 def steps_past_end(device: torch.device) -> int:
     """The most decode steps that a sequence goes on after its end, until the host has read that it has ended."""
-    every = steps_per_look(device)
+    every = steps_per_check(device)
     return 0 if every == 1 else 2 * every  # looks are read one window late
 
 
@@ -97,7 +97,7 @@ class Scheduler:
         self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
         self._rows: StepRows | None = None  # rows of the slots in use, until these change
-        self._look: Look | None = None  # queued behind the last window of steps, not read yet
+        self._check: FinishCheck | None = None  # queued behind the last window of steps, not read yet
 
     # ---------------------------------------------------------------- input and output
 
@@ -115,7 +115,7 @@ class Scheduler:
 
     def load(self, waiting: Iterable[int], running: Mapping[int, RunningSequence]) -> None:
         """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        self.waiting, self.parked, self._rows, self._look = list(waiting), {}, None, None
+        self.waiting, self.parked, self._rows, self._check = list(waiting), {}, None, None
         self.running = dict(running)
         for group in self.groups.values():
             group.num_waiting = 0
@@ -197,14 +197,14 @@ class Scheduler:
             return True
         if self.check_every == 1 or self._is_over:
             return self._close()
-        before, self._look = self._look, None
+        before, self._check = self._check, None
         closed = before is not None and self._close_by(before)
-        self._look = self._queue_look() if self.running else None
+        self._check = self._queue_check() if self.running else None
         return closed
 
     def settle(self) -> None:
         """Wait for the device and close all sequences that have finished by now."""
-        if self._look is not None:
+        if self._check is not None:
             self._close()
 
     @property
@@ -344,16 +344,16 @@ class Scheduler:
 
     def _close(self) -> bool:
         """Wait for the device, and close all sequences that have finished by now; returns whether there were any."""
-        self._look = None
-        return bool(self.running) and self._close_by(self._queue_look())
+        self._check = None
+        return bool(self.running) and self._close_by(self._queue_check())
 
-    def _queue_look(self) -> Look:
+    def _queue_check(self) -> FinishCheck:
         texts = None
         if self.stop is not None:
             texts = NewestTokens(self.stop, self.running, self.cache.tokens, self.params.min_completion_length)
-        return Look(self.running, self.logs, self.cache.pools, self.num_steps, texts)
+        return FinishCheck(self.running, self.logs, self.cache.pools, self.num_steps, texts)
 
-    def _close_by(self, look: Look) -> bool:
+    def _close_by(self, look: FinishCheck) -> bool:
         """Copy out the sequences that have finished by a look, and free their slots; returns whether there were any."""
         sightings = list(look.read())
         bad = {s.running.sequence: s.broken - s.running.prompt_length for s in sightings if s.broken is not None}

@@ -240,7 +240,7 @@ class KnownTurns(TurnScheduler):
 
 
 @dataclass(frozen=True)
-class Places:
+class ObservationBudget:
     """The places of a budget that a paused sequence's next text may take, and those that it may not."""
 
     budget: int  # the smallest of a layer, at the lengths from now on
@@ -250,7 +250,7 @@ class Places:
     count: int = 0  # texts that are protected
 
     @classmethod
-    def of(cls, one: TurnSequence, compression: Compression) -> Places:
+    def of(cls, one: TurnSequence, compression: Compression) -> ObservationBudget:
         """Determine the places for the next text of a sequence; endless if nothing is protected or evicted any more."""
         c, trigger = compression.compressor, compression.trigger
         if not c.protect_observations or one.room > one.last - one.num_fed:

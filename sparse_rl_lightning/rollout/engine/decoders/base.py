@@ -1,7 +1,7 @@
 """Decoder: a causal language model as a function of packed tokens, with the rollout's attention in place of its own.
 
-There are two ways through the layers, with the same numbers: ``walked.Walked`` for Llama-like layers, and
-``forward.Forward`` for all others. What they share is here.
+There are two, with the same numbers: ``native.NativeDecoder`` for Llama-like layers, and
+``hf_forward.TransformersDecoder`` for all others. What they share is here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
-Way = Literal["walked", "forward"]  # how a model's layers are run
+DecoderKind = Literal["native", "transformers"]  # how a model's layers are run
 
 
 class Attend(Protocol):
@@ -66,7 +66,7 @@ class Decoder(ABC):
         ValueError: If a weight is NaN.
     """
 
-    way: Way
+    decoder_kind: DecoderKind
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
         check_weights(model)

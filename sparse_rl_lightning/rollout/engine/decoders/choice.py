@@ -13,41 +13,46 @@ from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.rollout.engine.decoders.agreement import check_agreement, layers_turned_otherwise
-from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, Way
-from sparse_rl_lightning.rollout.engine.decoders.hf_forward import Forward, forward_bytes
-from sparse_rl_lightning.rollout.engine.decoders.native import Walked, can_walk, walked_bytes
+from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, DecoderKind
+from sparse_rl_lightning.rollout.engine.decoders.hf_forward import TransformersDecoder, transformers_bytes
+from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder, is_native, native_bytes
 
-DecoderChoice = Literal["auto", "walked", "forward"]
+DecoderChoice = Literal["auto", "native", "transformers", "walked", "forward"]
+EARLIER: dict[str, DecoderChoice] = {"walked": "native", "forward": "transformers"}
+"""Names of version 0.1."""
+
 _agreed: WeakSet[nn.Module] = WeakSet()  # models whose forward pass was compared
 
 
-def choose_way(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Way:
-    """How the model's layers are run: walked by hand where that is possible, unless asked otherwise.
+def choose_decoder(model: PreTrainedModel, asked: DecoderChoice = "auto") -> DecoderKind:
+    """Which decoder runs the model's layers: this library's own where it knows them, unless asked otherwise.
 
     Raises:
-        ValueError: If ``walked`` is asked for and the layers are others.
+        ValueError: If ``native`` is asked for and the layers are others.
     """
     check_choice("decoder", asked, DecoderChoice, "RolloutSampler")
-    walks = asked != "forward" and can_walk(model)
-    if asked == "walked" and not walks:
+    asked = EARLIER.get(asked, asked)
+    if asked != "transformers" and is_native(model):
+        return "native"
+    if asked == "native":
         raise UserError(
-            "decoder='walked' knows the layers of Llama, Mistral, Qwen2 and Qwen3, not those of "
-            f"{type(model).__name__}. Use decoder='auto' or 'forward'."
+            "decoder='native' knows the layers of Llama, Mistral, Qwen2 and Qwen3, not those of "
+            f"{type(model).__name__}. Use decoder='auto' or 'transformers'."
         )
-    return "walked" if walks else "forward"
+    return "transformers"
 
 
 def make_decoder(
-    model: PreTrainedModel, geometry: CacheGeometry, way: Way | None = None, in_float32: bool = False
+    model: PreTrainedModel, geometry: CacheGeometry, decoder_kind: DecoderKind | None = None, in_float32: bool = False
 ) -> Decoder:
-    """A decoder of the model's current weights; default is the way that :func:`choose_way` takes.
+    """A decoder of the model's current weights; default is the one of :func:`choose_decoder`.
 
     Raises:
         ValueError: If a weight is NaN, logits cannot be float32, or the model's own forward pass gives other numbers.
     """
-    if (way or choose_way(model)) == "walked":
-        return Walked(model, geometry, in_float32)
-    decoder = Forward(model, geometry, in_float32)
+    if (decoder_kind or choose_decoder(model)) == "native":
+        return NativeDecoder(model, geometry, in_float32)
+    decoder = TransformersDecoder(model, geometry, in_float32)
     if model not in _agreed:
         check_agreement(model, decoder, geometry)
         _agreed.add(model)
@@ -55,16 +60,16 @@ def make_decoder(
 
 
 def decoder_bytes(
-    model: PreTrainedModel, geometry: CacheGeometry, length: int, way: Way, in_float32: bool = False
+    model: PreTrainedModel, geometry: CacheGeometry, length: int, decoder_kind: DecoderKind, in_float32: bool = False
 ) -> int:
     """The bytes that a decoder needs on a GPU for copies of weights, and for its angles of this many positions.
 
     A quantized layer makes its matrix for each product: the largest counts, in the CUDA graphs' memory and outside.
     """
     made = 2 * product_bytes(model, geometry.dtype)
-    if way == "walked":
-        return made + walked_bytes(model, geometry, length, in_float32)
-    return made + forward_bytes(model, geometry, in_float32)
+    if decoder_kind == "native":
+        return made + native_bytes(model, geometry, length, in_float32)
+    return made + transformers_bytes(model, geometry, in_float32)
 
 
 def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeometry) -> None:
@@ -73,7 +78,7 @@ def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeom
     Raises:
         ValueError: If it does.
     """
-    if not compressor.needs_rotation or decoder.way == "walked":
+    if not compressor.needs_rotation or decoder.decoder_kind == "native":
         return
     wrong = layers_turned_otherwise(decoder, geometry)
     if compressor.needs_rotation == "whole" and 2 * len(geometry.inv_freq) < geometry.head_dim:

@@ -31,7 +31,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     AttendAndRecur,
     Decoder,
-    Way,
+    DecoderKind,
     head_product,
     per_head,
 )
@@ -40,7 +40,7 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Copied, 
 ROLLOUT = "sparse_rl_rollout"
 
 
-class Forward(Decoder):
+class TransformersDecoder(Decoder):
     """A causal language model as a function of packed tokens, through its own forward pass.
 
     Args:
@@ -52,7 +52,7 @@ class Forward(Decoder):
         ValueError: If a weight is NaN, or logits cannot be float32.
     """
 
-    way: Way = "forward"
+    decoder_kind: DecoderKind = "transformers"
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         super().__init__(model, geometry, in_float32)
@@ -148,7 +148,7 @@ class Forward(Decoder):
                     own["forward"] = before
 
 
-def forward_bytes(model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> int:
+def transformers_bytes(model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> int:
     """The bytes of the copies of weights that are made on a GPU."""
     groups: list[tuple[nn.Module, ...]] = [(module,) for module in _linear(model)]
     if not in_float32:  # which reads the head's own weights

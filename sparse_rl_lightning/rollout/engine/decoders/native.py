@@ -1,6 +1,6 @@
-"""Walked: the forward pass of a Llama-like model, module by module, the fastest way to decode.
+"""NativeDecoder: the forward pass of a Llama-like model, module by module, the fastest way to decode.
 
-The layers of Llama, Mistral, Qwen2 and Qwen3 differ only in optional norms and biases, so they are walked by hand: a
+The layers of Llama, Mistral, Qwen2 and Qwen3 differ only in optional norms and biases, so they are run part by part: a
 norm with the sum before it, the norms and the rotation of queries and keys, and the activation of a feed-forward block
 are an op each; what has hooks or a forward of its own is called as it is.
 """
@@ -31,7 +31,7 @@ from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refus
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
-    Way,
+    DecoderKind,
     head_product,
     per_head,
 )
@@ -49,7 +49,7 @@ LAYERS = (
     (Qwen2DecoderLayer, Qwen2Attention),
     (Qwen3DecoderLayer, Qwen3Attention),
 )
-"""The layers that are walked, with their attention."""
+"""The layers that are run here, with their attention."""
 
 Group: TypeAlias = tuple[nn.Module, ...]
 """Linear modules with the same input."""
@@ -69,24 +69,24 @@ class _Layer:
     head_norms: tuple[NormWeight, NormWeight] | None  # those two, if the op can apply them
 
 
-class Walked(Decoder):
+class NativeDecoder(Decoder):
     """A causal language model as a function of packed tokens: embedding, layers, final norm, output head.
 
     Args:
-        model: Model for which :func:`can_walk` holds.
+        model: Model for which :func:`is_native` holds.
         geometry: Sizes and compute type of the model.
         in_float32: Whether logits are float32, not rounded to the compute type.
 
     Raises:
-        ValueError: If a module that is walked by hand has a replaced ``forward``, a weight is NaN, or logits cannot be
+        ValueError: If a module that is not called has a replaced ``forward``, a weight is NaN, or logits cannot be
             float32.
     """
 
-    way: Way = "walked"
+    decoder_kind: DecoderKind = "native"
 
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> None:
         decoder: Any = model.get_decoder()
-        _check_walked(decoder)
+        _check_native(decoder)
         super().__init__(model, geometry, in_float32)
         self._projections: list[Projection] = []
         self.embedding: nn.Module = decoder.embed_tokens
@@ -186,14 +186,14 @@ class Walked(Decoder):
             yield self.final_norm.own
 
 
-def can_walk(model: PreTrainedModel) -> bool:
+def is_native(model: PreTrainedModel) -> bool:
     """Whether all layers are exactly those that this file reproduces."""
     layers: Any = model.get_decoder().layers
     kinds = ((type(uncompiled(layer)), type(getattr(layer, "self_attn", None))) for layer in layers)
     return all(kind in LAYERS for kind in kinds)
 
 
-def walked_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
+def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
     """The bytes of the copies of weights that are made on a GPU, and of the angles for this many positions."""
     layers: Any = model.get_decoder().layers
     groups: list[Group] = [group for layer in layers for group in _groups(layer)]
@@ -213,21 +213,21 @@ def _groups(layer: Any) -> list[Group]:
     return attention if is_changed(mlp) else [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
 
 
-def _check_walked(decoder: Any) -> None:
-    """Check the modules that are walked by hand (decoder, rotary embedding, layers, attention): they are not called.
+def _check_native(decoder: Any) -> None:
+    """Check the modules that are not called: decoder, rotary embedding, layers, attention.
 
     Raises:
         ValueError: If one has a replaced forward; hooks, which mostly just observe, are a warning.
     """
     parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
-    walked: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
-    for module in walked:
+    passed_over: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
+    for module in passed_over:
         if is_replaced(module):
             raise UserError(refusal(module))
-    for module in walked:
+    for module in passed_over:
         if module._forward_hooks or module._forward_pre_hooks:
             warnings.warn(
-                f"Forward hooks of {type(module).__name__} are not called in rollouts, which walk the layers "
+                f"Forward hooks of {type(module).__name__} are not called in rollouts, which run the layers "
                 "themselves. Hooks of feed-forward blocks, linear layers, norms and embeddings are.",
                 stacklevel=2,
             )
