@@ -18,8 +18,8 @@ from sparse_rl_lightning.errors import FileError, UserError
 
 LONGEST_NAME = 120
 """Number of characters that :func:`file_name` leaves alone; file systems allow 255 bytes, and suffixes follow."""
-LARGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-"""A quarter of this machine's memory: no larger file is read whole, what is made of it takes more."""
+LARGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of this machine's memory: no larger file is read whole."""
 
 
 def file_name(text: str) -> str:
@@ -49,12 +49,8 @@ def whole_file(path: str | Path, most: int = LARGEST) -> bytes:
     Raises:
         OSError: If it cannot be read, is no regular file, or is larger.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe without a writer does not wait
-        _check(os.fstat(file.fileno()), path, most)
-        content = file.read(most + 1)  # it may have grown since, or not say how long it is
-    if len(content) > most:
-        raise FileError(errno.EINVAL, f"it is larger than {most:,} bytes", str(path))
-    return content
+    check_regular(path, most)
+    return Path(path).read_bytes()
 
 
 def check_regular(path: str | Path, most: int | None = None) -> None:
@@ -63,10 +59,7 @@ def check_regular(path: str | Path, most: int | None = None) -> None:
     Raises:
         OSError: If it is one, or cannot be found.
     """
-    _check(os.stat(path), path, most)
-
-
-def _check(found: os.stat_result, path: str | Path, most: int | None) -> None:
+    found = os.stat(path)
     mode = found.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an error by itself
         raise FileError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
@@ -149,20 +142,11 @@ def output_file(given: str | Path, argument: str) -> Path:
         path = Path(given).expanduser().resolve()
     except RuntimeError as error:  # a circle of links
         raise UserError(f"{argument}={str(given)!r} cannot be written: {error}.") from error
-    writable_folder(path.parent, f"folder of {argument}")
-    check_output(path, f"{argument}={str(given)!r}")
-    return path
-
-
-def check_output(path: Path, what: str) -> None:
-    """Refuse a folder, a pipe or a device where a file is to be written; ``what`` names it in the message.
-
-    Raises:
-        ValueError: If there is one.
-    """
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
-        raise UserError(f"{what} is {kind}. Give the file to write.")
+        raise UserError(f"{argument}={str(given)!r} is {kind}. Give the file to write.")
+    writable_folder(path.parent, f"folder of {argument}")
+    return path
 
 
 def write_parquet(path: Path, columns: Mapping[str, list[Any]]) -> None:

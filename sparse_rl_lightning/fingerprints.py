@@ -11,7 +11,6 @@ import ast
 import hashlib
 import inspect
 import json
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -163,14 +162,10 @@ class _Walk:
             return {"call": [self._content(one) for one in (value.func, value.args, value.keywords)]}
         if hasattr(value, "get_vocab"):
             return {"tokenizer": tokenizer_digest(value)}
-        if isinstance(value, re.Pattern):  # whose repr is cut off
-            return {"pattern": [self._content(value.pattern), value.flags]}
-        slots = {name for base in type(value).__mro__ for name in _names(vars(base).get("__slots__", ()))}
-        if hasattr(value, "__dict__") or slots:
-            own = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name)}
-            return {"attributes": self._content(own | getattr(value, "__dict__", {}))}
+        if hasattr(value, "__dict__"):
+            return {"attributes": self._content(vars(value))}
         shown = repr(value)
-        return {} if shown.startswith("<") or " at 0x" in shown else {"shown": shown}  # an address means nothing
+        return {} if shown.startswith("<") else {"shown": shown}  # an address means nothing
 
     def _network(self, model: nn.Module) -> dict[str, Any]:
         """Weights, numbers and classes of a model, and its configuration, which decides what is done with them."""
@@ -188,11 +183,6 @@ class _Walk:
             f"objects, or a chain of them without end, in the end of {_name(type(value))}. Give a class or a function "
             "that keeps only its settings."
         )
-
-
-def _names(slots: Any) -> list[str]:
-    """The attributes that ``__slots__`` names, but for those of Python itself."""
-    return [name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__")]
 
 
 # ---------------------------------------------------------------- numbers

@@ -104,7 +104,7 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
     if not Path(path).is_file():
         raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
     try:
-        lines = whole_file(path).decode().split("\n")  # other line breaks are text in JSON
+        lines = whole_file(path).decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text in UTF-8: {error}.") from error
     texts = []

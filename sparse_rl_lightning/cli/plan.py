@@ -102,18 +102,12 @@ class _Configured(LightningCLI):
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
     @property
-    def prompts_per_rollout(self) -> int:
-        """Prompts per rollout and rank, the default of data modules where a user's own takes no such argument."""
-        return int(self.config.data.init_args.get("prompts_per_rollout") or 16)
-
-    @property
     def num_rows(self) -> int | None:
         """The number of training rows, None where they would have to be fetched."""
         given: Any = self.config.data.init_args
-        if isinstance(count := given.get("num_train"), int):
-            return count
-        path = given.get("path")
-        if not isinstance(path, str) or not Path(path).expanduser().is_file():  # a user's module may mean another thing
+        if "num_train" in given:
+            return int(given.num_train)
+        if not Path(given.get("path") or "").expanduser().is_file():
             return None
         only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]
         return len(self.parser.instantiate(only).data.train_rows())
@@ -135,14 +129,13 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         save_config_callback=None, args=list(args), parser_kwargs={"prog": "sparse-rl plan"},
     )  # fmt: skip
     module, trainer = cli.model, cli.config.trainer
-    sharding = sharding_of(trainer)
     if not isinstance(module, SparseGRPO):
         raise UserError(
             f"sparse-rl plan knows modules that roll out and learn from it (SparseGRPO and those built on it), got "
             f"model={type(module).__name__}."
         )
     own, options = module.generator, module.learner.options
-    prompts = max(1, round(cli.prompts_per_rollout / own.options.oversampling))
+    prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
     block = BlockPlan(
         prompts, module.group_size, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
@@ -150,8 +143,8 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
     return Job(
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
         module.optimizer_factory, block, own.retriever, module.loss.beta,
-        ALIASES.get(trainer.precision, trainer.precision), sharding, prompt,
-        module.keeps_evictions, num_steps(cli, block, sharding.ranks),
+        ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
+        module.keeps_evictions, num_steps(cli, block, sharding_of(trainer).ranks),
     )  # fmt: skip
 
 
@@ -162,7 +155,7 @@ def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
     rows = None if epochs is None or epochs < 0 or trainer.limit_train_batches is not None else cli.num_rows
     if rows is None:
         return most if most >= 0 else None
-    found: int = epochs * (rows // (cli.prompts_per_rollout * ranks)) * block.optimizer_steps
+    found: int = epochs * (rows // (cli.config.data.init_args.prompts_per_rollout * ranks)) * block.optimizer_steps
     return found if most < 0 else min(found, most)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.options import ONE, SEVERAL
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import check_output, output_file, writable_folder, write_whole
+from sparse_rl_lightning.files import output_file, write_whole
 from sparse_rl_lightning.report import comparison, page, read_run
 from sparse_rl_lightning.text import say
 
@@ -33,12 +33,7 @@ def main(args: Sequence[str]) -> Path:
     records = list(zip(names(folders), map(read_run, folders), strict=True))
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
-    target = output
-    if given.output:
-        target = output_file(output, "--output")
-    else:  # no link in a run's folder is followed
-        writable_folder(output.parent, "the folder of the page")
-        check_output(output, repr(str(output)))
+    target = output_file(output, "--output") if given.output else output  # no link in a run's folder is followed
     write_whole(target, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:

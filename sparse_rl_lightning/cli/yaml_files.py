@@ -5,7 +5,6 @@ A configuration that names another one as its base contains only what differs.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,6 @@ def _read(text: str, path: Path | None, overlays: tuple[Path, ...], opened: list
         root = yaml.compose(text, Loader=_LOADER)
         if root is not None:
             _weight(root, {}, 0)
-            _refuse_pipes(root, Path() if path is None else path.parent, set())
         value = get_loader("yaml")(text)
         if path is None or not isinstance(value, dict) or "base" not in value:
             return value
@@ -146,27 +144,6 @@ def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
     if known[id(node)] > MOST_NODES:
         raise UnusableYAML(f"its aliases stand for more than {MOST_NODES} values{_line(node)}.")
     return known[id(node)]
-
-
-def is_pipe(value: str, folder: Path = Path()) -> bool:  # immutable
-    """Whether a value names a pipe, whose reader waits for a writer; one that a shell has opened for us has one."""
-    if value.startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin")):
-        return False
-    with suppress(OSError, ValueError):  # too long for a path, or with a null character
-        return Path(value).is_fifo() or (folder / value).is_fifo()
-    return False
-
-
-def _refuse_pipes(node: yaml.Node, folder: Path, known: set[int]) -> None:
-    """Refuse pipes as values: files of classes and of groups of values are opened by name."""
-    if id(node) in known:
-        return
-    known.add(id(node))
-    if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":str") and is_pipe(node.value, folder):
-        raise UnusableYAML(f"{node.value!r} names a pipe, and nobody may be writing to it{_line(node)}. Give a file.")
-    parts = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
-    for part in (one[1] if isinstance(node, yaml.MappingNode) else one for one in parts):
-        _refuse_pipes(part, folder, known)
 
 
 def _refuse_doubles(node: yaml.MappingNode) -> None:

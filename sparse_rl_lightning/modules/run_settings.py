@@ -6,13 +6,11 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -103,12 +101,8 @@ def text_of(value: Any) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {text_of(item)}' for key, item in value.items())}}}"
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor):
         return fingerprint(tensor=value)
-    if isinstance(value, partial):
-        return f"partial({text_of([value.func, *value.args])[1:-1]}, {text_of(value.keywords)})"
-    if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
     if isinstance(value, Iterable):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]

@@ -140,13 +140,9 @@ def _check_sizes(own: dict[str, Any], where: str) -> None:
     for name, value in own.items():
         if isinstance(value, dict):
             _check_sizes(value, f"{where}.{name}")
-        elif name in DUE:
+        elif value is not None and (name in DUE or name.startswith("num_") or name.endswith(("_size", "_dim"))):
             most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-            for one in value if isinstance(value, list) else [value]:  # one per layer, in some families
-                if one is not None:
-                    check_number(f"{where}.{name}", one, least=1, most=most)
-        elif isinstance(value, int) and value > MOST and (name.startswith("num_") or name.endswith(("_size", "_dim"))):
-            check_number(f"{where}.{name}", value, most=MOST)
+            check_number(f"{where}.{name}", value, least=int(name in DUE), most=most)
 
 
 def known_name(path: str) -> str | None:

@@ -88,7 +88,7 @@ def check_files(path: str) -> None:
     Raises:
         ValueError: If there is one.
     """
-    for file in filter(Path.exists, Path(path).rglob("*")):  # a link that leads nowhere may be needed by nobody
+    for file in filter(Path.exists, Path(path).glob("*")):  # a link that leads nowhere may be needed by nobody
         check_regular(file, LARGEST_JSON if file.suffix == ".json" else None)
 
 

@@ -17,7 +17,7 @@ from tiny_run import config, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_rl_lightning.callbacks.outputs import export
-from sparse_rl_lightning.callbacks.outputs.export import ExportPolicy, check_replaceable, write_policy
+from sparse_rl_lightning.callbacks.outputs.export import write_policy
 from sparse_rl_lightning.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -130,20 +130,3 @@ def test_a_folder_without_whole_weights_is_refused(used_folder: Path) -> None:
     Path("shards.ckpt").mkdir()
     with pytest.raises(ValueError, match=r"shards.ckpt' has no weights.safetensors: it is a folder of FSDP2"):
         main(["export", "--config", write(config()), "--ckpt_path", "shards.ckpt"])
-
-
-def test_an_export_is_written_where_a_link_leads(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "policy").symlink_to(tmp_path / "scratch" / "own")
-    callback = ExportPolicy(tmp_path / "policy")
-    assert callback.folder == tmp_path / "scratch" / "own"  # whose parent is checked at the start
-    grpo = module()
-    grpo.configure_model()
-    write_policy(grpo, callback.folder)
-    assert (tmp_path / "policy").is_symlink()
-    assert (tmp_path / "policy" / "config.json").is_file()
-
-
-def test_a_mount_point_is_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="'/proc' is a mount point"):
-        check_replaceable(Path("/proc"), "folder")

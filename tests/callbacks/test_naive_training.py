@@ -69,8 +69,7 @@ ACCOUNTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NAIVE)
 def test_naive_training_is_named_with_its_cures(name: str) -> None:
     said = warned([StepGuard(), MismatchSplit()] if name == "RKV" else [], **NAIVE[name])
-    replay = "ReplayGRPO with replay_objective: sparse"
-    for cure in ("ImportanceReweighting", replay, "LearnedEvictionGRPO", "docs/choosing.md"):
+    for cure in ("ImportanceReweighting", "ReplayGRPO", "LearnedEvictionGRPO", "docs/choosing.md"):
         assert (cure in said) == (name != "pages" or "GRPO" not in cure)
     assert said.startswith({"SnapKV": "SnapKV evicts", "pages": "Centroid reads a part of the cache"}.get(name, ""))
     assert warned([SparsityAwareRejection()], **NAIVE[name]) == ""

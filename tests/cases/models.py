@@ -156,7 +156,7 @@ WEIGHTS = [
          policy=lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf")),
     Case("an adapter only", "holds an adapter (adapter_config.json) and no model", 1,
          policy=lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
-    Case("a token that the embeddings do not hold, in a prompt", "If tokens were added to the tokenizer", 1,
+    Case("a token that the embeddings do not hold, in a prompt", "model.resize_token_embeddings(len(tokenizer))", 1,
          policy=added_token, rows='{"prompt": "<step>", "answer": "1"}\n' * 8, data={}),
     Case("a pipe in place of the weights", "it is a pipe, a socket or a device, not a file", 1, policy=fifo),
     Case("an index of files outside of the folder", "No such file or directory: ./pol/../../x.safetensors", 1,

@@ -334,10 +334,3 @@ def test_names_are_short_and_different() -> None:
     assert names([Path("runs/a/x"), Path("runs/b/x")]) == ["a/x", "b/x"]
     assert names([Path("runs/a"), Path("runs/a/version_0")]) == ["a", "a/version_0"]
     assert names([Path("runs/quickstart")]) == ["quickstart"]
-
-
-def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", record())
-    (tmp_path / "run" / "report.html").mkdir()
-    with pytest.raises(ValueError, match=r"report\.html' is a folder"):
-        main([str(tmp_path / "run")])

@@ -27,5 +27,4 @@ def naive_warning(module: Any) -> str:
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
     learned = "LearnedEvictionGRPO with Drawn around the compressor"
-    replay = "ReplayGRPO with replay_objective: sparse"
-    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, replay, learned)
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, "ReplayGRPO", learned)

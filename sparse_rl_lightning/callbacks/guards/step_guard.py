@@ -183,7 +183,8 @@ def _evicts(module: LightningModule) -> bool:
     if not isinstance(getattr(module, "block", None), RolloutBlock):  # any module may have the guard
         return False
     generator: Any = module.generator
-    return generator.compressor.evicts and not module.learns_as_sampled
+    replays = getattr(module, "replay_objective", "dense") != "dense"  # "dense" is the objective of the corrections
+    return generator.compressor.evicts and not replays
 
 
 def _can_correct(module: LightningModule) -> bool:

@@ -33,7 +33,7 @@ class ExportPolicy(Callback):
     """
 
     def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
-        self.folder = Path(os.path.realpath(Path(folder).expanduser()))  # where a link leads
+        self.folder = Path(folder).expanduser()
         check_dtype(dtype, "ExportPolicy: dtype")
         self.dtype = dtype
 
@@ -49,7 +49,7 @@ class ExportPolicy(Callback):
         if self.dtype is not None and "dtype" not in signature(cast(Callable[..., None], pl_module.export)).parameters:
             raise UserError(f"ExportPolicy: export of {type(pl_module).__name__} takes no dtype. Set dtype to null.")
         if trainer.is_global_zero:
-            writable_folder(self.folder.parent, "ExportPolicy: the parent of folder")
+            writable_folder(self.folder.absolute().parent, "ExportPolicy: the parent of folder")
             check_replaceable(self.folder, "ExportPolicy: folder")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,6 +63,7 @@ class ExportPolicy(Callback):
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
     """Export beside the folder, then rename. All ranks call this, rank zero writes."""
     is_zero = module.global_rank == 0
+    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
     if is_zero:
         remove(new)
@@ -88,10 +89,6 @@ def check_replaceable(folder: Path, argument: str) -> None:
     """
     if not folder.exists():
         return
-    if folder.is_mount():
-        raise UserError(
-            f"{argument}={str(folder)!r} is a mount point, which cannot be replaced. Give a folder below it."
-        )
     path = writable_folder(folder, argument)
     if any(path.iterdir()) and not (path / "config.json").is_file():
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from contextlib import suppress
 from pathlib import Path
@@ -54,11 +53,10 @@ class ExportingTrainer(Trainer):
             )
         check_dtype(dtype, "dtype")
         recover(path)
-        place = Path(os.path.realpath(Path(folder).expanduser()))  # where a link leads
-        check_replaceable(place, "folder")
+        check_replaceable(Path(folder).expanduser(), "folder")
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, place, dtype)
+        write_policy(module, Path(folder).expanduser(), dtype)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:
