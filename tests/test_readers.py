@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest
 from sparse_rl_lightning.checkpoints.reading import check_whole
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.messages import told
 from sparse_rl_lightning.cli.options import Parser
 from sparse_rl_lightning.compressors.learned_score import load_network
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
@@ -115,6 +118,24 @@ def test_the_message_names_the_file_and_what_is_wrong(tmp_path: Path) -> None:
     assert whole_file(tmp_path / "file", 5) == b"12345"
 
 
+@pytest.mark.parametrize("most", [0, 10])
+def test_a_file_that_says_it_is_empty_is_not_read_beyond_the_bound(most: int) -> None:
+    """As one that grows while it is read, or is another by the time it is opened."""
+    assert os.stat("/proc/self/maps").st_size == 0
+    with pytest.raises(UserError, match=f"larger than {most} bytes"):
+        whole_file("/proc/self/maps", most)
+    assert whole_file("/proc/self/maps", 2**24).endswith(b"\n")
+
+
+def test_a_folder_and_a_socket_are_errors_by_themselves(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        whole_file(tmp_path)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "s"))
+        with pytest.raises(UserError, match="a socket"):
+            whole_file(tmp_path / "s")
+
+
 def test_what_a_shell_makes_of_a_command_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """``--config <(envsubst < run.yaml)``: a pipe, and somebody writes to it."""
     reader, writer = os.pipe()
@@ -160,3 +181,28 @@ def test_output_file_follows_links_and_refuses_circles(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(UserError, match="cannot be written"):
         output_file(tmp_path / "a", "--output")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/x", "missing\0"])
+def test_output_file_refuses_in_words_what_the_system_cannot_look_at(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^(folder of )?--output=.* cannot be written: "):
+        output_file(tmp_path / name, "--output")
+
+
+def test_a_place_of_somebody_else_is_a_line() -> None:
+    """Which any command may meet, where it looks whether there is a file."""
+    assert told(PermissionError(13, "Permission denied", "/root/x")) == (
+        "[Errno 13] Permission denied: '/root/x'. Name a place that you may use."
+    )
+    assert told(PermissionError(1, "Operation not permitted")) is None
+
+
+def test_output_file_leaves_links_of_a_folder_that_we_name_alone(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    assert output_file(tmp_path / "link", "--output", follows=False) == tmp_path / "link"
+    with pytest.raises(UserError, match="is a folder"):
+        output_file(tmp_path / "link", "--output")
+    with pytest.raises(UserError, match="is a folder"):
+        output_file(tmp_path / "folder", "--output", follows=False)

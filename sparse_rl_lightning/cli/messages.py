@@ -129,6 +129,8 @@ def told(error: Exception) -> str | None:
         return network_error(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return f"{error}. Make room on the disk, or name another place."
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error}. Name a place that you may use."
     said = error if isinstance(error, MisconfigurationException) else first_error(error)
     return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
 
