@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -136,15 +137,57 @@ def test_a_folder_and_a_socket_are_errors_by_themselves(tmp_path: Path) -> None:
             whole_file(tmp_path / "s")
 
 
-def test_what_a_shell_makes_of_a_command_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--config <(envsubst < run.yaml)``: a pipe, and somebody writes to it."""
+@pytest.mark.parametrize("place", ["/dev/fd/0", "/proc/self/fd/0", "/proc/thread-self/fd/0", "/dev/stdin"])
+def test_what_a_shell_makes_of_a_command_is_read(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--config <(envsubst < run.yaml)``, ``| ... --config /dev/stdin``: a pipe, and somebody writes to it."""
+    before = os.dup(0)
     reader, writer = os.pipe()
     os.write(writer, b"seed_everything: 1234\n")
     os.close(writer)
-    with seconds(60), pytest.raises(SystemExit):
-        main(["fit", "--config", f"/dev/fd/{reader}", "--model=SparseGRPO", "--print_config"])
-    os.close(reader)
+    os.dup2(reader, 0)
+    try:
+        with seconds(60), pytest.raises(SystemExit):
+            main(["fit", "--config", place, "--model=SparseGRPO", "--print_config"])
+    finally:
+        os.dup2(before, 0)
     assert "seed_everything: 1234" in capsys.readouterr().out
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "a module": {"model": "{}"},
+    "a class inside": {"model": {"class_path": "SparseGRPO", "init_args": {"compressor": "{}"}}},
+    "an entry of a list": {"trainer": {"callbacks": ["StepGuard", "{}"]}},
+    "a file's name": {"data": {"class_path": "JsonlPrompts", "init_args": {"path": "{}"}}},
+    "a base": {"base": ["{}"]},
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_pipe_that_a_configuration_names_is_not_waited_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names are looked for beside the file that holds them."""
+    os.mkfifo(tmp_path / "mp.yaml")
+    (tmp_path / "own.yaml").write_text(json.dumps(NAMED[name]).replace("{}", "mp.yaml"))
+    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
+        main(["fit", "--config", str(tmp_path / "own.yaml")])
+    assert "'mp.yaml' (line 1) names a pipe, and nobody may be writing to it. Give a file." in (
+        f"{caught.value}{capsys.readouterr().err}"
+    )
+
+
+@pytest.mark.parametrize("args", [["--config", "own.yaml"], ["--model=sub/model.yaml"]])
+def test_a_pipe_that_a_file_of_a_file_names_is_not_waited_for(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    os.mkfifo(tmp_path / "sub" / "mp.yaml")
+    (tmp_path / "own.yaml").write_text("model: sub/model.yaml")
+    (tmp_path / "sub" / "model.yaml").write_text("class_path: SparseGRPO\ninit_args: {compressor: mp.yaml}")
+    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
+        main(["fit", *args])
+    assert "'mp.yaml' (line 2) names a pipe" in f"{caught.value}{capsys.readouterr().err}"
 
 
 def _written(path: Path) -> dict[str, Callable[[Path], Any]]:

@@ -9,8 +9,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -21,8 +19,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
-from sparse_rl_lightning.cli.yaml_files import MODE, yaml_text
+from sparse_rl_lightning.cli.yaml_files import MODE, SILENT, yaml_text
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import is_silent_pipe
 from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
@@ -50,7 +49,8 @@ class ClearParser(LightningArgumentParser):
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
         for word in args or ():
-            _check_pipe(word)
+            if is_silent_pipe(word.partition("=")[2] or word):
+                raise UserError(f"{word!r} {SILENT}")
         try:
             return super().parse_args(args, *rest, **kwargs)
         except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class
@@ -85,19 +85,6 @@ class ClearParser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
-
-
-def _check_pipe(word: str) -> None:
-    """Refuse a named pipe as a value: its reader waits for a writer. What a shell makes of ``<(...)`` has one.
-
-    Raises:
-        ValueError: If it is one.
-    """
-    value, is_pipe = word.partition("=")[2] or word, False
-    with suppress(OSError, ValueError):  # too long for a path, or with a null character
-        is_pipe = Path(value).is_fifo() and not value.startswith("/dev/fd/")
-    if is_pipe:
-        raise UserError(f"{word!r} names a pipe, and nobody may be writing to it. Give a file.")
 
 
 def _check_schedule(given: Any) -> None:

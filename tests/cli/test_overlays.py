@@ -191,7 +191,7 @@ def test_bases_that_multiply_are_refused(folder: Path) -> None:
 def test_a_base_that_never_ends_is_refused(place: str, folder: Path) -> None:
     os.mkfifo(folder / "pipe.yaml")
     (folder / "own.yaml").write_text(f"base: {place}\n")
-    with pytest.raises(UnusableYAML, match="it is a pipe, a socket or a device, not a file"):
+    with pytest.raises(UnusableYAML, match=r"it is a pipe, a socket or a device|names a pipe, and nobody"):
         read_file(folder / "own.yaml")
 
 
