@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from families import family
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -20,6 +21,7 @@ from sparse_rl_lightning.calibration import SHAPES
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.cli.plan import job_of as configured
 from sparse_rl_lightning.cli.plan import main, sharding_of
+from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, _check_sizes, empty_model, read_config
@@ -202,6 +204,38 @@ def test_the_steps_of_the_whole_run(trainer: list[str], rows: int | None, expect
         Path("train.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
     job = configured(["--config", written, *(f"--trainer.{setting}" for setting in trainer)])
     assert job.num_steps == expected
+
+
+class Optional(PromptDataModule):
+    """Of a user: a number that may be missing, and the other arguments are the base's."""
+
+    def __init__(self, num_train: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+class Several(PromptDataModule):
+    """Of a user: several files, and no number of prompts."""
+
+    def __init__(self, path: list[str] = ["train.jsonl"]) -> None:  # noqa: B006  # not changed
+        super().__init__(prompts_per_rollout=4)
+
+
+class Bare(PromptDataModule):
+    """Of a user: without any argument."""
+
+    def __init__(self) -> None:
+        super().__init__(prompts_per_rollout=4)
+
+
+@pytest.mark.parametrize("data", [Optional, Several, Bare])
+def test_data_of_a_user_s_own_is_planned_with(data: type, written: str) -> None:
+    Path("train.jsonl").write_text("{}")
+    values = yaml.safe_load(Path(written).read_text())
+    values["data"] = {"class_path": f"{data.__module__}.{data.__qualname__}"}
+    values["trainer"] |= {"max_steps": -1, "max_epochs": 3}
+    Path("own.yaml").write_text(yaml.safe_dump(values))
+    job = configured(["--config", "own.yaml"])
+    assert (job.block.prompts, job.num_steps) == (16, None)
 
 
 def test_the_hours_of_the_whole_run(written: str, capsys: pytest.CaptureFixture[str]) -> None:
