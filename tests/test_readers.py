@@ -104,6 +104,19 @@ def test_a_result_that_cannot_be_read_is_none(make: Callable[[Path], None], tmp_
         assert ResultFolder(tmp_path).load("math500", "dense") is None
 
 
+def test_lines_of_texts_end_where_those_of_data_do(tmp_path: Path) -> None:
+    """U+2028 and the like stand in texts as they are; a file may begin with a mark, and say what is no text."""
+    odd, tokenizer = "a\u2028b\u2029c\x85d", character_tokenizer("abcd")
+    rows = [{"prompt": odd, "completion": "a"}, {"prompt": "b"}]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "t.jsonl").write_bytes(content.encode("utf-8-sig"))
+    assert [row["prompt"] for *_, row in read_json_lines(str(tmp_path / "t.jsonl"))] == [odd, "b"]
+    assert len(read_texts(tmp_path / "t.jsonl", tokenizer, 8)) == 2
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": 5}')
+    with pytest.raises(UserError, match=r"line 1: expected a JSON object with a prompt"):
+        read_texts(tmp_path / "t.jsonl", tokenizer, 8)
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with seconds(10):
