@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from sparse_rl_lightning.callbacks.corrections.naive import REPLAY
+
 MOVED = (
     "tokens that the policy before the rollout's first step found unlikely, and that steps on the same rollout have "
     "moved"
 )
 FEWER = "fewer optimizer steps per rollout (a larger accumulate_grad_batches, or a smaller num_iterations)"
-CORRECTED = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO"
+CORRECTED = f"ImportanceReweighting with clip_max: 1.5, or {REPLAY} (no replay follows a retriever)"
 LARGE_RATIO = 10.0
 """Staleness ratio from which tokens moved far are taken for the cause; naive training's long steps have more."""
 
@@ -69,7 +71,7 @@ class Cause:
         """A sentence on the cause, and one on what helps.
 
         Args:
-            can_correct: Whether the sampler evicts, and neither weights nor replay account for it.
+            can_correct: Whether the sampler sees less than the whole cache, and neither weights nor replay account for it.
             can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
         if self.draws >= LARGE_RATIO and self.draws > self.ratio:
