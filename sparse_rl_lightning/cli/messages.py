@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
-from sparse_rl_lightning.cli.yaml_files import MODE, SILENT, yaml_text
+from sparse_rl_lightning.cli.yaml_files import MODE, SILENT, check_named, yaml_text
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import is_silent_pipe
 from sparse_rl_lightning.text import visible
@@ -49,8 +49,10 @@ class ClearParser(LightningArgumentParser):
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
         for word in args or ():
-            if is_silent_pipe(word.partition("=")[2] or word):
+            value = word.partition("=")[2] or word
+            if is_silent_pipe(value):
                 raise UserError(f"{word!r} {SILENT}")
+            check_named(value)
         try:
             return super().parse_args(args, *rest, **kwargs)
         except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class

@@ -5,6 +5,7 @@ A configuration that names another one as its base contains only what differs.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def yaml_text(path: str | Path) -> str:
         return whole_file(path, LARGEST_FILE).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{str(path)!r} is not a text in UTF-8: {error.reason}.") from error
+
+
+def check_named(value: str, folder: str | Path = "") -> None:
+    """Refuse a value that names a file of YAML in ``folder`` which cannot be one; errors as of :func:`yaml_text`."""
+    path = os.path.join(folder, os.path.expanduser(value))
+    if value.endswith((".yaml", ".yml")) and os.path.isfile(path):
+        yaml_text(path)
 
 
 set_loader(MODE, read, (yaml.YAMLError,))
@@ -158,6 +166,10 @@ def _check_scalar(node: yaml.ScalarNode, folder: Path) -> None:
         raise UnusableYAML(f"a number has {len(node.value)} digits, more than {MOST_DIGITS}{_line(node)}.")
     if node.tag.endswith(":str") and is_silent_pipe(node.value, folder):
         raise UnusableYAML(f"{node.value!r}{_line(node)} {SILENT}")
+    try:
+        check_named(node.value, folder)
+    except (OSError, UserError) as error:
+        raise UnusableYAML(f"{node.value!r}{_line(node)} cannot be read: {error}") from error
 
 
 def _refuse_doubles(node: yaml.MappingNode) -> None:

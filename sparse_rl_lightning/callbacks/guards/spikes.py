@@ -71,7 +71,7 @@ class Cause:
         """A sentence on the cause, and one on what helps.
 
         Args:
-            can_correct: Whether the sampler sees less than the whole cache, and neither weights nor replay account for it.
+            can_correct: Whether the sampler sees less than the whole cache, and no weights or replay account for it.
             can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
         if self.draws >= LARGE_RATIO and self.draws > self.ratio:
