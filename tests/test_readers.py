@@ -262,8 +262,8 @@ def test_output_file_refuses_in_words_what_the_system_cannot_look_at(name: str, 
 
 def test_a_place_of_somebody_else_is_a_line() -> None:
     """Which any command may meet, where it looks whether there is a file."""
-    assert told(PermissionError(13, "Permission denied", "/root/x")) == (
-        "[Errno 13] Permission denied: '/root/x'. Name a place that you may use."
+    assert told(PermissionError(13, "Permission denied", "theirs/x")) == (
+        "[Errno 13] Permission denied: 'theirs/x'. Name a place that you may use."
     )
     assert told(PermissionError(1, "Operation not permitted")) is None
 
