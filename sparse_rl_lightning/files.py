@@ -12,14 +12,27 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sparse_rl_lightning.errors import FileError, UserError
 
 LONGEST_NAME = 120
 """Number of characters that :func:`file_name` leaves alone; file systems allow 255 bytes, and suffixes follow."""
-LARGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes of this machine's memory: no larger file is read whole."""
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory, or of the part of it that its container may take."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return machine
+
+
+LARGEST = _memory() // 4
+"""Bytes of the largest file that is read whole: beside them stand its text, its lines and what is made of them."""
+UNUSABLE = (OSError, ValueError, RuntimeError)
+"""Errors of a path: nothing to be done there, a null character, and a circle of links or an unknown user's ``~``."""
+WRITTEN = re.compile(r"/dev/stdin$|(/dev|/proc/[\w-]+)/fd/\d+$")
 
 
 def file_name(text: str) -> str:
@@ -50,21 +63,47 @@ def whole_file(path: str | Path, most: int = LARGEST) -> bytes:
         OSError: If it cannot be read, is no regular file, or is larger.
     """
     check_regular(path, most)
-    return Path(path).read_bytes()
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        check_regular(path, most, file.fileno())  # it may have been replaced
+        parts = [file.read(os.fstat(file.fileno()).st_size)]
+        while sum(map(len, parts)) <= most and (more := file.read(2**20)):  # it may grow
+            parts.append(more)
+    content = b"".join(parts)
+    if len(content) > most:
+        _refuse_size(path, most)
+    return content
 
 
-def check_regular(path: str | Path, most: int | None = None) -> None:
-    """Refuse a pipe, a socket or a device in place of a file, or a file of more bytes, before anything opens it.
+def check_regular(path: str | Path, most: int | None = None, descriptor: int | None = None) -> None:
+    """Refuse a pipe, a socket or a device in place of a file, or a file of more bytes, before anything reads it.
+
+    ``descriptor`` is of the file if it is open.
 
     Raises:
         OSError: If it is one, or cannot be found.
     """
-    found = os.stat(path)
+    found = os.stat(path if descriptor is None else descriptor)
     mode = found.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an error by itself
         raise FileError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
     if most is not None and found.st_size > most:
-        raise FileError(errno.EINVAL, f"it is larger than {most:,} bytes", str(path))
+        _refuse_size(path, most)
+
+
+def is_silent_pipe(name: str, folder: str | Path = "") -> bool:
+    """Whether a value of a configuration names a pipe that nobody may be writing to, for which its reader would wait.
+
+    Standard input, and what a shell makes of ``<(...)``, have a writer. ``folder`` is where the name is looked for.
+    """
+    with suppress(*UNUSABLE):  # no path at all
+        return stat.S_ISFIFO(os.stat(os.path.join(folder, os.path.expanduser(name))).st_mode) and not WRITTEN.match(
+            name
+        )
+    return False
+
+
+def _refuse_size(path: str | Path, most: int) -> NoReturn:
+    raise FileError(errno.EINVAL, f"it is larger than {most:,} bytes", str(path))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -116,35 +155,40 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
 
     ``argument`` is the setting's name, for the message.
     """
-    path = Path(folder).expanduser()
     try:
+        path = Path(folder).expanduser()
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as error:
+    except UNUSABLE as error:
         raise UserError(
-            f"{argument}={str(path)!r} cannot be written: {error}. Give a folder you may write to."
+            f"{argument}={str(folder)!r} cannot be written: {error}. Give a folder you may write to."
         ) from error
     return path
 
 
-def output_file(given: str | Path, argument: str) -> Path:
-    """The file that a user names to be written, where a link leads; links of folders that we name are not followed.
+def output_file(given: str | Path, argument: str, follows: bool = True) -> Path:
+    """The file that a user names to be written, where a link leads.
 
     Args:
         given: The path.
         argument: What names it, for the message.
+        follows: Whether a link is followed: not one in a folder whose files we name, which is replaced.
 
     Raises:
         ValueError: If it is a folder, a pipe or a device, or its folder cannot be written.
     """
     try:
-        path = Path(given).expanduser().resolve()
-    except RuntimeError as error:  # a circle of links
-        raise UserError(f"{argument}={str(given)!r} cannot be written: {error}.") from error
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
-        raise UserError(f"{argument}={str(given)!r} is {kind}. Give the file to write.")
+        path = Path(given).expanduser()
+        path = path.resolve() if follows else path
+        kind = path.stat(follow_symlinks=follows).st_mode
+    except (FileNotFoundError, NotADirectoryError):  # for the folder to say
+        kind = stat.S_IFREG
+    except UNUSABLE as error:
+        raise UserError(f"{argument}={str(given)!r} cannot be written: {error}. Give another file.") from error
+    if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
+        what = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
+        raise UserError(f"{argument}={str(given)!r} is {what}. Give the file to write.")
     writable_folder(path.parent, f"folder of {argument}")
     return path
 

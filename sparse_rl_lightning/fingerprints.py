@@ -8,15 +8,17 @@ an edited score has the name of the one before.
 from __future__ import annotations
 
 import ast
+import copyreg
 import hashlib
 import inspect
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,6 +34,8 @@ LIMIT = 20_000
 """Objects that a setting may consist of; whoever holds more holds a program, of which nobody can say what counts."""
 BUILDERS = ("jsonargparse", "lightning.pytorch.cli")
 """What makes objects of configurations: a class given there comes wrapped into functions that hold the whole parser."""
+ADDRESS = re.compile(r"^<| at 0x[0-9A-Fa-f]+")
+"""The text of an object that says where it lies."""
 PACKAGE = Path(__file__).resolve().parent
 LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED = {"site-packages", "dist-packages"}
@@ -162,10 +166,12 @@ class _Walk:
             return {"call": [self._content(one) for one in (value.func, value.args, value.keywords)]}
         if hasattr(value, "get_vocab"):
             return {"tokenizer": tokenizer_digest(value)}
-        if hasattr(value, "__dict__"):
-            return {"attributes": self._content(vars(value))}
+        if hasattr(value, "__dict__") or _slots(value):
+            return {"attributes": self._content(_slots(value) | getattr(value, "__dict__", {}))}
         shown = repr(value)
-        return {} if shown.startswith("<") else {"shown": shown}  # an address means nothing
+        if ADDRESS.search(shown):  # it means nothing, and where a generator of numbers stands changes with every use
+            return {}
+        return {"shown": shown, "parts": self._content(_reduced(value))}  # the text may be cut
 
     def _network(self, model: nn.Module) -> dict[str, Any]:
         """Weights, numbers and classes of a model, and its configuration, which decides what is done with them."""
@@ -183,6 +189,27 @@ class _Walk:
             f"objects, or a chain of them without end, in the end of {_name(type(value))}. Give a class or a function "
             "that keeps only its settings."
         )
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """Attributes that a class declares with ``__slots__``; one that says what it is made of may keep a cache there."""
+    own_kind: Any = type(value)
+    if own_kind.__reduce__ is not object.__reduce__:
+        return {}
+    kinds = [vars(kind) for kind in own_kind.__mro__ if "__slots__" in vars(kind)]
+    names = [name for own in kinds for name, member in own.items() if isinstance(member, MemberDescriptorType)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _reduced(value: Any) -> Any:
+    """What a value without attributes is made again from, as pickle is told; None where that is not known."""
+    if isinstance(value, bytes):
+        return None  # its text is whole, and it would be told to be made from itself
+    reduce: Any = copyreg.dispatch_table.get(type(value))
+    try:
+        return reduce(value) if reduce else value.__reduce_ex__(4)
+    except Exception:  # foreign code
+        return None
 
 
 # ---------------------------------------------------------------- numbers

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
+import re
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +145,64 @@ def test_what_holds_itself_ends_and_what_has_no_address_is_repeated() -> None:
 
     assert fingerprint(a=Round()) == fingerprint(a=Round())
     assert len({fingerprint(a=a) for a in (torch.ones(4), torch.ones(2, 2), torch.ones(4).double(), [1.0] * 4)}) == 4
+
+
+class Slotted:
+    """Without attributes that can be added, and without a text of its own."""
+
+    __slots__ = ("__number", "later")
+
+    def __init__(self, number: Any) -> None:
+        self.__number = number
+
+
+class Below(Slotted):
+    """Beside slots it has attributes."""
+
+    def __init__(self, number: Any, name: str = "") -> None:
+        super().__init__(number)
+        self.name = name
+
+
+@dataclass(slots=True)
+class Fields:
+    """Whose text leaves a field out."""
+
+    a: int
+    b: int = field(default=0, repr=False)
+
+
+LONG = "(?:" + "|".join(f"word{number}" for number in range(99))
+DIFFERING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "long patterns": (lambda: re.compile(LONG + "|a)"), lambda: re.compile(LONG + "|b)")),
+    "flags": (lambda: re.compile(LONG + ")"), lambda: re.compile(LONG + ")", re.IGNORECASE)),
+    "slots": (lambda: Slotted(1), lambda: Slotted(2)),
+    "slots of a base": (lambda: Below(1, "a"), lambda: Below(2, "a")),
+    "attributes beside slots": (lambda: Below(1, "a"), lambda: Below(1, "b")),
+    "fields without a text": (lambda: Fields(1, 2), lambda: Fields(1, 3)),
+    "paths": (lambda: Path("a"), lambda: Path("b")),
+    "dates": (lambda: datetime(2026, 1, 1), lambda: datetime(2026, 1, 2)),
+    "bytes": (lambda: b"a" * 999, lambda: b"a" * 998 + b"b"),
+    "ranges and parts": (lambda: [range(3), slice(1)], lambda: [range(3), slice(2)]),
+    "types of numbers": (lambda: np.dtype([("a", "f4")]), lambda: np.dtype([("b", "f4")])),
+    "getters": (lambda: operator.itemgetter(1), lambda: operator.itemgetter(2)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_what_shows_a_part_of_itself_is_told_apart_by_all_of_it(name: str) -> None:
+    make, other = DIFFERING[name]
+    used = make()
+    str(used)  # a path keeps its text
+    assert fingerprint(a=make()) == fingerprint(a=used) != fingerprint(a=other())
+
+
+def test_an_address_in_a_text_means_nothing() -> None:
+    """And where a generator of numbers stands changes with every use."""
+    kept = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), threading.Lock()]
+    again = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), threading.Lock()]
+    assert [fingerprint(a=one) for one in kept] == [fingerprint(a=one) for one in again]
+    assert re.search(" at 0x", repr(kept[0]))
 
 
 def parsed(share: float) -> Callable[[], Environment]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest
 from sparse_rl_lightning.checkpoints.reading import check_whole
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.messages import told
 from sparse_rl_lightning.cli.options import Parser
 from sparse_rl_lightning.compressors.learned_score import load_network
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
@@ -64,6 +68,15 @@ def noise(path: Path) -> None:
     path.write_bytes(bytes(range(128, 256)) * 4)
 
 
+NAMED: dict[str, dict[str, Any]] = {
+    "a module": {"model": "{}"},
+    "a class inside": {"model": {"class_path": "SparseGRPO", "init_args": {"compressor": "{}"}}},
+    "an entry of a list": {"trainer": {"callbacks": ["StepGuard", "{}"]}},
+    "a file's name": {"data": {"class_path": "JsonlPrompts", "init_args": {"path": "{}"}}},
+    "a base": {"base": ["{}"]},
+}
+
+
 @contextmanager
 def seconds(number: int) -> Iterator[None]:
     """Raise TimeoutError inside if it takes longer: a reader that waits for a pipe has no end."""
@@ -89,7 +102,7 @@ def test_whatever_is_read_is_refused_by_name(
     with seconds(60), pytest.raises((UserError, SystemExit)) as caught:
         READERS[name](tmp_path / name)
     said = f"{caught.value}{capsys.readouterr().err}"
-    assert name in said or str(tmp_path) in said or '"model"' in said
+    assert name in said or str(tmp_path) in said
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, endless, noise])
@@ -100,12 +113,39 @@ def test_a_result_that_cannot_be_read_is_none(make: Callable[[Path], None], tmp_
         assert ResultFolder(tmp_path).load("math500", "dense") is None
 
 
+def test_lines_of_texts_end_where_those_of_data_do(tmp_path: Path) -> None:
+    """U+2028 and the like stand in texts as they are; a file may begin with a mark, and say what is no text."""
+    odd, tokenizer = "a\u2028b\u2029c\x85d", character_tokenizer("abcd")
+    rows = [{"prompt": odd, "completion": "a"}, {"prompt": "b"}]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "t.jsonl").write_bytes(content.encode("utf-8-sig"))
+    assert [row["prompt"] for *_, row in read_json_lines(str(tmp_path / "t.jsonl"))] == [odd, "b"]
+    assert len(read_texts(tmp_path / "t.jsonl", tokenizer, 8)) == 2
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": 5}')
+    with pytest.raises(UserError, match=r"line 1: expected a JSON object with a prompt"):
+        read_texts(tmp_path / "t.jsonl", tokenizer, 8)
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with seconds(10):
         for use in (digest, whole_file, check_regular, lambda path: append(path, "x")):
             with pytest.raises(OSError, match="pipe"):
                 use(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(("make", "match"), [(endless, "it is larger than 16,777,216 bytes"), (noise, "is not a text")])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_file_that_a_configuration_names_is_refused_before_it_is_read_whole(
+    name: str, make: Callable[[Path], None], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "mp.yaml")
+    (tmp_path / "own.yaml").write_text(json.dumps(NAMED[name]).replace("{}", "mp.yaml"))
+    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
+        main(["fit", "--config", str(tmp_path / "own.yaml")])
+    said = f"{caught.value}{capsys.readouterr().err}"
+    assert "'mp.yaml' (line 1) cannot be read: " in said
+    assert match in said
 
 
 def test_the_message_names_the_file_and_what_is_wrong(tmp_path: Path) -> None:
@@ -115,15 +155,66 @@ def test_the_message_names_the_file_and_what_is_wrong(tmp_path: Path) -> None:
     assert whole_file(tmp_path / "file", 5) == b"12345"
 
 
-def test_what_a_shell_makes_of_a_command_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--config <(envsubst < run.yaml)``: a pipe, and somebody writes to it."""
+@pytest.mark.parametrize("most", [0, 10])
+def test_a_file_that_says_it_is_empty_is_not_read_beyond_the_bound(most: int) -> None:
+    """As one that grows while it is read, or is another by the time it is opened."""
+    assert os.stat("/proc/self/maps").st_size == 0
+    with pytest.raises(UserError, match=f"larger than {most} bytes"):
+        whole_file("/proc/self/maps", most)
+    assert whole_file("/proc/self/maps", 2**24).endswith(b"\n")
+
+
+def test_a_folder_and_a_socket_are_errors_by_themselves(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
+        whole_file(tmp_path)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "s"))
+        with pytest.raises(UserError, match="a socket"):
+            whole_file(tmp_path / "s")
+
+
+@pytest.mark.parametrize("place", ["/dev/fd/0", "/proc/self/fd/0", "/proc/thread-self/fd/0", "/dev/stdin"])
+def test_what_a_shell_makes_of_a_command_is_read(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--config <(envsubst < run.yaml)``, ``| ... --config /dev/stdin``: a pipe, and somebody writes to it."""
+    before = os.dup(0)
     reader, writer = os.pipe()
     os.write(writer, b"seed_everything: 1234\n")
     os.close(writer)
-    with seconds(60), pytest.raises(SystemExit):
-        main(["fit", "--config", f"/dev/fd/{reader}", "--model=SparseGRPO", "--print_config"])
-    os.close(reader)
+    os.dup2(reader, 0)
+    try:
+        with seconds(60), pytest.raises(SystemExit):
+            main(["fit", "--config", place, "--model=SparseGRPO", "--print_config"])
+    finally:
+        os.dup2(before, 0)
     assert "seed_everything: 1234" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_pipe_that_a_configuration_names_is_not_waited_for(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names are looked for beside the file that holds them."""
+    os.mkfifo(tmp_path / "mp.yaml")
+    (tmp_path / "own.yaml").write_text(json.dumps(NAMED[name]).replace("{}", "mp.yaml"))
+    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
+        main(["fit", "--config", str(tmp_path / "own.yaml")])
+    assert "'mp.yaml' (line 1) names a pipe, and nobody may be writing to it. Give a file." in (
+        f"{caught.value}{capsys.readouterr().err}"
+    )
+
+
+@pytest.mark.parametrize("args", [["--config", "own.yaml"], ["--model=sub/model.yaml"]])
+def test_a_pipe_that_a_file_of_a_file_names_is_not_waited_for(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    os.mkfifo(tmp_path / "sub" / "mp.yaml")
+    (tmp_path / "own.yaml").write_text("model: sub/model.yaml")
+    (tmp_path / "sub" / "model.yaml").write_text("class_path: SparseGRPO\ninit_args: {compressor: mp.yaml}")
+    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
+        main(["fit", *args])
+    assert "'mp.yaml' (line 2) names a pipe" in f"{caught.value}{capsys.readouterr().err}"
 
 
 def _written(path: Path) -> dict[str, Callable[[Path], Any]]:
@@ -160,3 +251,28 @@ def test_output_file_follows_links_and_refuses_circles(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(UserError, match="cannot be written"):
         output_file(tmp_path / "a", "--output")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/x", "missing\0"])
+def test_output_file_refuses_in_words_what_the_system_cannot_look_at(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^(folder of )?--output=.* cannot be written: "):
+        output_file(tmp_path / name, "--output")
+
+
+def test_a_place_of_somebody_else_is_a_line() -> None:
+    """Which any command may meet, where it looks whether there is a file."""
+    assert told(PermissionError(13, "Permission denied", "theirs/x")) == (
+        "[Errno 13] Permission denied: 'theirs/x'. Name a place that you may use."
+    )
+    assert told(PermissionError(1, "Operation not permitted")) is None
+
+
+def test_output_file_leaves_links_of_a_folder_that_we_name_alone(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    assert output_file(tmp_path / "link", "--output", follows=False) == tmp_path / "link"
+    with pytest.raises(UserError, match="is a folder"):
+        output_file(tmp_path / "link", "--output")
+    with pytest.raises(UserError, match="is a folder"):
+        output_file(tmp_path / "folder", "--output", follows=False)

@@ -104,7 +104,7 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
     if not Path(path).is_file():
         raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
     try:
-        lines = whole_file(path).decode().splitlines()
+        lines = whole_file(path).decode("utf-8-sig").split("\n")  # texts may contain what else ends a line
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text in UTF-8: {error}.") from error
     texts = []
@@ -114,9 +114,9 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
         try:
             row = json.loads(line)
             ids = encode_prompt(tokenizer, row["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
+            ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
-        ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
         texts.append(ids[:max_length])
     if not texts:
         raise UserError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")

@@ -9,8 +9,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -21,8 +19,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
-from sparse_rl_lightning.cli.yaml_files import MODE, yaml_text
+from sparse_rl_lightning.cli.yaml_files import MODE, SILENT, check_named, yaml_text
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import is_silent_pipe
 from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
@@ -50,7 +49,10 @@ class ClearParser(LightningArgumentParser):
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
         for word in args or ():
-            _check_pipe(word)
+            value = word.partition("=")[2] or word
+            if is_silent_pipe(value):
+                raise UserError(f"{word!r} {SILENT}")
+            check_named(value)
         try:
             return super().parse_args(args, *rest, **kwargs)
         except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class
@@ -87,19 +89,6 @@ class ClearParser(LightningArgumentParser):
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
 
 
-def _check_pipe(word: str) -> None:
-    """Refuse a named pipe as a value: its reader waits for a writer. What a shell makes of ``<(...)`` has one.
-
-    Raises:
-        ValueError: If it is one.
-    """
-    value, is_pipe = word.partition("=")[2] or word, False
-    with suppress(OSError, ValueError):  # too long for a path, or with a null character
-        is_pipe = Path(value).is_fifo() and not value.startswith("/dev/fd/")
-    if is_pipe:
-        raise UserError(f"{word!r} names a pipe, and nobody may be writing to it. Give a file.")
-
-
 def _check_schedule(given: Any) -> None:
     """Refuse what the type of ``lr_scheduler`` allows and nothing can be made of.
 
@@ -129,6 +118,8 @@ def told(error: Exception) -> str | None:
         return network_error(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return f"{error}. Make room on the disk, or name another place."
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error}. Name a place that you may use."
     said = error if isinstance(error, MisconfigurationException) else first_error(error)
     return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from sparse_rl_lightning.planning import Job, Plan, Sharding, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import PROMPT
 from sparse_rl_lightning.planning.knobs import advice
-from sparse_rl_lightning.planning.propose import configuration, propose
+from sparse_rl_lightning.planning.propose import PROMPTS, configuration, propose
 from sparse_rl_lightning.text import say
 
 ALIASES = {None: "32-true", 16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true"}
@@ -53,11 +54,11 @@ def proposed(args: Sequence[str]) -> Plan:
     card = card_of(given.card, given.memory)
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
-    if output.exists() and not given.overwrite:
-        raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     target = output_file(output, "--output")
+    if target.exists() and not given.overwrite:
+        raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
     _tell(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.")
-    plan = propose(given.model, card, given.length, lambda what: _tell(f"Trying {what}"))
+    plan = propose(given.model, card, given.length)
     write_whole(target, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
@@ -74,7 +75,7 @@ def planned(args: Sequence[str]) -> Plan:
     say(plan.text)
     if not plan.fits:
         _tell("Looking for the setting that helps most")
-        raise UserError(f"{plan.verdict} {advice(plan, lambda what: _tell(f'Trying {what}'))}")
+        raise UserError(f"{plan.verdict} {advice(plan)}")
     return plan
 
 
@@ -102,12 +103,23 @@ class _Configured(LightningCLI):
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
     @property
+    def data_args(self) -> Any:
+        """The arguments of the data; a module of a user's own need not have those of ours, or mean the same by them."""
+        return getattr(self.config.data, "init_args", {})
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts per rollout."""
+        given = self.data_args.get("prompts_per_rollout")
+        return given if isinstance(given, int) else PROMPTS
+
+    @property
     def num_rows(self) -> int | None:
         """The number of training rows, None where they would have to be fetched."""
-        given: Any = self.config.data.init_args
-        if "num_train" in given:
-            return int(given.num_train)
-        if not Path(given.get("path") or "").expanduser().is_file():
+        given, path = self.data_args.get("num_train"), self.data_args.get("path")
+        if isinstance(given, int):
+            return given
+        if not isinstance(path, (str, os.PathLike)) or not Path(path).expanduser().is_file():
             return None
         only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]
         return len(self.parser.instantiate(only).data.train_rows())
@@ -134,8 +146,8 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
             f"sparse-rl plan knows modules that roll out and learn from it (SparseGRPO and those built on it), got "
             f"model={type(module).__name__}."
         )
-    own, options = module.generator, module.learner.options
-    prompts = max(1, round(cli.config.data.init_args.prompts_per_rollout / own.options.oversampling))
+    own, options, sharding = module.generator, module.learner.options, sharding_of(trainer)
+    prompts = max(1, round(cli.num_prompts / own.options.oversampling))
     block = BlockPlan(
         prompts, module.group_size, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
@@ -143,8 +155,8 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
     return Job(
         Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
         module.optimizer_factory, block, own.retriever, module.loss.beta,
-        ALIASES.get(trainer.precision, trainer.precision), sharding_of(trainer), prompt,
-        module.keeps_evictions, num_steps(cli, block, sharding_of(trainer).ranks),
+        ALIASES.get(trainer.precision, trainer.precision), sharding, prompt,
+        module.keeps_evictions, num_steps(cli, block, sharding.ranks),
     )  # fmt: skip
 
 
@@ -155,7 +167,7 @@ def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
     rows = None if epochs is None or epochs < 0 or trainer.limit_train_batches is not None else cli.num_rows
     if rows is None:
         return most if most >= 0 else None
-    found: int = epochs * (rows // (cli.config.data.init_args.prompts_per_rollout * ranks)) * block.optimizer_steps
+    found: int = epochs * (rows // (cli.num_prompts * ranks)) * block.optimizer_steps
     return found if most < 0 else min(found, most)
 
 

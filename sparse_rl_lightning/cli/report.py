@@ -33,7 +33,7 @@ def main(args: Sequence[str]) -> Path:
     records = list(zip(names(folders), map(read_run, folders), strict=True))
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
-    target = output_file(output, "--output") if given.output else output  # no link in a run's folder is followed
+    target = output_file(output, "--output", follows=bool(given.output))
     write_whole(target, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:

@@ -5,6 +5,7 @@ A configuration that names another one as its base contains only what differs.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jsonargparse import get_loader, set_loader
 
 from sparse_rl_lightning.cli.classes import argument_names
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file
+from sparse_rl_lightning.files import is_silent_pipe, whole_file
 
 MODE = "yaml without doubles"
 """The name of this reader in jsonargparse."""
@@ -32,6 +33,9 @@ MOST_BASES = 100
 
 LARGEST_FILE = 2**24
 """Bytes of a configuration."""
+
+SILENT = "names a pipe, and nobody may be writing to it. Give a file."
+"""What is said of a value whose reader would wait."""
 
 
 class UnusableYAML(yaml.YAMLError):
@@ -68,6 +72,13 @@ def yaml_text(path: str | Path) -> str:
         raise UserError(f"{str(path)!r} is not a text in UTF-8: {error.reason}.") from error
 
 
+def check_named(value: str, folder: str | Path = "") -> None:
+    """Refuse a value that names a file of YAML in ``folder`` which cannot be one; errors as of :func:`yaml_text`."""
+    path = os.path.join(folder, os.path.expanduser(value))
+    if value.endswith((".yaml", ".yml")) and os.path.isfile(path):
+        yaml_text(path)
+
+
 set_loader(MODE, read, (yaml.YAMLError,))
 
 
@@ -76,7 +87,7 @@ def _read(text: str, path: Path | None, overlays: tuple[Path, ...], opened: list
     try:
         root = yaml.compose(text, Loader=_LOADER)
         if root is not None:
-            _weight(root, {}, 0)
+            _weight(root, {}, 0, path.parent if path else Path())
         value = get_loader("yaml")(text)
         if path is None or not isinstance(value, dict) or "base" not in value:
             return value
@@ -126,12 +137,15 @@ def _base(path: Path, name: str, overlays: tuple[Path, ...], opened: list[Path])
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
-    """Number of nodes at and below one, aliases written out; those in ``known`` are counted already."""
+def _weight(node: yaml.Node, known: dict[int, int], level: int, folder: Path) -> int:
+    """Number of nodes at and below one, aliases written out; those in ``known`` are counted already.
+
+    ``folder`` is where files that values name are looked for.
+    """
     if level > MOST_LEVELS:
         raise UnusableYAML(f"it is nested more than {MOST_LEVELS} levels deep{_line(node)}.")
-    if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
-        raise UnusableYAML(f"a number has {len(node.value)} digits, more than {MOST_DIGITS}{_line(node)}.")
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node, folder)
     if id(node) not in known:
         known[id(node)] = MOST_NODES  # during the visit: an alias of itself explodes
         parts = []
@@ -140,10 +154,22 @@ def _weight(node: yaml.Node, known: dict[int, int], level: int) -> int:
             parts = [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             parts = node.value
-        known[id(node)] = 1 + sum(_weight(part, known, level + 1) for part in parts)
+        known[id(node)] = 1 + sum(_weight(part, known, level + 1, folder) for part in parts)
     if known[id(node)] > MOST_NODES:
         raise UnusableYAML(f"its aliases stand for more than {MOST_NODES} values{_line(node)}.")
     return known[id(node)]
+
+
+def _check_scalar(node: yaml.ScalarNode, folder: Path) -> None:
+    """Refuse a number that no float holds, and a pipe in place of a file."""
+    if node.tag.endswith(":int") and len(node.value) > MOST_DIGITS:
+        raise UnusableYAML(f"a number has {len(node.value)} digits, more than {MOST_DIGITS}{_line(node)}.")
+    if node.tag.endswith(":str") and is_silent_pipe(node.value, folder):
+        raise UnusableYAML(f"{node.value!r}{_line(node)} {SILENT}")
+    try:
+        check_named(node.value, folder)
+    except (OSError, UserError) as error:
+        raise UnusableYAML(f"{node.value!r}{_line(node)} cannot be read: {error}") from error
 
 
 def _refuse_doubles(node: yaml.MappingNode) -> None:

@@ -6,11 +6,16 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
 from operator import attrgetter
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,12 +102,19 @@ def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wi
 
 def text_of(value: Any) -> str:
     """A setting as text that is the same in every process."""
-    if isinstance(value, (str, int, float)) or value is None:
+    if isinstance(value, np.generic):
+        return text_of(value.item())
+    if isinstance(value, (str, int, float, Enum, PurePath, torch.dtype, torch.device)) or value is None:
         return repr(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {text_of(item)}' for key, item in value.items())}}}"
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         return fingerprint(tensor=value)
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    if isinstance(value, partial):
+        named = [f"{name}={text_of(one)}" for name, one in value.keywords.items()]
+        return f"partial({', '.join([*map(text_of, (value.func, *value.args)), *named])})"
     if isinstance(value, Iterable):
         return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
@@ -110,6 +122,8 @@ def text_of(value: Any) -> str:
     kind = type(value)
     names = [name for name in arguments_of(kind) if name != "seed" and hasattr(value, name)]
     inside = [f"{name}={text_of(getattr(value, name))}" for name in dict.fromkeys(names)]
+    if not inside and not hasattr(value, "__dict__"):
+        inside = [fingerprint(value=value)]
     return f"{kind.__name__}({', '.join([*map(text_of, getattr(value, '_parts', ())), *inside])})"
 
 

@@ -136,13 +136,18 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def _check_sizes(own: dict[str, Any], where: str) -> None:
-    """Refuse sizes that no model has: making a list of so many layers has no end, or some product fails later."""
+    """Refuse sizes that no model has: making a list of so many layers has no end, or some product fails later.
+
+    What is small or no number counts only where it is a size of :data:`DUE`: -1 and lists have meanings elsewhere.
+    """
     for name, value in own.items():
         if isinstance(value, dict):
             _check_sizes(value, f"{where}.{name}")
-        elif value is not None and (name in DUE or name.startswith("num_") or name.endswith(("_size", "_dim"))):
-            most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-            check_number(f"{where}.{name}", value, least=int(name in DUE), most=most)
+        elif name in DUE or name.startswith("num_") or name.endswith(("_size", "_dim", "_layer", "_layers")):
+            most = MOST_LAYERS if name.endswith(("_layer", "_layers")) else MOST
+            for one in value if isinstance(value, list) else [value]:  # for each layer its own
+                if one is not None and (name in DUE or (isinstance(one, (int, float)) and one > most)):
+                    check_number(f"{where}.{name}", one, least=int(name in DUE), most=most)
 
 
 def known_name(path: str) -> str | None:

@@ -62,11 +62,13 @@ class Job:
 
     def __post_init__(self) -> None:
         check_number("--prompt", self.prompt, least=1)
-        longest = {"the longest sequence": self.length, "the sequences of a rollout": self.length * self.sequences}
-        for (what, count), most in zip(longest.items(), (MOST_TOKENS, 256 * MOST_TOKENS), strict=True):
+        for of, count, most in (
+            ("the longest sequence", self.length, MOST_TOKENS),
+            ("the sequences of a rollout", self.length * self.sequences, 256 * MOST_TOKENS),
+        ):
             if count > most:
                 raise UserError(
-                    f"A plan counts up to {most:,} tokens of {what}, got {count:,}. Lower max_completion_length or "
+                    f"A plan counts up to {most:,} tokens of {of}, got {count:,}. Lower max_completion_length or "
                     "--prompt, prompts_per_rollout or num_generations."
                 )
 

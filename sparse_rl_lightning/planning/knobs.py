@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import Job
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
 from sparse_rl_lightning.policies.quantized import Quantization
+from sparse_rl_lightning.text import say
 
 FORMS: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
 """Forms of checkpointing, those that cost least first."""
@@ -21,12 +23,9 @@ BITS: tuple[Quantization | None, ...] = (None, "int8", "nf4") if find_spec("bits
 """Forms of frozen weights that can be had here, the most exact first."""
 
 
-Tell = Callable[[str], object]
-"""Is told what is tried next: a prediction takes seconds."""
-
-
-def silent(text: str) -> None:
-    """Tell nobody."""
+def tell(what: str) -> None:
+    """Say what is tried next, beside the answer: a prediction takes seconds."""
+    say(f"Trying {what}", sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def word(value: object) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def best_knob(plan: Plan, tell: Tell = silent) -> tuple[Change, Plan] | None:
+def best_knob(plan: Plan) -> tuple[Change, Plan] | None:
     """The first change that makes the job fit, or else the one that saves most; None if none does."""
     found: list[tuple[Change, Plan]] = []
     for change in changes(plan.job):
@@ -119,9 +118,9 @@ def best_knob(plan: Plan, tell: Tell = silent) -> tuple[Change, Plan] | None:
     return best if best is not None and best[1].peak < plan.peak else None
 
 
-def advice(plan: Plan, tell: Tell = silent) -> str:
+def advice(plan: Plan) -> str:
     """The sentence for a plan that does not fit."""
-    best = best_knob(plan, tell)
+    best = best_knob(plan)
     if best is None:
         return "No setting known here saves memory: use a larger card, more of them, or a smaller model."
     change, other = best

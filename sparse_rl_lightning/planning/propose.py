@@ -19,7 +19,7 @@ from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.planning.blueprint import Blueprint, known_name
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import MOST_TOKENS, PROMPT, Job
-from sparse_rl_lightning.planning.knobs import BITS, FORMS, Tell, silent, word
+from sparse_rl_lightning.planning.knobs import BITS, FORMS, tell, word
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
 from sparse_rl_lightning.policies.quantized import Quantization
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
@@ -67,7 +67,7 @@ def job_of(
     )  # fmt: skip
 
 
-def propose(model: str, card: Card, length: int, tell: Tell = silent) -> Plan:
+def propose(model: str, card: Card, length: int) -> Plan:
     """The plan of the first choice that fits.
 
     Level by level it takes the first value with which the job fits while all later levels are at their leanest.
@@ -76,7 +76,6 @@ def propose(model: str, card: Card, length: int, tell: Tell = silent) -> Plan:
         model: Hub name or folder.
         card: What it is to fit.
         length: Tokens of the longest sequence, prompt included.
-        tell: Called with what is tried next.
 
     Raises:
         ValueError: If nothing fits, with the leanest choice and the length that would.
@@ -89,7 +88,7 @@ def propose(model: str, card: Card, length: int, tell: Tell = silent) -> Plan:
     tell("what takes least memory")
     found, chosen = _leanest(model, card, length)
     if not found.fits:
-        raise UserError(_nearest_miss(found, tell))
+        raise UserError(_nearest_miss(found))
     for name, options in levels(length).items():
         for value in options[:-1]:
             tell(f"{name}: {word(value)}")
@@ -113,7 +112,7 @@ def _leanest(model: str, card: Card, length: int) -> tuple[Plan, dict[str, Any]]
     return make_plan(job_of(model, length, **chosen), card), chosen
 
 
-def _nearest_miss(found: Plan, tell: Tell) -> str:
+def _nearest_miss(found: Plan) -> str:
     """What to say of the leanest choice if it does not fit."""
     job, card = found.job, found.card
     shorter = job.length // 2

@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
 from sparse_rl_lightning.errors import FileError, UserError
-from sparse_rl_lightning.files import check_regular
+from sparse_rl_lightning.files import check_regular, whole_file
 from sparse_rl_lightning.policies.admission import WORKS
 
 LARGEST_JSON = 2**30
@@ -88,7 +88,14 @@ def check_files(path: str) -> None:
     Raises:
         ValueError: If there is one.
     """
-    for file in filter(Path.exists, Path(path).glob("*")):  # a link that leads nowhere may be needed by nobody
+    folder = Path(path)
+    files = [*folder.glob("*"), *folder.glob("*/*.jinja")]
+    for index in folder.glob("*.index.json"):
+        with suppress(
+            OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+        ):  # told by its reader
+            files += [folder / name for name in set(json.loads(whole_file(index, LARGEST_JSON))["weight_map"].values())]
+    for file in filter(Path.exists, files):  # a link that leads nowhere may be needed by nobody
         check_regular(file, LARGEST_JSON if file.suffix == ".json" else None)
 
 

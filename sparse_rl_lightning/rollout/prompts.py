@@ -322,12 +322,14 @@ def check_tokens(given: Iterable[object], vocab_size: int, where: str) -> None:
         ValueError: If there is one.
     """
     wrong = [token for token in given if not _is_token(token, vocab_size)]
-    if wrong:
-        is_larger = isinstance(wrong[0], Integral) and int(wrong[0]) >= vocab_size
-        cure = " Tokens were added to the tokenizer: model.resize_token_embeddings(len(tokenizer)) adds theirs."
+    if wrong and isinstance(wrong[0], Integral) and int(wrong[0]) >= vocab_size:
         raise UserError(
-            f"{where} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to "
-            f"{vocab_size - 1}.{cure * is_larger}"
+            f"{where} holds token id {int(wrong[0])}, but the model has embeddings of 0 to {vocab_size - 1}. If tokens "
+            "were added to the tokenizer, model.resize_token_embeddings(len(tokenizer)) adds theirs."
+        )
+    if wrong:
+        raise UserError(
+            f"{where} holds {wrong[0]!r}: prompts are lists of token ids, whole numbers from 0 to {vocab_size - 1}."
         )
 
 

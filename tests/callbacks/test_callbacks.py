@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from sparse_rl_lightning.callbacks import (
     RunSummary,
     SparsityAwareRejection,
 )
+from sparse_rl_lightning.callbacks.outputs import export
 from sparse_rl_lightning.callbacks.outputs.completions import completion_columns
+from sparse_rl_lightning.cli.training.export import ExportingTrainer
 from sparse_rl_lightning.corrections import normalize_weights
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
@@ -310,6 +314,53 @@ def test_export_leaves_other_folders_and_trial_runs_alone(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="no export"):
         ExportPolicy(tmp_path / "policy").setup(quiet_trainer(tmp_path), LightningModule(), "fit")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_an_export_s_link_leads_to_is_checked_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export is made beside it, on the disk that it leads to."""
+    scratch, link = tmp_path / "scratch", tmp_path / "policy"
+    link.symlink_to(scratch / "me")
+    asked: list[Path] = []
+
+    def writable(folder: Path, argument: str) -> Path:
+        asked.append(folder)
+        raise UserError(argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "writable_folder", writable)
+        for use in (lambda: ExportPolicy(link).setup(quiet_trainer(tmp_path), Exports(), "fit"), command(link)):
+            with pytest.raises(UserError, match="folder's parent"):
+                use()
+    assert asked == [scratch, scratch]
+    fit(quiet_trainer(tmp_path, max_steps=1, callbacks=[ExportPolicy(link)]))
+    assert link.is_symlink()
+    assert (scratch / "me" / "config.json").is_file()
+    assert [path.name for path in scratch.iterdir()] == ["me"]
+
+
+class Exports(LightningModule):
+    """The method that ExportPolicy asks for."""
+
+    def export(self, folder: Path) -> None:
+        """Nothing."""
+
+
+def command(folder: Path) -> Callable[[], None]:
+    """``sparse-rl export`` of a checkpoint to a folder."""
+    trainer, checkpoint = ExportingTrainer(logger=False, accelerator="cpu"), folder.with_name("a.ckpt")
+    checkpoint.touch()
+    return lambda: trainer.export(Exports(), ckpt_path=str(checkpoint), folder=str(folder))
+
+
+def test_an_export_is_not_put_in_place_of_what_cannot_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "disk").symlink_to("/dev/shm")
+    for name, match in {"a": "cannot be written", "disk": "is a disk of its own"}.items():
+        with pytest.raises(UserError, match=f"^ExportPolicy: folder=.*{match}"):
+            ExportPolicy(tmp_path / name).setup(quiet_trainer(tmp_path), Exports(), "fit")
 
 
 def test_files_are_written_whole(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_naive_training_is_named_with_its_cures(name: str) -> None:
     said = warned([StepGuard(), MismatchSplit()] if name == "RKV" else [], **NAIVE[name])
     for cure in ("ImportanceReweighting", "ReplayGRPO", "LearnedEvictionGRPO", "docs/choosing.md"):
         assert (cure in said) == (name != "pages" or "GRPO" not in cure)
+    assert ("ReplayGRPO with replay_objective: sparse" in said) == (name != "pages")
     assert said.startswith({"SnapKV": "SnapKV evicts", "pages": "Centroid reads a part of the cache"}.get(name, ""))
     assert warned([SparsityAwareRejection()], **NAIVE[name]) == ""
 

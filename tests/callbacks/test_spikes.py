@@ -13,6 +13,7 @@ from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND, Cause, Ratio
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.losses import policy_loss, top_token_share
 from sparse_rl_lightning.modules import ReplayGRPO
+from sparse_rl_lightning.retrievers import Centroid
 from tests.tiny_grpo import Stale, fit, module
 
 
@@ -33,10 +34,11 @@ def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
     assert found.startswith(
         "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
     )
-    assert "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO; then fewer optimizer steps per rollout" in found
+    replay = "ReplayGRPO with replay_objective: sparse (no replay follows a retriever)"
+    assert f"ImportanceReweighting with clip_max: 1.5, or {replay}; then fewer optimizer steps per rollout" in found
     assert "Reweighting" not in Cause(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
     bounded = Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo keeps them from the gradient
-    assert "or ReplayGRPO; then fewer" in bounded
+    assert f"or {replay}; then fewer" in bounded
     assert "delta" not in bounded
     assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=False, can_bound=False)
     drawn = Cause(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
@@ -136,12 +138,27 @@ def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
         assert again.ratios == RatioWatch(100.0, told=True)  # a run that goes on does not say it again
 
 
-@pytest.mark.parametrize("kind", ["weights", "replay", "full cache"])
+UNACCOUNTED: dict[str, dict[str, Any]] = {
+    "pages": {"compressor": FullKV(), "retriever": Centroid(budget=8, page_size=2, num_dense_layers=0)},
+    "replayed for nothing": {"kind": ReplayGRPO, "replay_objective": "dense"},
+    "nothing is rejected": {"kind": ReplayGRPO, "replay_objective": "rejected"},
+}
+
+
+@pytest.mark.parametrize("kind", UNACCOUNTED)
+def test_ratio_is_told_of_wherever_training_is_naive(kind: str) -> None:
+    """As the start of the run says: one definition."""
+    with pytest.warns(UserWarning, match=r"ratio of optimizer step \d+ is .*ReplayGRPO with replay_objective: sparse"):
+        guard, _ = watched([], **UNACCOUNTED[kind])
+    assert guard.ratios == RatioWatch(100.0, told=True)
+
+
+@pytest.mark.parametrize("kind", ["weights", "replay", "mixed", "full cache"])
 def test_ratio_is_not_told_of_where_evictions_are_accounted_for_or_none(kind: str) -> None:
     callbacks = [ImportanceReweighting(clip_max=1.5)] if kind == "weights" else []
     options: dict[str, Any] = {"compressor": FullKV()} if kind == "full cache" else {}
-    if kind == "replay":
-        options = {"kind": ReplayGRPO, "replay_objective": "sparse"}
+    if kind in ("replay", "mixed"):
+        options = {"kind": ReplayGRPO, "replay_objective": "sparse" if kind == "replay" else "mixed"}
     guard, ratio = watched(callbacks, **options)
     assert guard.ratios == RatioWatch(100.0)
     assert ratio > 100

@@ -110,6 +110,19 @@ def index(weight_map: dict[str, str]) -> Change:
     return apply
 
 
+def fifos_below(folder: Path) -> None:
+    """Pipes below the folder, where its index says that weights are."""
+    index({"model.norm.weight": "sub/below/x.safetensors"})(folder)
+    (folder / "sub" / "below").mkdir(parents=True)
+    os.mkfifo(folder / "sub" / "below" / "x.safetensors")
+
+
+def template_fifo(folder: Path) -> None:
+    """A pipe where transformers looks for more chat templates."""
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "x.jinja")
+
+
 def fifo(folder: Path) -> None:
     """A pipe where the weights are."""
     (folder / "model.safetensors").unlink()
@@ -158,6 +171,10 @@ WEIGHTS = [
          policy=lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
     Case("a token that the embeddings do not hold, in a prompt", "model.resize_token_embeddings(len(tokenizer))", 1,
          policy=added_token, rows='{"prompt": "<step>", "answer": "1"}\n' * 8, data={}),
+    Case("a pipe in place of weights that an index names", "'pol/sub/below/x.safetensors': it is a pipe", 1,
+         policy=fifos_below),
+    Case("a pipe in place of a chat template", "'pol/additional_chat_templates/x.jinja': it is a pipe", 1,
+         policy=template_fifo, slow=True),
     Case("a pipe in place of the weights", "it is a pipe, a socket or a device, not a file", 1, policy=fifo),
     Case("an index of files outside of the folder", "No such file or directory: ./pol/../../x.safetensors", 1,
          policy=index({"a": "../../x.safetensors"})),

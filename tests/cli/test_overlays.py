@@ -112,7 +112,7 @@ def test_a_text_without_a_file_has_no_base(folder: Path) -> None:
     [
         ("base: none.yaml", r"^top.yaml: base: 'none.yaml' cannot be read: No such file .* folder of the file"),
         ("base: ./", r"^top.yaml: base: './' cannot be read: Is a directory"),
-        ("base: binary.yaml", r"^top.yaml: base: 'binary.yaml' cannot be read: not a text"),
+        ("base: binary.yaml", r"^top.yaml: 'binary.yaml' .line 1. cannot be read: .* is not a text"),
         ("base: top.yaml", r"^top.yaml: base: top.yaml -> top.yaml is a circle. Remove"),
         ("base: round.yaml", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a circle"),
         ("base: [low.yaml, round.yaml]", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a"),
@@ -191,7 +191,7 @@ def test_bases_that_multiply_are_refused(folder: Path) -> None:
 def test_a_base_that_never_ends_is_refused(place: str, folder: Path) -> None:
     os.mkfifo(folder / "pipe.yaml")
     (folder / "own.yaml").write_text(f"base: {place}\n")
-    with pytest.raises(UnusableYAML, match="it is a pipe, a socket or a device, not a file"):
+    with pytest.raises(UnusableYAML, match=r"it is a pipe, a socket or a device|names a pipe, and nobody"):
         read_file(folder / "own.yaml")
 
 

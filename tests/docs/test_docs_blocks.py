@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 from test_readme import DOCS, README, Block, ParsedError, find_blocks, named, read
 from tiny_run import config
 
-from sparse_rl_lightning import SparseGRPO
 from sparse_rl_lightning import callbacks as library
 from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.corrections.naive import learns_from_less
 from sparse_rl_lightning.cli import main, training
 from sparse_rl_lightning.compressors import SnapKV
 
@@ -96,7 +96,7 @@ def trains_naively(values: dict[str, Any], found: Namespace) -> bool:
     if not isinstance(model, dict) or "compressor" not in model.get("init_args", {}) or "base" in values:
         return False
     module: Any = found.model
-    if not isinstance(module, SparseGRPO) or not module.generator.is_sparse or module.learns_as_sampled:
+    if not learns_from_less(module):
         return False
     given = [*callbacks.get("callbacks", []), *callbacks.get("callbacks+", [])]
     return not any(getattr(library, one["class_path"], Callback) in CORRECTIONS for one in given)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gzip
 import inspect
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from datetime import date
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chatter import ENDS, Remembers
@@ -36,7 +44,7 @@ from sparse_rl_lightning.modules import (
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_rules import RULES, Rule, rule_of
-from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of
+from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of, text_of
 from sparse_rl_lightning.policies import LoraPolicy, PolicySource, TinyPolicy
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -337,5 +345,44 @@ def test_checkpoints_of_version_0_1_still_load(name: str, options: dict[str, Any
 
 def test_a_description_is_the_same_in_every_process() -> None:
     own = settings_of(module(reward=[likes_a, functools.partial(likes_a)]))
-    assert own["reward_funcs"] == "[likes_a, partial()]"
+    assert own["reward_funcs"] == "[likes_a, partial(likes_a)]"
     assert not [text for text in own.values() if " at 0x" in text]
+
+
+class Color(Enum):
+    """As a user's argument may be."""
+
+    RED = 1
+    BLUE = 2
+
+
+TEXTS: dict[str, tuple[Any, Any]] = {
+    "arguments of a function": (functools.partial(int, base=3), functools.partial(int, base=4)),
+    "arrays": (np.arange(3.0), np.arange(3.0) + 1),
+    "long arrays": (np.arange(5000), np.arange(5000)[::-1]),
+    "tensors": (torch.arange(3), torch.arange(3) + 1),
+    "numbers of numpy": (np.float32(0.5), np.float32(0.25)),
+    "arrays in lists": ([np.float32(1), np.array([1])], [np.float32(1), np.array([2])]),
+    "sets": ({"a", "b"}, {"a", "c"}),
+    "enumerations": (Color.RED, Color.BLUE),
+    "types": (torch.float32, torch.bfloat16),
+    "devices": (torch.device("cpu"), torch.device("meta")),
+    "paths": (Path("a"), Path("b")),
+    "patterns": (re.compile("a" * 300), re.compile("a" * 299 + "b")),
+    "dates": (date(2026, 1, 1), date(2026, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_setting_s_text_tells_it_from_others(name: str) -> None:
+    own, other = TEXTS[name]
+    assert text_of(own) == text_of(copy.deepcopy(own)) != text_of(other)
+    assert " at 0x" not in text_of(own)
+
+
+def test_a_set_s_text_is_the_same_in_every_process() -> None:
+    """Hashes of texts, which order it, are others in every process."""
+    program = f"from {text_of.__module__} import text_of\nprint(text_of({{'a', 'b', 'c', 'd', 'e', 'f'}}))"
+    environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
+    ran = [subprocess.run([sys.executable, "-c", program], env=env, capture_output=True) for env in environments]
+    assert [one.stdout for one in ran] == [b"{'a', 'b', 'c', 'd', 'e', 'f'}\n"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_what_is_given_is_tokenized_as_in_a_rollout() -> None:
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == ROWS[0]["prompt"] + ROWS[0]["solution"]
     written = tokenizer.decode(targets[0][targets[0] >= 0], skip_special_tokens=True)
     assert written.split("?") == [turn.rpartition(";")[2] for turn in ROWS[0]["solution"].split("?")]
+
+
+def test_a_row_beyond_the_embeddings_is_a_text() -> None:
+    """Its ids are the tokenizer's: nothing is said of lists of ids."""
+    module = warmup(None)
+    module.policy.config.vocab_size = 4
+    with pytest.raises(UserError) as caught:
+        module._encode([{"prompt": "12", "solution": "1"}])
+    assert re.fullmatch(
+        r"the row with '12' holds token id \d+, but the model has embeddings of 0 to 3. If tokens were added to the "
+        r"tokenizer, model.resize_token_embeddings\(len\(tokenizer\)\) adds theirs.",
+        str(caught.value),
+    )
 
 
 def test_a_pattern_that_is_none() -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from families import family
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparse_rl_lightning import cli
 from sparse_rl_lightning.calibration import SHAPES
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.cli.plan import job_of as configured
 from sparse_rl_lightning.cli.plan import main, sharding_of
+from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
-from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
+from sparse_rl_lightning.planning.blueprint import Blueprint, _check_sizes, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.memory import slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
@@ -202,6 +206,38 @@ def test_the_steps_of_the_whole_run(trainer: list[str], rows: int | None, expect
     assert job.num_steps == expected
 
 
+class Optional(PromptDataModule):
+    """Of a user: a number that may be missing, and the other arguments are the base's."""
+
+    def __init__(self, num_train: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+class Several(PromptDataModule):
+    """Of a user: several files, and no number of prompts."""
+
+    def __init__(self, path: list[str] = ["train.jsonl"]) -> None:  # noqa: B006  # not changed
+        super().__init__(prompts_per_rollout=4)
+
+
+class Bare(PromptDataModule):
+    """Of a user: without any argument."""
+
+    def __init__(self) -> None:
+        super().__init__(prompts_per_rollout=4)
+
+
+@pytest.mark.parametrize("data", [Optional, Several, Bare])
+def test_data_of_a_user_s_own_is_planned_with(data: type, written: str) -> None:
+    Path("train.jsonl").write_text("{}")
+    values = yaml.safe_load(Path(written).read_text())
+    values["data"] = {"class_path": f"{data.__module__}.{data.__qualname__}"}
+    values["trainer"] |= {"max_steps": -1, "max_epochs": 3}
+    Path("own.yaml").write_text(yaml.safe_dump(values))
+    job = configured(["--config", "own.yaml"])
+    assert (job.block.prompts, job.num_steps) == (16, None)
+
+
 def test_the_hours_of_the_whole_run(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = main(["--config", written, "--memory", "1.5GB", "--trainer.max_steps=1000000"])
     hours = 1_000_000 * sum(plan.seconds.values()) / plan.job.block.optimizer_steps / 3600
@@ -267,6 +303,10 @@ def test_a_file_is_not_replaced_by_accident(written: str) -> None:
         ({"intermediate_size": "wide"}, "intermediate_size must be a finite number"),
         ({"hidden_size": 2.5}, "config.json of 'bad' cannot be read.*expected int"),
         ({"text_config": {"vocab_size": -1}}, "config.json.text_config.vocab_size must be at least 1"),
+        ({"intermediate_size": [64, 10**12]}, "config.json.intermediate_size must be at least 1 and at most 16777216"),
+        ({"intermediate_size": [64, 0]}, "config.json.intermediate_size must be at least 1"),
+        ({"num_local_experts": 10**30}, "config.json.num_local_experts must be at least 0 and at most 16777216"),
+        ({"model_type": "gpt2", "n_layer": 200_000}, "config.json.n_layer must be at least 0 and at most 1000"),
         ({"hidden_act": "sigmoidal"}, "no model is described by 'bad'.*sigmoidal"),
         ({"model_type": "nothing"}, "config.json of 'bad' cannot be read.*nothing"),
         ({"quantization_config": {"quant_method": "gptq"}}, "holds quantized weights"),
@@ -282,6 +322,17 @@ def test_sizes_that_no_model_has_are_refused_before_they_are_counted(
     read_config.cache_clear()
     with pytest.raises(UserError, match=expected):
         propose("bad", card_of(memory="24GB"), 512)
+
+
+def test_sizes_of_every_causal_model_of_transformers_are_none_of_these() -> None:
+    """A few have a list of sizes, or -1 for none."""
+    configs = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with suppress(Exception):  # without arguments it is no configuration
+            configs[kind.__name__] = json.loads(kind().to_json_string(use_diff=False))
+    assert len(configs) > 50
+    for name, sizes in configs.items():
+        _check_sizes(sizes, name)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3", "null"])

@@ -31,8 +31,8 @@ CORE = {  # lines that name an optional feature
 }
 FEATURES = set(
     "windows sliding linear arena arenas turn turns given observation observations conversation conversations talk "
-    "talks pauses paused routing routed experts page pages paged version versions versioned world rank ranks partial resume "
-    "resumed resuming checkpoint".split()
+    "talks pauses paused routing routed experts page pages paged version versions versioned world rank ranks partial "
+    "resume resumed resuming checkpoint".split()
 )
 WALK = {"files": 57, "functions": 366, "moves": 215}
 

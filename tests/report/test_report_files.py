@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import csv
+import errno
 import importlib
 import json
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from report_runs import HOSTILE, Parser, record, row, text_of
 
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.cli.report import main, names
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
 from sparse_rl_lightning.report.comparison import differing_settings
 
@@ -282,6 +285,27 @@ def test_page_is_written_where_a_link_of_the_user_s_leads(tmp_path: Path) -> Non
     main([str(tmp_path / "run")])
     assert not (tmp_path / "elsewhere.html").exists()
     assert not (tmp_path / "run" / "report.html").is_symlink()
+
+
+@pytest.mark.parametrize("named", [[], ["--output", "run/report.html"]])
+def test_a_place_that_cannot_be_written_is_refused(
+    named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named or not: a run's folder may be of somebody else, and hold what a page does not replace."""
+    write_run(tmp_path / "run", record())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "report.html").mkdir()
+    with pytest.raises(UserError, match=r"^--output='run/report.html' is a folder. Give the file to write.$"):
+        main(["run", *named])
+    (tmp_path / "run" / "report.html").rmdir()
+    monkeypatch.setattr(tempfile, "TemporaryFile", forbidden)
+    with pytest.raises(UserError, match=r"^folder of --output='.*run' cannot be written: .* Give a folder you may"):
+        main(["run", *named])
+
+
+def forbidden(**where: Path) -> None:
+    """As for another user: the tests may be those of root, who may write anywhere."""
+    raise PermissionError(errno.EACCES, "Permission denied", str(where["dir"]))
 
 
 def test_full_disk_is_a_line(tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ def test_arrays_are_prompts(prompts: Any) -> None:
         ([[3], torch.tensor([3.0])], "prompt 1 holds 3.0: .*whole numbers from 0 to 127"),
         ([torch.tensor([[3, 4]])], r"prompt 0 holds \[3, 4\]"),
         ([torch.tensor(3)], "prompt 0 is 3: "),
-        ([[3], np.array([128])], "prompt 1 holds 128"),
+        (
+            [[3], np.array([128])],
+            "prompt 1 holds token id 128, but the model has embeddings of 0 to 127. If tokens were",
+        ),
         ([[3], torch.tensor([], dtype=torch.int64)], "prompt 1 is empty"),
         ([], "prompts is empty"),
         (torch.empty(0, 3), "prompts is empty"),

@@ -7,6 +7,8 @@ from typing import Any
 from sparse_rl_lightning.callbacks.base import rollout_callbacks
 from sparse_rl_lightning.rollout.generator import Generator
 
+REPLAY = "ReplayGRPO with replay_objective: sparse"
+
 
 def naive_training(sampling: str, *cures: str) -> str:
     """The warning, with what to do about it."""
@@ -16,15 +18,19 @@ def naive_training(sampling: str, *cures: str) -> str:
     )
 
 
+def learns_from_less(module: Any) -> bool:
+    """Whether a module trains on samples of less than the whole cache that its loss does not replay."""
+    generator = getattr(module, "generator", None)  # any module may be asked about
+    return isinstance(generator, Generator) and generator.is_sparse and not module.learns_as_sampled
+
+
 def naive_warning(module: Any) -> str:
     """The warning, empty if a module does not roll out, sees the whole cache, or something accounts for the rest."""
-    generator = getattr(module, "generator", None)
-    if not isinstance(generator, Generator) or not generator.is_sparse or module.learns_as_sampled:
+    if not learns_from_less(module) or any(callback.corrects for callback in rollout_callbacks(module)):
         return ""
-    if any(callback.corrects for callback in rollout_callbacks(module)):
-        return ""
+    generator = module.generator
     correct = "SparsityAwareRejection and ImportanceReweighting with clip_max=1.5 in trainer.callbacks"
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
     learned = "LearnedEvictionGRPO with Drawn around the compressor"
-    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, "ReplayGRPO", learned)
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, REPLAY, learned)

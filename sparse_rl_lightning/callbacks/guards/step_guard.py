@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.corrections.naive import naive_warning
+from sparse_rl_lightning.callbacks.corrections.naive import REPLAY, learns_from_less, naive_warning
 from sparse_rl_lightning.checkpoints.files import save_tensors, write_durably
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder
@@ -35,8 +35,8 @@ class StepGuard(Callback):
 
     A step whose gradient is far longer than those before it is not skipped but told of, with its likely cause and what
     helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it. Where
-    the sampler evicts and neither weights nor replay account for it, such a ratio is told of by itself, once: a loss
-    that bounds it has no long steps. Where nothing accounts for the eviction, that is told of at the start.
+    the sampler sees less than the whole cache and neither weights nor replay account for it, such a ratio is told of by
+    itself, once: a loss that bounds it has no long steps. Where nothing accounts for it, that is told of at the start.
 
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.
@@ -137,7 +137,7 @@ class StepGuard(Callback):
 
     def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
-        asks = self.ratios is not None and not self.ratios.told and _evicts(module)
+        asks = self.ratios is not None and not self.ratios.told and learns_from_less(module)
         if self._worst is None or (times is None and not asks):  # on all ranks alike
             return
         # whether its rollout has weights is a rank's own: it must not decide who gathers
@@ -178,19 +178,10 @@ class StepGuard(Callback):
         )
 
 
-def _evicts(module: LightningModule) -> bool:
-    """Whether training follows rollouts with evictions that it does not replay: the same on all ranks."""
-    if not isinstance(getattr(module, "block", None), RolloutBlock):  # any module may have the guard
-        return False
-    generator: Any = module.generator
-    replays = getattr(module, "replay_objective", "dense") != "dense"  # "dense" is the objective of the corrections
-    return generator.compressor.evicts and not replays
-
-
 def _can_correct(module: LightningModule) -> bool:
-    """Whether the sampler evicts, and neither weights nor replay account for it."""
-    block: Any = getattr(module, "block", None)
-    return _evicts(module) and block.rollout.weights is None
+    """Whether training is naive as far as the rollout at hand tells: its weights are what corrections leave."""
+    block = getattr(module, "block", None)
+    return learns_from_less(module) and isinstance(block, RolloutBlock) and block.rollout.weights is None
 
 
 def _seeks_scale(trainer: Trainer) -> bool:
@@ -233,7 +224,7 @@ MOVED = (
     "moved"
 )
 FEWER = "fewer optimizer steps per rollout (a larger accumulate_grad_batches, or a smaller num_iterations)"
-CORRECTED = "ImportanceReweighting with clip_max: 1.5, or ReplayGRPO"
+CORRECTED = f"ImportanceReweighting with clip_max: 1.5, or {REPLAY} (no replay follows a retriever)"
 LARGE_RATIO = 10.0
 """Staleness ratio from which tokens moved far are taken for the cause; naive training's long steps have more."""
 
@@ -291,7 +282,7 @@ class Cause:
         """A sentence on the cause, and one on what helps.
 
         Args:
-            can_correct: Whether the sampler evicts, and neither weights nor replay account for it.
+            can_correct: Whether the sampler sees less than the whole cache, and no weights or replay account for it.
             can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
         if self.draws >= LARGE_RATIO and self.draws > self.ratio:

@@ -33,7 +33,7 @@ class ExportPolicy(Callback):
     """
 
     def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = export_place(folder)
         check_dtype(dtype, "ExportPolicy: dtype")
         self.dtype = dtype
 
@@ -49,7 +49,6 @@ class ExportPolicy(Callback):
         if self.dtype is not None and "dtype" not in signature(cast(Callable[..., None], pl_module.export)).parameters:
             raise UserError(f"ExportPolicy: export of {type(pl_module).__name__} takes no dtype. Set dtype to null.")
         if trainer.is_global_zero:
-            writable_folder(self.folder.absolute().parent, "ExportPolicy: the parent of folder")
             check_replaceable(self.folder, "ExportPolicy: folder")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,9 +60,8 @@ class ExportPolicy(Callback):
 
 
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
-    """Export beside the folder, then rename. All ranks call this, rank zero writes."""
+    """Export beside the folder, of :func:`export_place`, then rename. All ranks call this, rank zero writes."""
     is_zero = module.global_rank == 0
-    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
     if is_zero:
         remove(new)
@@ -81,14 +79,28 @@ def write_policy(module: LightningModule, folder: Path, dtype: str | None = None
             rank_zero_warn(f"The earlier export could not be removed: {error}. Remove {old}.")
 
 
+def export_place(folder: str | Path) -> Path:
+    """The folder to write, where a link leads: it is made beside that place, and renamed there."""
+    return Path(os.path.realpath(Path(folder).expanduser()))
+
+
 def check_replaceable(folder: Path, argument: str) -> None:
-    """Refuse a folder that contains something other than a model.
+    """Refuse a folder that contains something other than a model, or that cannot be renamed.
+
+    Args:
+        folder: The folder, of :func:`export_place`.
+        argument: What names it, for the message.
 
     Raises:
-        ValueError: If it does, or cannot be written.
+        ValueError: If it is such a folder, or the one around it cannot be written.
     """
-    if not folder.exists():
+    writable_folder(folder.parent, f"{argument}'s parent")
+    if not os.path.lexists(folder):  # a circle of links is there
         return
+    if folder.is_mount():
+        raise UserError(
+            f"{argument}={str(folder)!r} is a disk of its own, which no export replaces. Give a folder on it."
+        )
     path = writable_folder(folder, argument)
     if any(path.iterdir()) and not (path / "config.json").is_file():
         raise UserError(

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from safetensors.torch import load_file
 
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
-from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
+from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, export_place, write_policy
 from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
@@ -53,10 +53,11 @@ class ExportingTrainer(Trainer):
             )
         check_dtype(dtype, "dtype")
         recover(path)
-        check_replaceable(Path(folder).expanduser(), "folder")
+        place = export_place(folder)
+        check_replaceable(place, "folder")
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, Path(folder).expanduser(), dtype)
+        write_policy(module, place, dtype)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:
