@@ -1,4 +1,4 @@
-"""Draw the pictures of ``concepts.md`` into ``docs/figures``: ``python -m docs.figures``.
+"""Draw the pictures of ``concepts.md`` and ``design.md`` into ``docs/figures``: ``python -m docs.figures``.
 
 What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule.
 """
@@ -30,7 +30,7 @@ def main() -> None:
     """Draw all."""
     FOLDER.mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        for draw in (loop, slot, compression, record, policies, corrections, schedule, pages):
+        for draw in (loop, slot, compression, record, policies, corrections, schedule, pages, engine):
             figure = draw()
             figure.savefig(FOLDER / f"{draw.__name__}.png", bbox_inches="tight", metadata={"Software": None})
             print(f"Written: docs/figures/{draw.__name__}.png")
@@ -255,6 +255,44 @@ def pages() -> Figure:
         )
     axes.text(10.8, 7.3, "score of a page: query · mean key of the page", ha="center")
     axes.text(14, 0.6, "everything stays in memory: another query may read other pages", ha="center")
+    return figure
+
+
+def engine() -> Figure:
+    """A prompt's way through the engine: what happens to it, and in which file."""
+    figure, axes = canvas(13, 5.2, 36, 13.2)
+    axes.add_patch(Rectangle((6.3, 0.4), 23.4, 12.5, facecolor="none", edgecolor=LINE, linestyle="--"))
+    told = "Scheduler.step, until all sequences have finished: rollout/engine/scheduler.py"
+    axes.text(6.7, 12.6, told, va="top", family="monospace", fontsize=9, color=LINE)
+    for x, y, title, text, file, color in (
+        (2.9, 8, "prompt", "token ids, and how\nmany samples of it", "rollout/sampler", FREE),
+        (9.8, 8, "admit", "a waiting sequence\ngets a free slot,\nits prompt is read", "rollout/engine/prefill", SINK),
+        (18, 8, "decode", "a running sequence\nattends to its slot\nand draws a token", "rollout/engine/engine", KEPT),
+        (
+            26.2, 8, "finish", "tokens, log-probs and\nevictions are copied\nout, the slot is free",
+            "rollout/engine/finished", WINDOW,
+        ),
+        (33.1, 8, "Rollout", "what the learner\ntrains on", "records", FREE),
+        (9.8, 3, "slot", "budget + buffer\ntokens of every layer\nand KV head", "cache/slots", FREE),
+        (18, 3, "compress", "budget tokens stay,\nwhen the others died\nis recorded", "cache/compression", GONE),
+        (26.2, 3, "compressor", "what a token is worth:\none method per\ncompressor", "compressors/base", FREE),
+    ):  # fmt: skip
+        box(axes, x, y, "", color, 5.2, 2.9)
+        axes.text(x, y + 1.35, title, ha="center", va="top", fontsize=10.5, weight="bold")
+        axes.text(x, y + 0.5, text, ha="center", va="top", fontsize=9)
+        axes.text(x, y - 1.6, f"{file}.py", ha="center", va="top", fontsize=8, family="monospace")
+    for start, end, bend in (
+        ((5.6, 8), (7.1, 8), 0), ((12.5, 8), (15.3, 8), 0), ((20.7, 8), (23.5, 8), 0), ((28.9, 8), (30.4, 8), 0),
+        ((25.6, 9.6), (10.4, 9.6), 0.16),  # the free slot
+        ((18, 5.7), (18, 4.6), 0), ((23.5, 3), (20.7, 3), 0), ((15.3, 3), (12.5, 3), 0),
+        ((9.8, 5.7), (9.8, 4.6), 0), ((15.3, 6.8), (12.5, 4.4), 0), ((12.5, 4.4), (15.3, 6.8), 0),
+    ):  # fmt: skip
+        arrow(axes, start, end, bend)
+    for x, y, text in (
+        (22.1, 8.2, "ended"), (18, 11, "a free slot takes the next waiting sequence"), (18.8, 4.9, "full"),
+        (22.1, 3.2, "score"), (13.9, 3.2, "cut"), (8.9, 4.9, "store"), (15.1, 4.9, "attend,\nappend"),
+    ):  # fmt: skip
+        axes.text(x, y, text, ha="center", va="bottom", fontsize=9, style="italic")
     return figure
 
 

@@ -272,7 +272,8 @@ def test_pictures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.Mo
     figures.main()
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (DOCS / "figures").iterdir()}
-    shown = re.findall(r"!\[[^\]]+\]\(figures/([\w.]+)\)", (DOCS / "concepts.md").read_text("utf-8"))
+    pages = [(DOCS / page).read_text("utf-8") for page in ("concepts.md", "design.md")]
+    shown = re.findall(r"!\[[^\]]+\]\(figures/([\w.]+)\)", "".join(pages))
     assert set(shown) == drawn
     if f"matplotlib=={matplotlib.__version__}" not in (ROOT / "constraints.txt").read_text("utf-8").split():
         pytest.skip("another matplotlib draws other pixels")
@@ -283,6 +284,13 @@ def same_picture(one: Path, other: Path) -> bool:
     """Whether fewer than one pixel in 20,000 differs visibly: another processor may round a curve by a pixel."""
     first, second = imread(one), imread(other)
     return first.shape == second.shape and bool((abs(first - second).max(-1) > 0.25).mean() < 5e-5)
+
+
+def test_files_on_the_picture_of_the_engine_exist() -> None:
+    said = " ".join(text.get_text() for text in figures.engine().axes[0].texts)
+    files = re.findall(r"[\w/]+\.py", said)
+    assert len(files) == 9
+    assert [file for file in files if not (ROOT / "sparse_rl_lightning" / file).is_file()] == []
 
 
 def test_a_stale_picture_is_found(tmp_path: Path) -> None:
