@@ -53,7 +53,10 @@ nitpick_ignore_regex = [
     ("py:obj", r"typing\.Literal\[.*"),
     # what parts hand over, and bases
     ("py:class", r"sparse_rl_lightning\..*\.(ChosenSlots|EvictionPlan|LearnerBytes|MicroBatch)"),
-    ("py:class", r"sparse_rl_lightning\..*\.(ModelSizes|ScoreNetwork|QKTransform|Wrapped)"),
+    (
+        "py:class",
+        r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ScoreNetwork|StorageKind|Wrapped)",
+    ),
 ]
 
 linkcheck_timeout = 20

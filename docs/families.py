@@ -50,7 +50,8 @@ class Checkpoint:
     def bytes_of(self, length: int, slot: int | None = None) -> int:
         """Bytes of a sequence of this length in a full cache, or in a slot of so many tokens; windows in either."""
         g = self.geometry
-        entries = g.full_entries(length) - (0 if slot is None else g.num_layers * (length - slot))
+        held = length if slot is None else slot
+        entries = g.num_layers * held + len(g.window_layers) * min(length, g.window)
         return entries * self.kv_heads * g.bytes_per_entry
 
     def saved(self, length: int) -> float:
@@ -63,7 +64,7 @@ class Checkpoint:
         return self.layers * self.kv_heads * self.geometry.bytes_per_entry
 
     @property
-    def way(self) -> str:
+    def decoder(self) -> str:
         """The decoder of the family."""
         config = AutoConfig.for_model(self.model_type, num_hidden_layers=1, pad_token_id=0)
         with torch.device("meta"):
@@ -113,7 +114,7 @@ def models_table() -> str:
         sizes = *(one.bytes_of(length) for length in LENGTHS), one.bytes_of(LENGTHS[-1], SLOT)
         state = f"{one.state / 2**20:,.1f}" if one.state else ""
         saved = (f"{one.saved(length):.0%}".replace("%", " %") for length in LENGTHS)
-        row = one.model_type, one.name, one.way, windows, f"{one.bytes_per_token / 1024:,.0f}"
+        row = one.model_type, one.name, one.decoder, windows, f"{one.bytes_per_token / 1024:,.0f}"
         rows.append((*row, *(f"{size / 2**20:,.0f}" for size in sizes), state, *saved))
     note = (
         "In bfloat16, recurrent states in float32. KV per token is of the layers of full attention. Layers with a "

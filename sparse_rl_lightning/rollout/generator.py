@@ -84,7 +84,7 @@ class Generator:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
             self.partial = PartialRollouts(options.partial_rollout_steps, options.partial_checkpoint, unit)
         self._complete = self._single_turn if environment is None else self._converse
-        self._draw = self._whole if self.partial is None else self._partial
+        self._draw = self.generate if self.partial is None else self._partial
         self._policy: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._shadow: ShadowPolicy | None = None
@@ -183,7 +183,7 @@ class Generator:
         first: int | None = None,
     ) -> ScoredRollout:  # fmt: skip
         """Draw the next training rollout: of these rows, or in partial rollouts of those with all samples finished."""
-        scored = self._draw(rows, index, places, progress, first)
+        scored = self._draw(rows, index=index, places=places, progress=progress, first=first)
         if scored.conversations is not None:
             check_not_all_failed(scored.conversations)
         return scored
@@ -203,14 +203,14 @@ class Generator:
         """Draw conversations with environments."""
         return converse(sampler, self.conversations(), rows, params, ids, progress)
 
-    def _whole(
-        self, rows: Rows, index: int, places: Sequence[int] | None, progress: ReportProgress | None, first: int | None
-    ) -> ScoredRollout:
-        """Draw a rollout to its end."""
-        return self.generate(rows, index=index, places=places, progress=progress, first=first)
-
     def _partial(
-        self, rows: Rows, index: int, places: Sequence[int] | None, progress: ReportProgress | None, first: int | None
+        self,
+        rows: Rows,
+        *,
+        index: int,
+        places: Sequence[int] | None,
+        progress: ReportProgress | None,
+        first: int | None,
     ) -> ScoredRollout:
         """Draw a limited number of steps, and take the groups that are complete; either kind of completion."""
         assert self.partial is not None
@@ -337,7 +337,7 @@ class Generator:
             self._tell(text)
         return left
 
-    @property
+    @cached_property
     def _described(self) -> dict[str, Any]:
         """The arguments of the chat template."""
         return with_tools(self.options.chat_template_kwargs, self._tools)

@@ -40,7 +40,7 @@ STEP = Rule(
         "rollout/engine/mixed_layers.py:_Step.__call__",
         "cache/linear_states.py:EachRow.__call__",
         "rollout/engine/decoders/native.py:NativeDecoder.__call__",
-        "rollout/engine/decoders/hf_forward.py:Forward.__call__",
+        "rollout/engine/decoders/hf_forward.py:TransformersDecoder.__call__",
         "rollout/engine/decoders/linear_products.py:Projection.__call__",
         "rollout/engine/decoders/linear_products.py:Copied.__call__",
         "rollout/engine/decoders/native.py:AddNorm.__call__",

@@ -44,7 +44,7 @@ class ExpertLog(SlotStorage):
 
 
 class RecordingEngine(Engine):
-    """Engine that records the experts of every pass; arguments as for :class:`Engine`."""
+    """Engine that records the experts of every pass; arguments as for ``Engine``."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class TurnScheduler(Scheduler):
     """Scheduler whose sequences wait in their slots when a turn is over, for :meth:`give` or :meth:`finish`.
 
     It checks after every step which have ended: what a sequence draws past its turn could not be undone. Other
-    arguments are as for :class:`Scheduler`.
+    arguments are those of ``Scheduler``.
 
     Args:
         turn_length: Most tokens of a turn, None for no limit of its own.
