@@ -41,3 +41,10 @@ def test_trigger_and_a_walk_token_by_token_agree() -> None:
             before, evicted = evicted, trigger.evicted(fed, evicted)
             assert sum(evicted) > sum(before)  # so every compression has deaths to record
             assert [fed - lost for lost in evicted] == held
+
+
+@pytest.mark.filterwarnings("ignore:.*shrinks with length")
+def test_the_smallest_budget_is_of_these_lengths_alone() -> None:
+    trigger = Trigger(KNorm(SHRINKING, **SIZES), 2)
+    assert [trigger.smallest_budget(5, last) for last in (19, 20, 49, 50)] == [15, 10, 10, 9]
+    assert trigger.smallest_budget(33, 49) == 22

@@ -293,3 +293,13 @@ def test_a_run_writes_into_its_own_folder_alone(
 def wandering(completions: list[str], **_: Any) -> list[float | None]:
     os.chdir(os.environ["ELSEWHERE"])
     return [float(len(text)) for text in completions]
+
+
+def test_a_lock_is_released_once(tmp_path: Path) -> None:
+    """The number of a closed descriptor is given to the next file that is opened."""
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.release()
+    with (tmp_path / "other").open("w") as other:
+        lock.release()
+        other.write("x")

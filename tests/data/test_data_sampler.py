@@ -268,3 +268,9 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path, steps: int, when: str) 
 
 def test_limited_epochs_do_not_cut_blocks() -> None:
     assert fit(12, limit_train_batches=5) == fit(12)
+
+
+def test_other_data_are_refused_on_other_ranks_too() -> None:
+    state = sampler(20).state_dict()
+    with pytest.raises(ValueError, match="number of prompts was 20 and is 21"):
+        sampler(21, num_replicas=2).load_state_dict(state)

@@ -132,3 +132,11 @@ def test_errors_are_shown_safely() -> None:
     assert calls.shown(Bad()) == "Bad"
     assert calls.shown(ValueError("\x1b[2J" + "a" * 500)).startswith("ValueError('\\x1b[2Jaa")
     assert len(calls.shown("a" * 500)) < 210
+
+
+def test_one_answer_ends_the_waiting_for_any() -> None:
+    slow, fast = start(time.sleep, 3, timeout=20.0), start(plain, 1, timeout=20.0)
+    before = time.monotonic()
+    calls.wait_for_any([slow, fast])
+    assert time.monotonic() - before < 2
+    assert fast.is_over

@@ -101,3 +101,12 @@ def test_a_rollout_carries_its_record_everywhere() -> None:
     part = rollout[index].to("cpu")
     assert torch.equal(part.evictions.death, death[:, index])
     assert torch.equal(type(rollout).from_state(part.state()).evictions.death, death[:, index])
+
+
+@pytest.mark.parametrize(("length", "kind"), [(2**15 - 1, torch.int16), (2**15, torch.int32)])
+def test_a_short_sequence_is_recorded_in_16_bits(length: int, kind: torch.dtype) -> None:
+    death = torch.full((1, 1, 1, length), NEVER, dtype=torch.int32)
+    death[0, 0, 0, 3] = 7
+    record = EvictionRecord.of_sequence(death, torch.tensor([7]), 1)
+    assert (record.positions.dtype, record.counts.dtype) == (kind, kind)
+    assert torch.equal(record.death, death)

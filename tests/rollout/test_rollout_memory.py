@@ -253,3 +253,12 @@ def test_counts_out_of_range_are_refused() -> None:
             plan_slots(slot, 10, **counts)
     with pytest.raises(ValueError, match="each of the 3 layers, got 2 numbers"):
         slot_bytes(geometry(), CacheSize(1, (24, 24), 8, 40))
+
+
+def test_a_share_measured_before_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory in use for the slots would count as taken."""
+    slot = SlotBytes(1024, 1000, 0, "")
+    first = plan_slots(slot, 0.5, 10**9)
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.memory.free_bytes", lambda device: 2048)
+    assert plan_slots(slot, 0.5, 10**9, before=first).num_slots == first.num_slots > 1
+    assert plan_slots(slot, 1.0, 10**9, before=first).limit == 2048
