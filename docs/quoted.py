@@ -66,6 +66,13 @@ def learner_table() -> str:
     return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
 
 
+def gpu_table() -> str:
+    """Whole rollouts of one model on a GPU."""
+    rows = measured("../benchmarks/results/gpu-whole-1.5b.md", "Whole rollouts, Qwen2.5-1.5B")
+    head = ("cache", "tokens/s", "times as fast as FullKV", "share of steps alone", "KV GB")
+    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+
+
 def trainer_table() -> str:
     """Whole training steps beside TRL's, by the number of new tokens."""
     head = ("trainer", "s per step", "rollout", "rescoring", "update", "times as fast as TRL")

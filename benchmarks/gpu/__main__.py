@@ -18,6 +18,7 @@ models: larger ones, and caches of equal memory.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def main() -> None:
     for piece in args.pieces:
         if piece not in PIECES:
             parser.error(f"there is no piece {piece!r}: choose among {', '.join(PIECES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step of the moment is ended too
     device = "cpu" if args.rehearse else "cuda"
     args.save.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(args.state.absolute(), device)

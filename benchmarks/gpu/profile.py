@@ -57,7 +57,7 @@ def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Tab
     policy = random_policy(SHAPES[model], dtype, device)
     buffer = budget // 4
     graphs: CudaGraphs = "require" if device == "cuda" else True
-    compressor = RKV(budget=budget, buffer=buffer, num_sinks=0, compress_prompt=False)
+    compressor = RKV(budget=budget, buffer=buffer, num_sinks=0)
     sampler = RolloutSampler(policy, compressor, num_slots, end_token_ids=[], cuda_graphs=graphs)
     vocab = SHAPES[model].vocab
     still = random_prompts(num_slots, budget // 2, vocab)  # too short to be full within the steps

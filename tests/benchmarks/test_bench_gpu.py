@@ -244,6 +244,28 @@ def test_kernels_of_other_sources_are_not_used(tmp_path: Path, monkeypatch: pyte
     assert kernels.is_current(carried)
 
 
+def test_who_is_stopped_stops_its_step(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.ledger import Step
+write = "import os, time; open({str(tmp_path / "step")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+command.steps = lambda *arguments: [Step("endless", (sys.executable, "-c", write), 1)]
+command.main()
+"""
+    arguments = ("build", "--rehearse", "--save", str(tmp_path / "pages"), "--state", str(tmp_path / "state"))
+    call = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
+    until = time.monotonic() + 30
+    while not (tmp_path / "step").is_file() or not (own := (tmp_path / "step").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    call.terminate()
+    assert call.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(own), 0)
+
+
 @pytest.fixture(scope="module")
 def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A copy of the tree, and a Python that has every package but this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from sparse_rl_lightning.policies.quantized import QuantizedLinear
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine import scheduler
-from sparse_rl_lightning.rollout.engine.engine import Engine, StepRows
+from sparse_rl_lightning.rollout.engine.engine import Engine, StepGraphs, StepRows
 from sparse_rl_lightning.rollout.engine.finished import FinishCheck
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import tiny_model
@@ -153,15 +154,24 @@ def test_looks_are_queued_and_read_without_a_blocking_copy(gpu: RealGPU, monkeyp
     assert len(reads) > 3
 
 
-def test_greedy_and_sampled_rollouts_in_turns_capture_once_each(gpu: RealGPU) -> None:
-    used, model = [], policy()
+def test_greedy_and_sampled_rollouts_in_turns_capture_once_each(gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    used, model, captured = [], policy(), list[StepGraphs]()
+    capture_all = StepGraphs._capture_all
+
+    def noted(self: StepGraphs, step: Any) -> None:
+        captured.append(self)
+        capture_all(self, step)
+
+    monkeypatch.setattr(StepGraphs, "_capture_all", noted)
     with gpu:
         sampler = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), 4, cuda_graphs="require")
         for _ in range(3):
             for temperature in (0.0, 1.0):
                 sampler.generate(PROMPTS, SamplingParams(**{**PARAMS, "temperature": temperature}))
             torch.cuda.synchronize()
+            gc.collect()  # what was captured for the first time leaves cycles, of some megabytes
             used.append(torch.cuda.memory_allocated())
+    assert len(captured) == 2
     assert used[1] == used[2]
 
 
