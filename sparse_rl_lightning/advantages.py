@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ def group_advantages(
         ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
             ``scale_rewards`` is unknown.
     """
-    check_choice("scale_rewards", scale_rewards, ScaleRewards)
+    _check_scale(scale_rewards)
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -113,3 +114,8 @@ def _informative(groups: Tensor) -> Tensor:
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
     size = groups.nan_to_num(nan=0.0).abs().amax(dim=1)
     return highest - lowest > _FLOAT_NOISE * size
+
+
+@cache  # what has passed is not checked again
+def _check_scale(scale_rewards: str) -> None:
+    check_choice("scale_rewards", scale_rewards, ScaleRewards)

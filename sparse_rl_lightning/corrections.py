@@ -17,6 +17,7 @@ defaults. The authors' code also drops single tokens and divides the weights by 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Literal
 
 import torch
@@ -153,8 +154,7 @@ def calibrated_weights(
         threshold: Bound on exp(eps), minus 1.
         floor: Least 1 - p, near the resolution of the log-probabilities.
     """
-    check_number("threshold", threshold, least=0)
-    check_number("floor", floor, least=0)
+    _check_thresholds(threshold, floor)
     unsure = -torch.expm1(old_logprobs.detach().masked_fill(~mask, 0.0))
     capped = _ratio(log_ratio.detach()).minimum(1 + threshold * unsure.clamp(min=floor))
     return torch.where(mask, capped, 0.0)
@@ -222,6 +222,13 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+@cache  # what has passed is not checked again
+def _check_thresholds(threshold: float, floor: float) -> None:
+    check_number("threshold", threshold, least=0)
+    check_number("floor", floor, least=0)
+
+
+@cache
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     check_choice("mode", mode, WeightMode)
     if clip_min is not None:

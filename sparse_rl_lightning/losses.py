@@ -29,6 +29,7 @@ penalty holds for rejected tokens too (preset "paper", whose denominator "all" d
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -314,6 +315,7 @@ def _clip_metrics(
     }
 
 
+@cache
 def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> None:
     """Refuse options of :func:`policy_loss` that are unknown, out of range or do not fit each other.
 
@@ -333,6 +335,7 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
         raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
+@cache
 def _check_family(loss_type: str, denominator: str) -> None:
     """Refuse an unknown ``loss_type`` or ``denominator``; options that have passed are not checked again."""
     check_choice("loss_type", loss_type, LossType)

@@ -16,10 +16,12 @@ from sparse_rl_lightning.ops.evict import rank_entries
 class BudgetRule:
     """Distributes ``budget`` tokens per layer and KV head; the base class gives all of them the same."""
 
-    @property
-    def splits_heads(self) -> bool:
-        """Whether the heads of a layer may keep different numbers of tokens."""
-        return type(self).head_budgets is not BudgetRule.head_budgets
+    splits_heads = False
+    """Whether the heads of a layer may keep different numbers of tokens: where a subclass has its own head_budgets."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.splits_heads = cls.head_budgets is not BudgetRule.head_budgets
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
         """Tokens per KV head of each layer, a mean over its heads, by which memory is sized.

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.cache.running_state import follow_step
+from sparse_rl_lightning.budgets.schedules import LengthSchedule
 from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, PackedPrompts, SlotCache
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
@@ -122,14 +123,6 @@ class Trigger:
         raise AssertionError("the last level has no end")
 
 
-def cache_size(
-    compressor: Compressor, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int
-) -> CacheSize:
-    """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in the prompt."""
-    capacities = Trigger(compressor, geometry.num_layers).capacities(longest_prompt, longest)
-    return CacheSize.of(compressor, geometry, num_slots, capacities, longest)
-
-
 def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:
     """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers, if nothing besides them decides.
 
@@ -168,12 +161,26 @@ class Compression:
 
     compressor: Compressor
     num_layers: int
+    _schedule: LengthSchedule = field(init=False, repr=False, compare=False)
     _one_by_one: bool = field(default=False, init=False, repr=False, compare=False)  # once it had to be
+
+    def __post_init__(self) -> None:
+        self._schedule = self.compressor.schedule
 
     @cached_property
     def trigger(self) -> Trigger:
         """The lengths at which slots are compressed, and their budgets."""
         return Trigger(self.compressor, self.num_layers)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the compressor has the budgets that this was made for: they may have been raised since."""
+        return self._schedule is self.compressor.schedule
+
+    def cache_size(self, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int) -> CacheSize:
+        """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in prompts."""
+        capacities = self.trigger.capacities(longest_prompt, longest)
+        return CacheSize.of(self.compressor, geometry, num_slots, capacities, longest)
 
     def store_prompts(self, cache: SlotCache, layer: int, prompts: PackedPrompts) -> None:
         """Store one layer of prompts in their slots, compressed if they reach their limit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -100,6 +101,7 @@ def _run(
     )  # fmt: skip
 
 
+@cache
 def _check_options(window: int, group: str, query: str, pooling: str, kernel_size: int) -> None:
     check_choice("group_reduction", group, GroupReduction)
     check_choice("query_reduction", query, QueryReduction)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_rl_lightning.cache.compression import cache_size
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
@@ -180,7 +180,7 @@ def slot_size(job: Job) -> SlotBytes:
     check_length(model, job.length)
     if job.compressor.evicts or job.retriever is not None:
         check_full_layers(model, job.length, type(job.retriever or job.compressor).__name__)
-    size = cache_size(job.compressor, g, 1, job.prompt, length)
+    size = Compression(job.compressor, g.num_layers).cache_size(g, 1, job.prompt, length)
     if job.retriever is not None:
         size = with_pages(size, job.retriever)
     return slot_bytes(g, size, job.sampling, routed=routing(job))

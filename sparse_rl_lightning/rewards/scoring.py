@@ -28,7 +28,6 @@ from sparse_rl_lightning.rewards.base import (
     one_sample,
     reserved_columns,
     reward_batch,
-    reward_counters,
     reward_name,
     reward_names,
     reward_table,
@@ -100,6 +99,7 @@ class Rewards:
         self._warn = warn
         self._warned: set[tuple[str, str]] = set()
         self._fitting: list[str] | None = None  # columns that the functions were found to fit
+        self._reading = set[GuardedReward]()  # functions that read the prompts as the policy does, by those columns
 
     @property
     def functions(self) -> list[RewardFunction]:
@@ -115,9 +115,14 @@ class Rewards:
         columns = columns_of(rows) + self._conversations
         if self._conversations and "conversations" in columns_of(rows):
             raise UserError("The data may not have a column named 'conversations': reward functions get those drawn.")
+        self._fit(columns)
+
+    def _fit(self, columns: list[str]) -> None:
+        """Check the functions against the columns, and find those that read prompts as the policy does."""
         if columns != self._fitting:  # the same in most rollouts
             check_rewards(self.functions, columns)
             self._fitting = columns
+            self._reading = {guard for guard in self.guards if asks_for_prompt_texts(guard.function, columns)}
 
     def admit(self, rows: Rows, place: Callable[[int], str]) -> Rows:
         """The rows of a data set, checked before anything is drawn: None in place of columns that others have.
@@ -155,15 +160,20 @@ class Rewards:
         batch = reward_batch(
             [row["prompt"] for row in repeated], scored.completions, scored.rollout.completion_ids, columns
         )
-        asked = [self._asked(guard, scored, columns) for guard in self.guards]
-        pairs = zip(self.guards, asked, strict=True)
-        judged, weights = {guard.__name__: guard.judge(batch | own) for guard, own in pairs}, self.weights
+        self._fit(list(columns))
+        read = batch | {PROMPT_TEXTS: scored.prompt_texts()} if self._reading and scored.prompt_texts else batch
+        judged = {guard.__name__: guard.judge(read if guard in self._reading else batch) for guard in self.guards}
+        weights = self.weights
         if talks is not None:
             judged["environment"] = [None if one.has_failed else one.reward for one in talks]
             weights = [*weights, 1.0]
         table = reward_table(list(judged.values()))
         scored.reward_table = {name: table[:, i] for i, name in enumerate(judged)}
-        scored.reward_counters = reward_counters(self.guards)
+        scored.reward_counters = {
+            f"{guard.__name__}/{name}": float(count)
+            for guard in self.guards
+            for name, count in guard.take_counters().items()
+        }
         scored.reward_failures = {guard.__name__: guard.failed for guard in self.guards}
         rewards = weighted_rewards(table, weights)
         self._warn_of_rounding(judged, weights, rewards, scored.num_generations)
@@ -240,14 +250,6 @@ class Rewards:
             if guard.error is not None and guard.__name__ not in ignored:
                 self.failures.error = guard.error
         return rewards.masked_fill(lost | scored.failed.get("environment", lost), math.nan)
-
-    def _asked(
-        self, guard: GuardedReward, scored: ScoredRollout, columns: Mapping[str, Sequence[Any]]
-    ) -> dict[str, Sequence[Any]]:
-        """What a function gets only if it names it."""
-        if scored.prompt_texts is None or not asks_for_prompt_texts(guard.function, list(columns)):
-            return {}
-        return {PROMPT_TEXTS: scored.prompt_texts()}
 
     def _tell_lacking(
         self, rows: Rows, lacking: Sequence[int], columns: Sequence[str], place: Callable[[int], str]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.cache.compression import Compression, cache_size
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
@@ -131,6 +131,7 @@ class RolloutSampler:
         self._engine: Engine | None = None
         self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
         self._known: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
+        self._compression: Compression | None = None
         self._warned = False
 
     def generate(
@@ -215,7 +216,7 @@ class RolloutSampler:
         longest = longest_prompt + params.max_completion_length
         g = self._geometry(longest)
         length = longest + steps_past_end(g.device)
-        size, plan = cache_size(self.compressor, g, slots, longest_prompt, length), None
+        size, plan = self._compression_of(g).cache_size(g, slots, longest_prompt, length), None
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
@@ -260,7 +261,7 @@ class RolloutSampler:
             own = next((one for one in known if one.key == key), None)
             self._other = next((one for one in known if one is not own and one.has_graphs), None)
             if own is not None:
-                own.compression = Compression(self.compressor, key.geometry.num_layers)  # budgets may have been raised
+                own.compression = self._compression_of(key.geometry)  # budgets may have been raised
                 self._engine = own
                 return own
             del known, own
@@ -286,6 +287,14 @@ class RolloutSampler:
                 check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
             self._known = own, CacheGeometry.of(self.model, self.kv_dtype, longest)
         return self._known[1]
+
+    def _compression_of(self, geometry: CacheGeometry) -> Compression:
+        """The compressor applied to caches, with its budgets of now."""
+        own = self._compression
+        same = own is not None and own.compressor is self.compressor and own.num_layers == geometry.num_layers
+        if own is None or not same or not own.is_current:
+            self._compression = own = Compression(self.compressor, geometry.num_layers)
+        return own
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
         """Warn if no sequence can fill its slot: each slot is then as large as with a full cache."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.compression import Compression, cache_size
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -80,7 +80,7 @@ def force(
     if compression.compressor.evicts:
         check_full_layers(model, length, type(compression.compressor).__name__)
     geometry = CacheGeometry.of(model, longest=length)
-    size = cache_size(compression.compressor, geometry, count, max(prompt_lengths), length)
+    size = compression.cache_size(geometry, count, max(prompt_lengths), length)
     with drawing(model):
         key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
