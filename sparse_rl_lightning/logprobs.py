@@ -27,7 +27,7 @@ from sparse_rl_lightning.output_head import (
     output_head,
     product_dtype,
 )
-from sparse_rl_lightning.policies.modes import exact_angles
+from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles
 from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
 
@@ -154,7 +154,8 @@ def hidden_states(
     check_reachable(model)
     positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
     experts = nullcontext() if routing is None else replayed_routing(model, routing)
-    with experts, exact_angles(model):
+    rounds = any(one.fp32_precision in ROUNDED for one in PRODUCTS)
+    with experts, exact_angles(model) if rounds else nullcontext():
         outputs = model.get_decoder()(
             input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
         )

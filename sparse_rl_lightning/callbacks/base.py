@@ -220,7 +220,9 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
                 f"{type(callback).__name__}.on_rollout_scored changed keep, weights or advantages, which the loss may "
                 "have read already. Change them in correct(trainer, module, part)."
             )
-    metrics = rollout_metrics(scored) | module.generator.metrics(scored.rollout)
+    metrics, partial = rollout_metrics(scored), module.generator.partial
+    if partial is not None:
+        metrics |= partial.metrics(scored.rollout)
     trainer = cast(LightningModule, module)._trainer  # none in a script
     if trainer is not None and trainer.world_size > 1:
         metrics = dict(mean_over_ranks(metrics, trainer.world_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Self
 
 import torch
@@ -55,22 +56,22 @@ class BlockPlan:
                 "model.steps_per_generation or model.num_iterations."
             )
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         """The number of sequences per rollout and rank."""
         return self.prompts * self.num_generations
 
-    @property
+    @cached_property
     def micro_batch(self) -> int:
         """The number of sequences per micro-batch."""
         return self.sequences // self.steps_per_generation
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """The number of micro-batches served per rollout, over all passes."""
         return self.steps_per_generation * self.num_iterations
 
-    @property
+    @cached_property
     def optimizer_steps(self) -> int:
         """The number of optimizer steps per rollout."""
         return self.micro_batches // self.accumulate
@@ -93,6 +94,10 @@ class BlockPlan:
             f"of {self.micro_batch} sequences {share}; {self.num_iterations} pass(es), {self.accumulate} "
             f"micro-batch(es) per optimizer step: {self.optimizer_steps} optimizer step(s) per rollout"
         )
+
+
+plan_of = cache(BlockPlan)
+"""The plan of these sizes: most rollouts of a run have the same."""
 
 
 class RolloutBlock:

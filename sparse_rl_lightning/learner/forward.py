@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class LearnerOptions:
                 check_number(f"learner.{name}", getattr(self, name), least=1)
         check_checkpointing(self.gradient_checkpointing)
 
-    @property
+    @cached_property
     def packs(self) -> bool:
         """Whether micro-batches are packed by tokens."""
         return self.micro_batch_tokens is not None

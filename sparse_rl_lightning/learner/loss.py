@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -106,7 +107,7 @@ class GRPOLoss:
         check_choice("loss.kl_on", self.kl_on, KLTokens)
         check_choice("loss.off_policy_reference", self.off_policy_reference, OffPolicyReference)
 
-    @property
+    @cached_property
     def counts_kept(self) -> bool:
         """Whether the divisors of an optimizer step depend on what rejection keeps of all its sequences."""
         if self.loss_type == "bnpo" or self.denominator == "all":

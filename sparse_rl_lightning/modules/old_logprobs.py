@@ -40,7 +40,7 @@ class OldLogprobs:
             correct(m, rollout)
         else:
             plan = m.plan(len(rollout) // m.group_size)
-            for rows in plan.later(m.num_rollouts, m.generator.seed, rollout.sequences.device):
+            for rows in plan.later(m.num_rollouts, m.generator.sampling.seed or 0, rollout.sequences.device):
                 part = rollout.uncorrected(rows)
                 part.old_logprobs = m.learner.rescored(m.policy, [part])
                 correct(m, part)

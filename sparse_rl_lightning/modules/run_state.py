@@ -277,7 +277,7 @@ class RolloutState(RunState):
         if state is None:
             return None
         plan = m.plan(len(state["rollout"]["sequences"]) // m.group_size)
-        block = RolloutBlock.from_state(plan, state, m.generator.seed, m.denominators)
+        block = RolloutBlock.from_state(plan, state, m.generator.sampling.seed or 0, m.denominators)
         block.rollout = block.rollout.to(m.device)
         return block
 

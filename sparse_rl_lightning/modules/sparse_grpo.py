@@ -34,7 +34,7 @@ from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import evaluate
 from sparse_rl_lightning.evaluation.validation import ValidationLog
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
+from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock, plan_of
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
@@ -217,7 +217,7 @@ class SparseGRPO(PolicyModule):
             wanted = max(1, round(len(scored.rows) / oversampling))
             rollout = rollout[most_informative(rollout.rewards, self.group_size, wanted)]
         plan = self.plan(len(rollout) // self.group_size)
-        seed, index, complete = self.generator.seed, self.num_rollouts, scored.is_complete
+        seed, index, complete = self.generator.sampling.seed or 0, self.num_rollouts, scored.is_complete
         block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
         self.num_rollouts += 1
         return block
@@ -229,7 +229,7 @@ class SparseGRPO(PolicyModule):
             ValueError: If the numbers do not divide evenly.
         """
         sizes = (num_prompts, self.group_size, self.steps_per_generation, self.num_passes, self._accumulate)
-        return BlockPlan(*sizes, self.learner.options.packs)
+        return plan_of(*sizes, self.learner.options.packs)
 
     def denominators(self, window: Rollout) -> Denominators:
         """The divisors of one optimizer step over all ranks; ``window`` holds this rank's sequences of it."""

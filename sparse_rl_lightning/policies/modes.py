@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+ROUNDED = ("tf32", "bf16")
+"""Precisions in which float32 products are not those of float32."""
 PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 """Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
 
@@ -80,7 +82,7 @@ def exact_angles(model: PreTrainedModel) -> Iterator[None]:
     2,048, which the sampler does not.
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    rounding = [(backend, backend.fp32_precision) for backend in PRODUCTS if backend.fp32_precision in ("tf32", "bf16")]
+    rounding = [(backend, backend.fp32_precision) for backend in PRODUCTS if backend.fp32_precision in ROUNDED]
     if rotary is None or not rounding:
         yield
         return

@@ -26,6 +26,8 @@ from sparse_rl_lightning.text import printable, shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENTS = ("prompts", "completions", "completion_ids")
+RESERVED = {*_ARGUMENTS, "self"}
+"""Columns that the data may not have, because functions get such an argument already."""
 PROMPT_TEXTS = "prompt_texts"
 """Argument of functions that name it: the prompts as the policy read them, rendered, with special tokens."""
 _ASYNC = "The reward function {} is async. Write a plain one that calls asyncio.run() on it."
@@ -100,9 +102,8 @@ def reward_batch(
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
     """The arguments of reward functions for B samples, by name."""
-    reserved = reserved_columns(columns)
-    if reserved:
-        raise UserError(f"The data may not have a column named {reserved[0]!r}: reward functions get it already.")
+    for name in RESERVED & columns.keys():
+        raise UserError(f"The data may not have a column named {name!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
     for name, values in named.items():
         if len(values) != len(completions):
@@ -168,11 +169,6 @@ def named_arguments(function: RewardFunction) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # builtins need not have a signature
         return []
-
-
-def reserved_columns(columns: Iterable[str]) -> list[str]:
-    """Columns that the data may not have, because functions get such an argument already."""
-    return [name for name in columns if name in (*_ARGUMENTS, "self")]
 
 
 def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:

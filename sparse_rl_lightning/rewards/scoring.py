@@ -16,6 +16,7 @@ from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Conversation, Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
     PROMPT_TEXTS,
+    RESERVED,
     Returned,
     RewardFailure,
     RewardFunction,
@@ -26,7 +27,6 @@ from sparse_rl_lightning.rewards.base import (
     named_arguments,
     no_number,
     one_sample,
-    reserved_columns,
     reward_batch,
     reward_name,
     reward_names,
@@ -135,7 +135,7 @@ class Rewards:
             ValueError: If a row has a column that functions get already, or a function does not fit the columns.
         """
         columns = columns_of(rows)
-        for name in reserved_columns(columns):
+        for name in RESERVED & set(columns):
             index = next(index for index, row in enumerate(rows) if name in row)
             raise UserError(
                 f"The data may not have a column named {name!r}: reward functions get it already ({place(index)})."
@@ -152,14 +152,13 @@ class Rewards:
 
     def __call__(self, scored: ScoredRollout) -> Tensor:
         """(B,) weighted sums of the functions' rewards; each function's own values go into the reward table."""
-        repeated = [row for row in scored.rows for _ in range(scored.num_generations)]
+        samples, ids = scored.num_generations, scored.rollout.completion_ids
+        repeated = [row for row in scored.rows for _ in range(samples)]
         columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
         talks = scored.conversations
         if talks is not None:
             columns["conversations"] = [one.messages for one in talks]
-        batch = reward_batch(
-            [row["prompt"] for row in repeated], scored.completions, scored.rollout.completion_ids, columns
-        )
+        batch = reward_batch([row["prompt"] for row in repeated], scored.completions, ids, columns)
         self._fit(list(columns))
         read = batch | {PROMPT_TEXTS: scored.prompt_texts()} if self._reading and scored.prompt_texts else batch
         judged = {guard.__name__: guard.judge(read if guard in self._reading else batch) for guard in self.guards}
@@ -174,9 +173,9 @@ class Rewards:
             for guard in self.guards
             for name, count in guard.take_counters().items()
         }
-        scored.reward_failures = {guard.__name__: guard.failed for guard in self.guards}
+        scored.reward_failures = {guard.__name__: len(guard.failures) for guard in self.guards}
         rewards = weighted_rewards(table, weights)
-        self._warn_of_rounding(judged, weights, rewards, scored.num_generations)
+        self._warn_of_rounding(judged, weights, rewards, samples)
         if talks is not None:
             self._count_failures(scored, talks)
         self.failures.judged += len(rewards)
@@ -271,8 +270,8 @@ class Rewards:
         left = left if weight else "They are trained on, because its weight is 0"
         self._warn_once(
             ("failed", guard.__name__),
-            f"The reward function {guard.__name__} failed on {guard.failed} sample(s), first: {guard.first}. {left}; "
-            f"rewards/{guard.__name__}/failed counts such samples from now on.",
+            f"The reward function {guard.__name__} failed on {len(guard.failures)} sample(s), first: {guard.first}. "
+            f"{left}; rewards/{guard.__name__}/failed counts such samples from now on.",
         )
 
     def _count_failures(self, scored: ScoredRollout, talks: Sequence[Conversation]) -> None:
@@ -323,11 +322,6 @@ class GuardedReward:
         self.first = ""  # the first of them and its error
         self.error: Exception | None = None  # to end the run with, should that be too many
         self._process = RewardProcess(function, self.__name__)
-
-    @property
-    def failed(self) -> int:
-        """The number of samples of the last batch on which the function failed."""
-        return len(self.failures)
 
     def judge(self, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
         """The rewards of a batch from ``reward_batch``.

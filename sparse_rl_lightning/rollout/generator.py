@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
@@ -107,11 +106,6 @@ class Generator:
         if self._tokenizer is None:
             raise RuntimeError("The policy is not loaded yet: call the module's configure_model() first.")
         return self._tokenizer
-
-    @property
-    def seed(self) -> int:
-        """The seed of training rollouts."""
-        return self.sampling.seed or 0
 
     @property
     def is_sparse(self) -> bool:
@@ -266,10 +260,6 @@ class Generator:
         """The row with the longest prompt in tokens."""
         lengths = [len(prompt) for prompt in self.encode(rows)]
         return rows[lengths.index(max(lengths))]
-
-    def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
-        """Metrics of a training rollout besides its own."""
-        return {} if self.partial is None else self.partial.metrics(rollout)
 
     def encode(self, rows: Rows, params: SamplingParams | None = None) -> list[list[int]]:
         """The token ids of the rows' prompts, with an environment's tools; long ones are cut if that is asked for.

@@ -36,9 +36,9 @@ def judge(function: Any, completions: str = "abcd", timeout: float | None = None
     guard = GuardedReward(function, timeout)
     try:
         rewards = guard.judge(batch(completions, **columns))
-        if guard.error is not None and guard.failed == len(completions):
+        if guard.error is not None and len(guard.failures) == len(completions):
             raise guard.error
-        return rewards, guard.failed, guard.first
+        return rewards, len(guard.failures), guard.first
     finally:
         guard.close()
 
@@ -341,7 +341,7 @@ def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
     pids = []
     for _ in range(2):
         (pid,) = map(int, guard.judge(batch("a")))
-        assert (guard.failed, guard.first) == (0, "")
+        assert (len(guard.failures), guard.first) == (0, "")
         assert guard.judge(batch("a")) == [pid]  # the same one while it lives
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from hashlib import sha256
 
 import torch
@@ -90,10 +90,11 @@ class SamplingParams:
         """The parameters with a seed: their own, or that of the process."""
         return replace(self, seed=seed_of(self.seed))
 
-    @property
+    @cached_property
     def for_drawing(self) -> SamplingParams:
         """The parameters that ``draw`` reads, and nothing else."""
-        return _for_drawing(self)
+        length = max(1, self.min_completion_length)
+        return replace(self, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
 
     @property
     def truncates(self) -> bool:
@@ -105,12 +106,6 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """Whether tokens that have occurred are drawn with other probabilities."""
         return self.repetition_penalty != 1
-
-
-@lru_cache(maxsize=64)
-def _for_drawing(params: SamplingParams) -> SamplingParams:
-    length = max(1, params.min_completion_length)
-    return replace(params, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
 
 
 def draw(
