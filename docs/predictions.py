@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
 
 from benchmarks.common.tables import Table
-from sparse_rl_lightning.cli.plan import job_of
+from sparse_rl_lightning.cli.plan import job_of, main
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.planning import Card, Plan, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import empty_model
@@ -24,6 +30,12 @@ AGAIN = {
     False: "", "selective": ", layers again but for attention", True: ", layers again",
     "offload": ", layers again, from the host",
 }  # fmt: skip
+CARDS = Path(__file__).with_name("cards.yaml")
+LENGTH = 16384  # of sequences, in configurations by card
+COLUMNS = (
+    "model", "card", "trains", "budget", "slots", "cache GB", "full cache", "learner", "peak GB", "rollout", "learning",
+    "hours",
+)  # fmt: skip
 LARGE, SMALL = card_of("h200-141gb"), card_of("h100-80gb")
 
 
@@ -58,22 +70,20 @@ def memory_row(plan: Plan, name: str) -> tuple[str, ...]:
 
 
 def cards_table() -> str:
-    """The configurations by card, as their files say it."""
-    files = sorted((CONFIGS / "cards").glob("*.yaml"), key=lambda path: (*model_and_memory(path),))
-    header = ("`configs/cards/`", "trains", "tokens", "budget", "slots", "cache GB", "full cache", "learner",
-              "peak GB", "rollout", "learning", "hours")  # fmt: skip
-    return Table("", header, rows=[card_row(path) for path in files]).untitled
+    """The configurations by card, as they were predicted last."""
+    return Table("", COLUMNS, rows=[tuple(row) for row in kept_cards()]).untitled
 
 
-def model_and_memory(path: Path) -> tuple[float, int]:
-    """Billions of parameters and gigabytes in the name of a file."""
-    found = re.fullmatch(r"qwen[\d.]+-([\d.]+)b-(\d+)gb", path.stem)
-    assert found
-    return float(found[1]), int(found[2])
+def kept_cards() -> list[list[str]]:
+    """The rows of the table, model and memory first."""
+    rows: list[list[str]] = yaml.safe_load(CARDS.read_text("utf-8"))
+    return rows
 
 
-def card_row(path: Path) -> tuple[str, ...]:
-    """What the file sets, and the prediction at its head, which its command wrote."""
+def card_row(model: str, memory: str, path: Path) -> list[str]:
+    """Have a configuration written for a model and a card, and return what it sets and what is predicted of it."""
+    with redirect_stdout(StringIO()):
+        main(["--model", model, "--memory", memory, "--length", str(LENGTH), "--output", str(path)])
     job, head = job_of(["--config", str(path)]), path.read_text("utf-8")
     peak, times = re.search(r"^# Fits: ([\d.]+) GB", head, re.M), re.search(r"long: rollout (.*);$", head, re.M)
     caches = re.search(r"^# The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB", head, re.M)
@@ -85,8 +95,14 @@ def card_row(path: Path) -> tuple[str, ...]:
     rollout, _, learning = times[1].replace("rescoring ", "").replace("learner ", "").split(", ")
     trains, bits = "all weights" if job.blueprint.adapters is None else "adapters", job.blueprint.quantization
     again, rows = AGAIN[job.learner.gradient_checkpointing], job.micro_batch.rows
-    return (
-        f"`{path.name}`", f"{trains} on {bits}" if bits else trains, f"{job.length:,}",
-        str(job.compressor.schedule.plain), str(job.rollout.num_slots), *caches.groups(), f"{rows} at a time{again}",
-        peak[1], rollout, learning, hours[1],
-    )  # fmt: skip
+    return [
+        model, memory, f"{trains} on {bits}" if bits else trains, str(job.compressor.schedule.plain),
+        str(job.rollout.num_slots), *caches.groups(), f"{rows} at a time{again}", peak[1], rollout, learning, hours[1],
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":  # predict all again: an hour
+    with TemporaryDirectory() as folder:
+        found = [card_row(model, memory, Path(folder) / "card.yaml") for model, memory, *_ in kept_cards()]
+    head = "".join(line for line in CARDS.read_text("utf-8").splitlines(keepends=True) if line.startswith("#"))
+    CARDS.write_text(head + "".join(f"- {json.dumps(row)}\n" for row in found), "utf-8")

@@ -26,8 +26,6 @@ from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {"calibrate", "eval"}  # not of `fit`: see test_calibrate.py and test_evaluation.py
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("**/*.yaml") if path.stem not in OTHERS)
-CARDS = [path for path in CONFIGS if path.parent.name == "cards"]  # all of one form: see test_cards.py
-STEPPED = [path for path in CONFIGS if path not in CARDS or path.stem in ("qwen3-1.7b-80gb", "qwen3-8b-24gb")]
 PAPER_MODELS = {
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
     "qwen2.5-3b": "Qwen/Qwen2.5-3B",
@@ -46,7 +44,7 @@ MODULES = {
 }  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40
-MAX_LINES = 520  # of all files together that are not written by a command
+MAX_LINES = 520  # of all files together
 MAX_OVERLAY_LINES = 13  # comments not counted
 RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml
     "gspo": {  # arXiv 2507.18071, 5.1
@@ -173,7 +171,7 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
     return [f"--{key}={value}" for key, value in changes.items()]
 
 
-@pytest.mark.parametrize("path", STEPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_one_optimizer_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Callable[[str], Path]
 ) -> None:
@@ -268,7 +266,7 @@ def test_configurations_are_short_and_say_how_to_run_them(path: Path) -> None:
 
 
 def test_all_configurations_together_are_short() -> None:
-    files = set((ROOT / "configs").rglob("*.yaml")) - set(CARDS)
+    files = (ROOT / "configs").rglob("*.yaml")
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MAX_LINES
 
 
@@ -291,9 +289,7 @@ def test_every_recipe_is_checked() -> None:
 
 
 def test_every_model_of_the_paper_has_its_file() -> None:
-    paths = {
-        path.stem: lookup(read(path), "model.init_args.policy.init_args.path") for path in set(CONFIGS) - set(CARDS)
-    }
+    paths = {path.stem: lookup(read(path), "model.init_args.policy.init_args.path") for path in CONFIGS}
     known = {stem: name for stem, name in paths.items() if name}
     assert {stem: name for stem, name in known.items() if stem not in SPARROW} == PAPER_MODELS
     assert {known[stem].lower() for stem in SPARROW} == {f"qwen/{stem}" for stem in SPARROW}
