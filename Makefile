@@ -13,7 +13,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools check test test-slow mutants versions sanitize cuda-check cuda-emulate bench-ops bench-rollout bench-trainer bench-compressors bench-methods bench-learner bench-arms bench-stability bench-turns bench-checker bench-reliability bench-distill bench-launches gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools check test test-slow mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,48 +97,18 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
-bench-ops: $(INSTALLED) ## time the ops against plain PyTorch on two cores
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.ops
-
-bench-rollout: $(INSTALLED) ## time whole rollouts against transformers on two cores, half an hour
-	$(BIN)/python -m benchmarks.rollout --device cpu
-
-# CASES="512" and the like; runs that are finished below runs/trainer are not run again
-bench-trainer: $(INSTALLED) $(WARMUP) ## whole training steps beside TRL's GRPOTrainer on two cores, half an hour
-	$(BIN)/python -m benchmarks.trainer --save benchmarks/results $(if $(CASES),--cases $(CASES))
-
-# STORIES=FOLDER says where stories260K is, if not where the tests look for it
-bench-compressors: $(INSTALLED) $(TRAINED) ## measure what every compressor costs in quality, into docs/compressors.md
-	$(BIN)/python -m benchmarks.compressors --save docs $(if $(STORIES),--stories $(STORIES))
-
-bench-methods: $(INSTALLED) $(WARMUP) ## sparse-rl benchmark over every compressor, for the pages in docs/methods
-	$(BIN)/python -m benchmarks.methods --save benchmarks/results
-
-bench-checker: $(INSTALLED) ## how fast answers are checked; DATA=folder of the published benchmarks
-	$(BIN)/python -m benchmarks.checker $(if $(DATA),--data $(DATA))
-
-bench-learner: $(INSTALLED) ## peak memory of the learner's log-probs, all logits against chunks
-	$(BIN)/python -m benchmarks.learner --device cpu
-
-# ARMS="--budgets 30 26 --seeds 0 1" and the like; what is finished below runs/arms is not run again
-bench-arms: $(INSTALLED) $(WARMUP) ## dense, naive, Sparse-RL, replay and all corrections on one task, into docs/; an hour or two
-	$(BIN)/python -m benchmarks.arms --save docs $(ARMS)
-
-# RUNS="--studies main --seeds 10" and the like; a run that has a line in benchmarks/results/stability.jsonl is not run again
-bench-stability: $(INSTALLED) ## the papers' claims at laptop scale, into docs/results.md; some hours
-	$(BIN)/python -m benchmarks.stability --save docs $(RUNS)
-
-bench-turns: $(INSTALLED) ## training on conversations, arm by arm, into docs/turns.md; about an hour
-	$(BIN)/python -m benchmarks.turns --save docs $(RUNS)
-
-bench-distill: $(INSTALLED) $(WARMUP) ## the tail of the acceptance before and after DistillSparse, into docs/sparrow.md
-	$(BIN)/python -m benchmarks.distill --save docs
-
-bench-reliability: $(INSTALLED) ## 200 random faults in small runs: survived and lost, half an hour
-	$(BIN)/python -m benchmarks.reliability --save benchmarks/results
-
-bench-launches: $(INSTALLED) ## count launches, bytes and waits of a GPU's host at real shapes, without a GPU; a minute
-	$(BIN)/python -m benchmarks.launches --save benchmarks/results
+BENCHMARKS := checker compressors launches learner methods ops reliability rollout trainer
+STUDIES := arms distill gradients schedule stability turns
+$(foreach one,arms distill methods schedule trainer,$(eval NEEDS.$(one) := $(WARMUP)))
+NEEDS.compressors := $(TRAINED)
+SET.ops := OMP_WAIT_POLICY=PASSIVE
+$(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
+$(foreach one,launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
+$(foreach one,compressors $(STUDIES),$(eval TOLD.$(one) := --save docs))
+# what each measures and takes: benchmarks/README.md, experiments/README.md
+bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; NAME=? lists them
+	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }
+	$(SET.$(NAME)) $(BIN)/python -m $(if $(filter $(STUDIES),$(NAME)),experiments,benchmarks).$(NAME) $(TOLD.$(NAME)) $(ARGS)
 
 # GPU_PYTHON needs torch, transformers and lightning; RESULTS is the folder of the pages
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

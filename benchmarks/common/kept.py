@@ -29,3 +29,8 @@ def add_options(parser: argparse.ArgumentParser, name: str, page: str) -> None:
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.jsonl")
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     parser.add_argument("--save", type=Path, help=f"folder of {page} and its pictures")
+
+
+def known_as(text: str) -> str:
+    """A text in which the classes of ``experiments`` have the names of before, under which results are kept."""
+    return text.replace("experiments.", "benchmarks.")

@@ -9,9 +9,9 @@ protected; what is compared are the full distributions over the next token. What
 --kept, a file of the repository. ``--save`` writes the tables between their markers in compressors.md and the picture
 beside it.
 
-Without --policy the quickstart's policy is taken from runs/quickstart/policy, where ``make bench-compressors`` puts it
-(``sparse-rl export``), and if there is none the one before training, runs/warmup/policy. The other two come from
-configs/warmup_reduction.yaml and configs/warmup_countdown.yaml.
+Without --policy the quickstart's policy is taken from runs/quickstart/policy, where ``make bench NAME=compressors``
+puts it (``sparse-rl export``), and if there is none the one before training, runs/warmup/policy. The other two come
+from configs/warmup_reduction.yaml and configs/warmup_countdown.yaml.
 """
 
 from __future__ import annotations

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from docs.predictions import COLUMNS, LENGTH, card_row, kept_cards
+from sparse_rl_lightning.cli import main as train
 from sparse_rl_lightning.cli.plan import job_of, main
-from sparse_rl_lightning.cli.training import main as train
 from sparse_rl_lightning.planning import card_of
 from sparse_rl_lightning.planning.memory import CONTEXT, slot_size, states
 from sparse_rl_lightning.planning.propose import ALL_STEPS
-from tests.docs.test_configs import read, shrunk
+from tests.docs.test_configs import read, shrunk, tiny_policy
 
+__all__ = ["tiny_policy"]  # a fixture
 ROWS = kept_cards()
 every_card = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].split('/')[1]}-{row[1]}")
 

@@ -1,0 +1,1 @@
+"""Studies of training: what arms, corrections, schedules and conversations come to. Timing is in ``benchmarks``."""
