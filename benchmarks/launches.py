@@ -27,7 +27,7 @@ from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV, StreamingLLM
-from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.rollout.engine.engine import StepRows
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -102,7 +102,7 @@ def rollout(
             gpu.copy_of(model), method, num_slots, [1], tokenizer=character_tokenizer(), cuda_graphs=False
         )
         settings = SamplingParams(num_generations=SAMPLES, max_completion_length=4096, **params)
-        with drawing(sampler.model):
+        with sampling_mode(sampler.model):
             key = sampler.engine_key(settings, num_slots, PROMPT)
             yield gpu, sampler.scheduler(sampler.engine_for(key), settings, num_slots)
 

@@ -28,7 +28,7 @@ from sparse_rl_lightning.output_head import (
     product_dtype,
 )
 from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles
-from sparse_rl_lightning.policies.replaced import check_reachable, is_plain_linear
+from sparse_rl_lightning.policies.patched import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.cache.running_state import Piece, follow_chunk
+from sparse_rl_lightning.cache.running_state import Piece, update_after_chunk
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.attention import visible_attention
@@ -68,5 +68,5 @@ def append_chunk(
     seen = torch.arange(width, device=at.device) <= newest.unsqueeze(-1)  # (H, Q, N), or (1, Q, N)
     if cache.size.has_state:
         piece = Piece(slot, query, keys.transpose(0, 1), values.transpose(0, 1), rows.hidden, rows.sinks)
-        follow_chunk(compressor, cache, layer, piece, new, positions, seen, weights)
+        update_after_chunk(compressor, cache, layer, piece, new, positions, seen, weights)
     return visible_attention(query, keys, values, seen, g.scale, rows.sinks).to(rows.query.dtype)

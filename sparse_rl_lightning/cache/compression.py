@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
-from sparse_rl_lightning.cache.running_state import follow_step
-from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.running_state import update_after_step
+from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache, SlotSelection
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import gather_heads
@@ -136,10 +136,10 @@ def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> T
 
 
 @dataclass(frozen=True)
-class Event:
+class CompressionEvent:
     """The slots that are compressed now, and to how much."""
 
-    chosen: ChosenSlots
+    chosen: SlotSelection
     budgets: list[list[int]]  # (B) of (L), of each slot at its length
     on_device: Tensor  # (L, B) int64, the same
 
@@ -229,17 +229,17 @@ class Compression:
         if native is not None:
             kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)
             kept.copy_(budgets_there.unsqueeze(-1))
-            cache.compact(ChosenSlots.of(slots, on_device, 0), native, kept, self.compressor, room_there)
+            cache.compact(SlotSelection.of(slots, on_device, 0), native, kept, self.compressor, room_there)
             return
         # one read, and only where heads differ in length
         width = int(cache.lengths[:, on_device].max()) if cache.size.per_head else 0
-        chosen = ChosenSlots.of(slots, on_device, width, starts if turns else None)
-        event = Event(chosen, budgets, budgets_there)
+        chosen = SlotSelection.of(slots, on_device, width, starts if turns else None)
+        event = CompressionEvent(chosen, budgets, budgets_there)
         # all layers are scored before the first entry moves: one op then evicts from all of them
         scores, kept = self._plan(cache, event)
         cache.compact(event.chosen, scores, kept, self.compressor, room_there)
 
-    def _plan(self, cache: SlotCache, event: Event) -> tuple[Tensor, Tensor]:
+    def _plan(self, cache: SlotCache, event: CompressionEvent) -> tuple[Tensor, Tensor]:
         """Scores (L, B, H, N) and budgets (L, B, H) of all layers, several of them at once where that can be."""
         blocks = list(layer_blocks(cache, len(event.budgets)))
         if not self._one_by_one:
@@ -252,7 +252,7 @@ class Compression:
         self._one_by_one = True  # this helped; an error that has other causes is raised again
         return plan
 
-    def _plan_blocks(self, cache: SlotCache, event: Event, blocks: list[range]) -> tuple[Tensor, Tensor]:
+    def _plan_blocks(self, cache: SlotCache, event: CompressionEvent, blocks: list[range]) -> tuple[Tensor, Tensor]:
         plans = [
             self.compressor.propose_eviction(block_state(cache, layers, event.chosen), event.layer_budgets(layers))
             for layers in blocks
@@ -267,7 +267,7 @@ class Compression:
         budgets = torch.cat([plan.budgets for plan in plans])
         return scores.view(*shape, *scores.shape[1:]), budgets.view(*shape, -1)
 
-    def note_step(
+    def record_step(
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
         weights: Tensor | None,
     ) -> None:  # fmt: skip
@@ -283,7 +283,7 @@ class Compression:
             weights: Output projection (Hq, D, E) of the layer, if needed.
         """
         n = len(slots)
-        follow_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
+        update_after_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
 def _store_state(cache: SlotCache, layer: int, slots: Tensor, state: list[Tensor]) -> None:

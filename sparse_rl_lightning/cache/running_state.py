@@ -37,7 +37,7 @@ class Piece:
     sinks: Tensor | None = None  # (Hq) learned ones of the layer
 
 
-def follow_prompt(
+def update_after_prompt(
     compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, numbers: Tensor, weights: Tensor | None
 ) -> None:
     """Update a compressor's running numbers with the tokens of a piece, block by block.
@@ -68,7 +68,7 @@ def follow_prompt(
         )  # fmt: skip
 
 
-def follow_step(
+def update_after_step(
     compressor: Compressor, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None,
     hidden: Tensor, weights: Tensor | None,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def follow_step(
             cache.by_slot(cache.state_pool, layer)[own] = numbers
 
 
-def follow_chunk(
+def update_after_chunk(
     compressor: Compressor, cache: SlotCache, layer: int, piece: Piece, new: Tensor, positions: Tensor, seen: Tensor,
     weights: Tensor | None,
 ) -> None:  # fmt: skip

@@ -320,7 +320,7 @@ class SlotCache:
         self.held[places, positions] = self.entries_held(slots.clamp(min=0))
         return after
 
-    def note_held(self, slots: Tensor) -> None:
+    def record_held(self, slots: Tensor) -> None:
         """Update ``held`` of these slots (n,), whose entries changed after their last token was fed."""
         self.held[slots, self.seen[slots] - 1] = self.entries_held(slots)
 
@@ -370,7 +370,7 @@ class SlotCache:
         self.tokens[places, :longest] = tokens
 
     def compact(
-        self, chosen: ChosenSlots, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
+        self, chosen: SlotSelection, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
     ) -> None:
         """Evict all but the best entries of these slots, and make room for the next tokens.
 
@@ -448,7 +448,7 @@ class SlotCache:
 
 
 @dataclass(frozen=True)
-class ChosenSlots:
+class SlotSelection:
     """Some slots of a cache, each once."""
 
     places: Tensor  # (B) int64, on the device
@@ -457,7 +457,7 @@ class ChosenSlots:
     turn_starts: Tensor | None = None  # (B, n) int64 index of the first token of each turn, in conversations
 
     @classmethod
-    def of(cls, slots: list[int], places: Tensor, width: int, turn_starts: Tensor | None = None) -> ChosenSlots:
+    def of(cls, slots: list[int], places: Tensor, width: int, turn_starts: Tensor | None = None) -> SlotSelection:
         """These slots, which ``places`` (B,) has on the device."""
         neighbors = as_range(slots)
         return cls(places, neighbors if isinstance(neighbors, slice) else places, width, turn_starts)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.cache.running_state import columns, head_columns
-from sparse_rl_lightning.cache.slots import ChosenSlots, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, SlotSelection
 from sparse_rl_lightning.ops.pools import gather_heads, live_entries, to_computed
 from sparse_rl_lightning.records import LayerState
 
@@ -55,7 +55,7 @@ def layer_blocks(cache: SlotCache, num_slots: int) -> Iterator[range]:
         start = stop
 
 
-def block_state(cache: SlotCache, layers: range, chosen: ChosenSlots) -> LayerState:
+def block_state(cache: SlotCache, layers: range, chosen: SlotSelection) -> LayerState:
     """The state of slots in some layers of equal room, as compressors see it: (layers x slots) in place of slots.
 
     Args:

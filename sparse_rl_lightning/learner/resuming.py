@@ -24,7 +24,7 @@ KEY = "sparse_rl_optimizer"
 
 
 @dataclass(frozen=True)
-class Configured:
+class OptimizerDescription:
     """A description of an optimizer and its schedule as configured, for comparison."""
 
     optimizer: str
@@ -33,7 +33,7 @@ class Configured:
     schedule_settings: str
 
     @classmethod
-    def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> Configured:
+    def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> OptimizerDescription:
         """Describe an optimizer and schedule that were just created."""
         groups = [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
         settings = "" if schedule is None else repr(schedule.state_dict())
@@ -129,7 +129,7 @@ def advance(schedule: LRScheduler | None, steps: int) -> None:
             schedule.step()
 
 
-def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
+def apply_settings(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
     """Give an optimizer the settings of another of its class, group by group, except for values it counts itself.
 
     Returns:
@@ -151,7 +151,7 @@ def take_over(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
     return list(changes)
 
 
-def schedule_change(was: Mapping[str, Any], now: Configured) -> list[str]:
+def schedule_change(was: Mapping[str, Any], now: OptimizerDescription) -> list[str]:
     """Descriptions of the differences between a checkpoint's schedule and the configured one."""
     if not was or (was["schedule"], was["schedule_settings"]) == (now.schedule, now.schedule_settings):
         return []

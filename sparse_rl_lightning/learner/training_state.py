@@ -51,7 +51,7 @@ class TrainingState:
         """Whether training continues in the middle of a checkpoint's rollout."""
         return self._block is not None
 
-    def set_aside(self) -> None:
+    def stash(self) -> None:
         """Begin a validation: random numbers drawn during it must not affect training."""
         self._aside = random_state()
 

@@ -26,7 +26,7 @@ from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.resuming import Configured
+from sparse_rl_lightning.learner.resuming import OptimizerDescription
 from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.run_state import RunState
@@ -208,7 +208,7 @@ class PolicyModule(LightningModule):
     def on_validation_start(self) -> None:
         """Prepare like a fit; random numbers drawn during validation must not affect training."""
         PolicyModule.on_fit_start(self)
-        self.training_state.set_aside()
+        self.training_state.stash()
 
     def on_validation_end(self) -> None:
         """Restore training's random state; step a schedule that follows what was measured."""
@@ -224,7 +224,7 @@ class PolicyModule(LightningModule):
             ValueError: If the optimizer or this module refuses one of its numbers.
         """
         optimizer, schedule = self.configured()
-        self.run_state.optimizer = Configured.of(optimizer, schedule)
+        self.run_state.optimizer = OptimizerDescription.of(optimizer, schedule)
         if schedule is None:
             return optimizer
         # Lightning would step one that follows a metric after the checkpoint of the same step is written

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.best_effort import Expendable
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.environments import Environment

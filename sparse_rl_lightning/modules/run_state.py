@@ -19,13 +19,13 @@ from sparse_rl_lightning.learner.resuming import (
     KEY as OPTIMIZER,
 )
 from sparse_rl_lightning.learner.resuming import (
-    Configured,
+    OptimizerDescription,
     advance,
+    apply_settings,
     check_optimizer,
     check_parts,
     check_weights,
     schedule_change,
-    take_over,
 )
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.modules.run_settings import policy_facts, seeds_of, settings_of
@@ -50,7 +50,7 @@ class RunState:
         self.seeds: dict[str, int] = {}
         self.settings: dict[str, str] = {}
         self.policy: dict[str, Any] = {}
-        self.optimizer: Configured | None = None
+        self.optimizer: OptimizerDescription | None = None
         self._changes: list[str] = []
         self._steps: int | None = None  # done by a schedule that has changed
 
@@ -103,7 +103,7 @@ class RunState:
         if self._steps is not None:
             trainer, (optimizer, schedule) = self.module.trainer, self.module.configured()
             advance(schedule, self._steps)
-            changes = take_over(trainer.optimizers[0], optimizer) + changes
+            changes = apply_settings(trainer.optimizers[0], optimizer) + changes
             if schedule is not None:
                 trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
             self._steps = None
@@ -185,7 +185,7 @@ class RunState:
     def _check_optimizer(self, checkpoint: dict[str, Any]) -> None:
         optimizer, schedule = self.module.configured()
         check_optimizer(checkpoint, optimizer)
-        was, now = checkpoint.get(OPTIMIZER, {}), Configured.of(optimizer, schedule)
+        was, now = checkpoint.get(OPTIMIZER, {}), OptimizerDescription.of(optimizer, schedule)
         if was == asdict(now) and now.is_told_apart:
             return  # everything is the checkpoint's, bit by bit
         states = checkpoint["lr_schedulers"]

@@ -21,8 +21,8 @@ from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model
 from sparse_rl_lightning.planning.job import CUDA, Job
-from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.routing import Routers, RoutingShape
+from sparse_rl_lightning.policies.support import check_full_layers, check_length
 from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_decoder, decoder_bytes
 from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, plan_slots, record_bytes, slot_bytes

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.policies.admission import attention_modules, check_supported, linear_modules, steady_length
+from sparse_rl_lightning.policies.support import attention_modules, check_supported, linear_modules, steady_length
 from sparse_rl_lightning.policies.windows import binding_windows, rope_of, rotation_of
 
 

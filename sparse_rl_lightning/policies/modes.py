@@ -57,7 +57,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def drawing(model: PreTrainedModel) -> Iterator[None]:
+def sampling_mode(model: PreTrainedModel) -> Iterator[None]:
     """Context for drawing sequences: no gradients, no dropout, float32 as the default type, and reusable memory.
 
     Tensors allocated under ``inference_mode`` could not be written by the next call, and half precision or float64 as

@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from sparse_rl_lightning.errors import FileError, UserError
 from sparse_rl_lightning.files import check_regular, whole_file
-from sparse_rl_lightning.policies.admission import WORKS
+from sparse_rl_lightning.policies.support import WORKS
 
 LARGEST_JSON = 2**30
 """Bytes of a model's configuration, tokenizer or index of weights."""

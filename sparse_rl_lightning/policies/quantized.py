@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import product_dtype
-from sparse_rl_lightning.policies.replaced import is_plain_linear
+from sparse_rl_lightning.policies.patched import is_plain_linear
 
 Quantization = Literal["nf4", "int8"]
 BLOCK = 64

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.replaced import is_replaced, refusal
+from sparse_rl_lightning.policies.patched import is_patched, refusal
 
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
@@ -96,7 +96,7 @@ class ShadowPolicy:
                 "ZeRO-2 shards all that is large. Use --trainer.strategy=sparse_rl_deepspeed_stage_2."
             )
         for module in policy.modules():
-            if is_replaced(module):
+            if is_patched(module):
                 raise UserError(f"{refusal(module)} Where weights are sharded no module's forward may be replaced.")
         self.policy = policy
         self.version: int | None = None  # version of the weights inside, None without any

@@ -147,7 +147,7 @@ class Bench:
 
         def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
             favorites[slots, at] = logits.argmax(dim=-1)
-            logs.note_end(slots, at, at == last[slots])
+            logs.record_end(slots, at, at == last[slots])
 
         start = now(self.model.device)
         force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)

@@ -44,13 +44,13 @@ class TimedCompression(Compression):
         self.clock.cuts.append((now(device) - start) / len(slots))
         self.clock.events += len(slots)
 
-    def note_step(
+    def record_step(
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
         weights: Tensor | None,
     ) -> None:  # fmt: skip
         """Note and count the seconds of a step in one layer."""
         start = now(hidden.device)
-        super().note_step(cache, layer, slots, positions, probs, hidden, weights)
+        super().record_step(cache, layer, slots, positions, probs, hidden, weights)
         self.clock.notes.append((now(hidden.device) - start) / len(slots))
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
 from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import attention_modules
+from sparse_rl_lightning.policies.support import attention_modules
 from sparse_rl_lightning.policies.windows import deaths_by_layer, recorded_layers
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.replay.death_attention import death_attention

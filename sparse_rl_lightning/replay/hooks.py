@@ -15,8 +15,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.attention import torch_attention
-from sparse_rl_lightning.policies.admission import WORKS, cache_layer
 from sparse_rl_lightning.policies.modes import recomputed_within
+from sparse_rl_lightning.policies.support import WORKS, cache_layer
 from sparse_rl_lightning.replay.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import check_length
+from sparse_rl_lightning.policies.support import check_length
 from sparse_rl_lightning.policies.windows import deaths_by_layer
 from sparse_rl_lightning.records import EvictionRecord, Rollout
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation

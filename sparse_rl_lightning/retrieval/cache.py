@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, Cuts, PackedPrompts, SlotCache
+from sparse_rl_lightning.cache.slots import CacheSize, Cuts, PackedPrompts, SlotCache, SlotSelection
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.select_pages import keep_pages, list_pages, page_counts
@@ -148,7 +148,7 @@ class PagedCache(SlotCache):
         self._refresh(layer, prompts.places)
 
     def compact(
-        self, chosen: ChosenSlots, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
+        self, chosen: SlotSelection, scores: Tensor, budgets: Tensor, compressor: Compressor, room: Tensor
     ) -> None:
         """Compact slots as the base class does, and summarize the pages of the survivors."""
         super().compact(chosen, scores, budgets, compressor, room)

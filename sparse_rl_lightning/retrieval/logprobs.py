@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.admission import attention_modules, check_full_layers, check_length
+from sparse_rl_lightning.policies.support import attention_modules, check_full_layers, check_length
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.hooks import attention_implementation
 from sparse_rl_lightning.retrieval.attention import RETRIEVAL, LearnerPages

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.environments.tools import as_factory
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import longest_sequence
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
+from sparse_rl_lightning.policies.support import check_length
 from sparse_rl_lightning.records import Conversation, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout.conversations import Conversations, Opening, check_not_all_failed, converse

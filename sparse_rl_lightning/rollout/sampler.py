@@ -14,10 +14,10 @@ from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
-from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.policies.routing import Routers
+from sparse_rl_lightning.policies.support import check_full_layers, check_length
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.cache import check_retriever, with_pages
 from sparse_rl_lightning.retrievers import Retriever
@@ -166,7 +166,7 @@ class RolloutSampler:
                 f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
             )
         try:
-            with drawing(self.model):
+            with sampling_mode(self.model):
                 key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.memory_plan)
                 self.memory_plan = key.memory_plan
                 scheduler = self.scheduler(self.engine_for(key), params, key.size.num_slots)
@@ -250,7 +250,7 @@ class RolloutSampler:
         self._engine = self._other = None  # after any failure nothing half made remains
         cache = decoder = None
         if last is not None:
-            key = key.after(last.key)
+            key = key.reuse_memory_of(last.key)
             if last.decoder.serves(self.model, key.geometry, key.head_in_float32):
                 decoder = last.decoder
                 decoder.refresh()
@@ -266,7 +266,7 @@ class RolloutSampler:
                 return own
             del known, own
         del last, other  # free the old pool and copies of weights before allocating new ones
-        self._engine = self.engine_type(self.model, key, cache, decoder, beside=self._other)
+        self._engine = self.engine_type(self.model, key, cache, decoder, shares_memory_with=self._other)
         return self._engine
 
     # ---------------------------------------------------------------- private

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
@@ -39,9 +39,9 @@ class VersionedLogs(SequenceLogs):
         self.version = torch.zeros((), dtype=torch.int32, device=device)  # version of the policy that draws now
         self.drawn["versions"] = self.versions
 
-    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
+    def record(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
         """Log as the base class does, with the current version."""
-        super().note(slots, at, drawn, end_ids)
+        super().record(slots, at, drawn, end_ids)
         self.versions[slots, at] = self.version
 
 
@@ -88,7 +88,7 @@ class RolloutSession:
             raise UserError("turns=True needs a sampler without a retriever: pages are chosen for single tokens.")
         self.sampler, self.params, self.max_prompt_length, self.turns = sampler, params, max_prompt_length, turns
         self._broken = self._is_loaded = False
-        with drawing(sampler.model):
+        with sampling_mode(sampler.model):
             shared = num_sequences is not None
             before = sampler.memory_plan if shared else None
             key = sampler.engine_key(params, slots, max_prompt_length, logs=VersionedLogs, before=before)
@@ -141,12 +141,12 @@ class RolloutSession:
                 "what was saved before, or make a new session."
             )
         self._broken = True
-        with drawing(sampler.model):
+        with sampling_mode(sampler.model):
             is_new = not self.version or (not self.turns if new_weights is None else new_weights)
             if is_new or self._is_loaded:
                 longest = self.max_prompt_length + self.params.max_completion_length
                 self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
-                scheduler.parked.clear()  # prompts that were read with other weights are read again
+                scheduler.cached_prompts.clear()  # prompts that were read with other weights are read again
                 self._logs.version += is_new
                 self._is_loaded = False
             while scheduler.has_unfinished and (

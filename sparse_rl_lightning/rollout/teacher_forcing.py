@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.policies.admission import check_full_layers, check_length
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.modes import sampling_mode
+from sparse_rl_lightning.policies.support import check_full_layers, check_length
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
@@ -44,7 +44,7 @@ class ForcedEngine(Engine):
         slots, at = places[own], at[own]
         self.cache.tokens[slots, at] = self.texts[slots, at]
         wide = logits[own].float()
-        self.logs.note_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())
+        self.logs.record_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())
         self.note(self.logs, slots, at, wide)
 
 
@@ -81,7 +81,7 @@ def force(
         check_full_layers(model, length, type(compression.compressor).__name__)
     geometry = CacheGeometry.of(model, longest=length)
     size = compression.cache_size(geometry, count, max(prompt_lengths), length)
-    with drawing(model):
+    with sampling_mode(model):
         key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
         known = None if turns is None else [_given(row) for row in turns.tolist()]
@@ -123,7 +123,7 @@ def forced_rollout(
     def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
         logs.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
-        logs.note_end(slots, at, at == last[slots])
+        logs.record_end(slots, at, at == last[slots])
 
     longest = int(prompt_lengths.max()) + params.max_completion_length
     compression = Compression(compressor, CacheGeometry.of(model, longest=longest).num_layers)

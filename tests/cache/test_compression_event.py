@@ -138,7 +138,7 @@ class Slots:
                 newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
                 cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)
         cache.seen[chosen] += 1
-        cache.note_held(chosen)
+        cache.record_held(chosen)
         cache.head_state[:, chosen] = torch.rand(cache.head_state[:, chosen].shape, generator=self.g)
 
     def step(self) -> list[int]:

@@ -17,7 +17,7 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import H2O, Combined, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
-from sparse_rl_lightning.policies.modes import drawing
+from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import check_compressor, tiny_model
@@ -238,7 +238,7 @@ def test_a_step_copies_no_keys_and_makes_no_probabilities(rule: Any) -> None:
     policy = tiny_model(initializer_range=0.2, eos_token_id=None, vocab_size=64)
     sampler = RolloutSampler(policy, H2O(budget=300, budget_rule=rule))
     params = SamplingParams(num_generations=16, max_completion_length=500)
-    with drawing(policy):
+    with sampling_mode(policy):
         engine = sampler.engine_for(sampler.engine_key(params, 16, 3))
         run = sampler.scheduler(engine, params, 16)
         run.add([[3, 4, 5]], range(16))

@@ -24,8 +24,8 @@ from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.memory import MOST_PREFILLED, learner, prefill_bytes, slot_size
 from sparse_rl_lightning.planning.seconds import attention_flops, forward_flops, passes, rollout_seconds
-from sparse_rl_lightning.policies.admission import TESTED
 from sparse_rl_lightning.policies.quantized import product_bytes
+from sparse_rl_lightning.policies.support import TESTED
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.logprobs import logprobs_at, sequence_logprobs
-from sparse_rl_lightning.policies.replaced import is_changed
+from sparse_rl_lightning.policies.patched import is_changed
 from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model

@@ -227,7 +227,7 @@ def test_a_compression_event_waits_where_it_is_known_to() -> None:
 def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     captured = {name.split(":")[1] for name in reached(sources(STEP), STEP)}
     assert captured >= {
-        "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.note_end", "penalize",
+        "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.record_end", "penalize",
         "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
         "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
         "PagedCache._refresh", "Decoder.logits", "rms_norm", "silu_mul", "Joined._product", "list_pages",

@@ -63,7 +63,7 @@ def test_prompts_wait_for_their_last_sample_only() -> None:
         session.advance(max_steps=1)
         own = session.scheduler
         of = {number: group.num_waiting for number, group in own.groups.items() if group.num_waiting}
-        known.append((len(own.waiting), sorted(own.parked), of))
+        known.append((len(own.waiting), sorted(own.cached_prompts), of))
     assert known[0] == (5, [0], {0: 1, 1: 4})
     for waiting, read, of in known:
         assert sum(of.values()) == waiting

@@ -31,8 +31,8 @@ from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.output_head import PLAIN, LogitScaling
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.policies.admission import TESTED
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.support import TESTED
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine.decoders import choice, linear_products

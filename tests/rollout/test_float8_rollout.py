@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.cache.slots import ChosenSlots
+from sparse_rl_lightning.cache.slots import SlotSelection
 from sparse_rl_lightning.cache.states import block_state
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
@@ -188,7 +188,7 @@ def test_scores_are_those_of_the_stored_numbers(name: str, dtype: torch.dtype) -
               "pooling": "max", "kernel_size": 7}  # fmt: skip
     for layer, pools in enumerate(cache.layers):
         width = int(cache.lengths[layer, slots].max())
-        state = block_state(cache, range(layer, layer + 1), ChosenSlots.of(slots, torch.tensor(slots), width))
+        state = block_state(cache, range(layer, layer + 1), SlotSelection.of(slots, torch.tensor(slots), width))
         assert pools.keys.dtype == FLOAT8
         given = (state.queries, state.query_positions, state.keys, state.lengths, state.positions, state.scale)
         importance = window_importance(*given, **choice)

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
-from sparse_rl_lightning.policies.admission import attention_modules, cache_layer
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.support import attention_modules, cache_layer
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
-from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.best_effort import Expendable
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout

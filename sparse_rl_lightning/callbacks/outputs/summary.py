@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
-from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.best_effort import Expendable
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts

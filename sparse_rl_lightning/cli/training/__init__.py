@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from sparse_rl_lightning.callbacks.expendable import Expendable
+from sparse_rl_lightning.callbacks.best_effort import Expendable
 from sparse_rl_lightning.cli.commands import COMMANDS
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_from, own_error
 from sparse_rl_lightning.cli.quiet import prepared

@@ -22,10 +22,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sparse_rl_lightning.cache.compression import ENDLESS
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.admission import check_length
 from sparse_rl_lightning.policies.geometry import context_length
-from sparse_rl_lightning.policies.modes import drawing
-from sparse_rl_lightning.policies.replaced import AnswersSome
+from sparse_rl_lightning.policies.modes import sampling_mode
+from sparse_rl_lightning.policies.patched import CacheAwareForward
+from sparse_rl_lightning.policies.support import check_length
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -99,7 +99,7 @@ class CompressedCache(Cache):
         asked = [name for name, value in others.items() if not (name in IGNORED or value is None or value is False)]
         if input_ids is None or asked:
             raise UserError(f"A CompressedCache needs input_ids, and does not compute {', '.join(asked) or 'without'}.")
-        with drawing(self.sampler.model):
+        with sampling_mode(self.sampler.model):
             if self._scheduler is None:
                 _check_positions(others.get("position_ids"), input_ids, attention_mask)
                 self._read(_without_padding(input_ids, attention_mask))
@@ -257,9 +257,9 @@ class _LogitsEngine(Engine):
 
 def answer_with_cache(model: PreTrainedModel) -> None:
     """Wrap the model's ``forward``, once: calls with a :class:`CompressedCache` are answered by the cache."""
-    if not isinstance(model.forward, AnswersSome):
+    if not isinstance(model.forward, CacheAwareForward):
         # a partial of a bound method is copied along with the model; a closure would keep calling this one
-        vars(model)["forward"] = update_wrapper(AnswersSome(_answer, model.forward), model.forward)
+        vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward), model.forward)
 
 
 def _answer(own: Any, *args: Any, **kwargs: Any) -> Any:

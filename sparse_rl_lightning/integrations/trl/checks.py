@@ -13,7 +13,7 @@ from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import disable_dropout, has_dropout
-from sparse_rl_lightning.policies.replaced import check_no_soft_prompt
+from sparse_rl_lightning.policies.patched import check_no_soft_prompt
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 

@@ -91,7 +91,7 @@ class EngineKey:
     head_in_float32: bool = False
     record_routing: bool = False
 
-    def after(self, last: EngineKey) -> EngineKey:
+    def reuse_memory_of(self, last: EngineKey) -> EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
 
         A slot may be larger than needed if its size depends on the prompts; if it depends on the compressor alone, a
@@ -119,7 +119,8 @@ class Engine:
         key: Key that describes the engine.
         cache: Cache of an earlier engine with the same geometry and size; by default it is allocated.
         decoder: Decoder of an earlier engine that still serves the model.
-        beside: Engine on the same cache that is kept, never in use at the same time: graphs share its memory.
+        shares_memory_with: Another engine on this cache, with whose graphs its own share their memory pool; they never
+            run at the same time.
 
     Raises:
         ValueError: If graphs are required, and a decode step cannot be captured, or the decoder or the compressor
@@ -132,7 +133,7 @@ class Engine:
         key: EngineKey,
         cache: SlotCache | None = None,
         decoder: Decoder | None = None,
-        beside: Engine | None = None,
+        shares_memory_with: Engine | None = None,
     ) -> None:
         g, size = key.geometry, key.size
         self.key = key
@@ -145,8 +146,8 @@ class Engine:
         self.logs = key.logs(size.num_slots, size.max_length, key.params, g.device)
         self.end_ids = torch.tensor(key.end_token_ids, dtype=torch.int64, device=g.device)
         self._graphs = self._new_graphs()
-        if self._graphs is not None and beside is not None and beside._graphs is not None:
-            self._graphs.pool = beside._graphs.pool
+        if self._graphs is not None and shares_memory_with is not None and shares_memory_with._graphs is not None:
+            self._graphs.pool = shares_memory_with._graphs.pool
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:
         """Continue with the model's current weights; the graphs are kept if no weight has moved."""
@@ -185,7 +186,7 @@ class Engine:
         Full slots are compressed afterwards by the host, which knows all lengths.
         """
         cache = self.cache
-        # every slot feeds the token it drew last, at the position where it was drawn
+        # each slot feeds its last token, at that token's position
         tokens, positions = cache.begin_step(rows.places)
         hidden = self.run(tokens, positions, self.around(DecodeStep(self, rows, positions)))
         at = cache.end_step(rows.slots, rows.places, positions)
@@ -199,7 +200,7 @@ class Engine:
         occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.penalizes else None
         drawn = draw(logits, params, cache.sequence_keys[places], steps, self.end_ids, occurred)
         cache.tokens[places, at] = drawn.tokens
-        self.logs.note(places, at, drawn, self.end_ids)
+        self.logs.record(places, at, drawn, self.end_ids)
 
     @property
     def has_graphs(self) -> bool:
@@ -241,7 +242,7 @@ class DecodeStep:
         probs = cache.probabilities(layer, len(rows.used))
         out = cache.append_and_attend(layer, rows.slots, projected, transform, probs, sinks)
         weights = self._engine.output_weights(layer)
-        self._engine.compression.note_step(cache, layer, rows.used, self.positions, probs, hidden, weights)
+        self._engine.compression.record_step(cache, layer, rows.used, self.positions, probs, hidden, weights)
         return out
 
 
@@ -341,7 +342,7 @@ def first_error(error: BaseException, outside: BaseException | None) -> BaseExce
 
 
 def is_of_capture(error: BaseException) -> bool:
-    """Whether an error means that something cannot be captured, and not that memory is lacking or broken."""
+    """Whether an error means 'cannot be captured', not out of memory or a fault of the device."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     if isinstance(error, torch.AcceleratorError):

@@ -52,9 +52,9 @@ class RecordingEngine(Engine):
         key: EngineKey,
         cache: SlotCache | None = None,
         decoder: Decoder | None = None,
-        beside: Engine | None = None,
+        shares_memory_with: Engine | None = None,
     ) -> None:
-        super().__init__(model, key, cache, decoder, beside)
+        super().__init__(model, key, cache, decoder, shares_memory_with)
         self.routers, size = Routers(model), key.size
         log = self.cache.other(ExpertLog)  # engines on the same cache share it
         if log is None:

@@ -21,7 +21,7 @@ from sparse_rl_lightning.rollout.engine.sequences import RunningSequence, Sequen
 
 @dataclass(frozen=True)
 class FinishedEvent:
-    """A sequence that has ended, or is broken, in a look."""
+    """A sequence that a check found ended, or broken."""
 
     slot: int
     running: RunningSequence
@@ -31,7 +31,7 @@ class FinishedEvent:
 
 
 class FinishCheck:
-    """One look at the running sequences; queued by creating it.
+    """One check of the running sequences; queued by creating it.
 
     Args:
         running: Running sequences by slot, at least one.
@@ -53,10 +53,10 @@ class FinishCheck:
         self._running = {slot: (running[slot], running[slot].num_fed) for slot in sorted(running)}
         self._pools, self._texts = pools, texts
         tokens = [] if texts is None else [texts.tokens]
-        self._numbers = Download(logs.marks(pools.errors), *tokens)
+        self._numbers = Download(logs.finish_flags(pools.errors), *tokens)
 
     def read(self) -> Iterator[FinishedEvent]:
-        """Yield those that have ended or are broken, by slot; waits where the device has not come to the look yet.
+        """Yield those that have ended or are broken, by slot; waits until the copy has arrived.
 
         Raises:
             RuntimeError: If a CUDA kernel has reported an error.

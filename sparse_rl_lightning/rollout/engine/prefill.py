@@ -1,8 +1,8 @@
 """Prefill: prompts go through the model packed one after the other without padding, long ones in chunks.
 
-A prompt attends to all of itself, whatever its slot keeps in the end: its keys and values are staged outside the cache,
-and each layer is compressed into the slot as soon as its last token is staged. For whole prompts that is one layer at a
-time, so a pack stages one layer; a prompt in chunks stages all layers until its last chunk.
+A prompt attends to its full length even if its slot keeps only a part: its keys and values are staged outside the
+cache, and each layer is compressed into the slot as soon as its last token is staged. For whole prompts that is one
+layer at a time, so a pack stages one layer; a prompt in chunks stages all layers until its last chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.cache.compression import Trigger
-from sparse_rl_lightning.cache.running_state import Piece, follow_prompt
+from sparse_rl_lightning.cache.running_state import Piece, update_after_prompt
 from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, latest
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.attention import causal_attention, packed_attention
@@ -28,7 +28,7 @@ from sparse_rl_lightning.rollout.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt to be read into a slot."""
+    """A prompt to prefill into a slot."""
 
     tokens: list[int]
     slot: int
@@ -165,7 +165,9 @@ class _Pack:
         for slot, count in self.pieces:
             own = slice(start, start + count)
             state.append(_no_numbers(self.cache, count))
-            _follow(self._engine, layer, Piece(slot, query[own], key[own], value[own], hidden[own], sinks), state[-1])
+            _update_state(
+                self._engine, layer, Piece(slot, query[own], key[own], value[own], hidden[own], sinks), state[-1]
+            )
             start = own.stop
         return state
 
@@ -205,7 +207,7 @@ class _Chunks:
         out[:count] = causal_attention(query[:count], seen_keys, seen_values, g.scale, sinks=sinks)
         if cache.size.has_state:
             piece = Piece(self.prompt.slot, query[:count], seen_keys, seen_values, hidden[:count], sinks)
-            _follow(self._engine, layer, piece, self._state[layer])
+            _update_state(self._engine, layer, piece, self._state[layer])
         ring = cache.size.num_queries
         if ring:
             # only the chunk's last queries can stay in the ring, until later chunks overwrite them
@@ -231,6 +233,8 @@ def _no_numbers(cache: SlotCache, length: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=cache.key_pool.device)
 
 
-def _follow(engine: Engine, layer: int, piece: Piece, numbers: Tensor) -> None:
+def _update_state(engine: Engine, layer: int, piece: Piece, numbers: Tensor) -> None:
     """Update running numbers (H, T, C) with a piece of a prompt."""
-    follow_prompt(engine.compression.compressor, engine.cache, layer, piece, numbers, engine.output_weights(layer))
+    update_after_prompt(
+        engine.compression.compressor, engine.cache, layer, piece, numbers, engine.output_weights(layer)
+    )

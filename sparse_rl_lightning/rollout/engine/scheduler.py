@@ -1,9 +1,9 @@
 """Scheduler: the queue of sequences, the slots in use, and when to compress, close and refill them.
 
 The host knows the length of every slot without asking the device: a step adds one entry, a compression leaves the
-budget for the sequence's length. So it decides alone when to compress, and looks only every few steps which sequences
-have finished. Where a look waits, the host reads it when the next window of steps is queued already, so that the device
-never idles for it. Tokens drawn between a sequence's end and the reading are discarded.
+budget for the sequence's length. So it decides alone when to compress, and checks only every few steps which sequences
+have finished. On a GPU the flags of that check are read after the next steps have been queued, so the device never
+waits for the host. Tokens drawn between a sequence's end and the reading are discarded.
 
 :class:`~sparse_rl_lightning.rollout.RolloutSampler` calls its steps until nothing is left. The compression of
 a full slot is in ``cache/compression.py``.
@@ -38,7 +38,7 @@ def steps_per_check(device: torch.device) -> int:
 def steps_past_end(device: torch.device) -> int:
     """The most decode steps that a sequence goes on after its end, until the host has read that it has ended."""
     every = steps_per_check(device)
-    return 0 if every == 1 else 2 * every  # looks are read one window late
+    return 0 if every == 1 else 2 * every  # finish checks are read one interval late
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Progress:
     active: int  # sequences in slots
     finished: int
     total: int
-    tokens: int  # of completions so far, given ones included
+    tokens: int  # of completions so far, observations included
 
 
 @dataclass(frozen=True)
-class ParkedPrompt:
+class CachedPrompt:
     """A prompt that went through the model, kept for samples that are still waiting for a slot."""
 
     prefill: Prefill
@@ -94,10 +94,10 @@ class Scheduler:
         self.waiting: list[int] = []  # sequence numbers, next one last
         self.running: dict[int, RunningSequence] = {}  # by slot
         self.free = list(range(num_slots))[::-1]
-        self.parked: dict[int, ParkedPrompt] = {}  # by prompt number
+        self.cached_prompts: dict[int, CachedPrompt] = {}  # by prompt number
         self.num_prompts = self.num_steps = self.num_finished = self.num_tokens = self.prefill_peak_bytes = 0
-        self._rows: StepRows | None = None  # rows of the slots in use, until these change
-        self._check: FinishCheck | None = None  # queued behind the last window of steps, not read yet
+        self._rows: StepRows | None = None  # of the active slots, until these change
+        self._check: FinishCheck | None = None  # in flight: queued, not read yet
 
     # ---------------------------------------------------------------- input and output
 
@@ -115,7 +115,7 @@ class Scheduler:
 
     def load(self, waiting: Iterable[int], running: Mapping[int, RunningSequence]) -> None:
         """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        self.waiting, self.parked, self._rows, self._check = list(waiting), {}, None, None
+        self.waiting, self.cached_prompts, self._rows, self._check = list(waiting), {}, None, None
         self.running = dict(running)
         for group in self.groups.values():
             group.num_waiting = 0
@@ -209,7 +209,7 @@ class Scheduler:
 
     @property
     def _is_over(self) -> bool:
-        """Whether all running sequences have ended by their length, if not earlier."""
+        """Whether all running sequences have reached their limit of length."""
         return all(one.num_fed >= one.last for one in self.running.values())
 
     def prepare(self) -> bool:
@@ -224,7 +224,7 @@ class Scheduler:
         """Give free slots to waiting sequences and draw their first tokens; returns whether there were any.
 
         A prompt goes through the model once, into the slot of its first sample, and is copied to the others. If slots
-        run out in the middle of a group, a copy is parked outside the cache for the samples that are still waiting.
+        run out in the middle of a group, a copy is cached outside the cache for the samples that are still waiting.
         """
         admitted: dict[int, list[int]] = {}  # slots of each prompt
         while self.waiting and self.free:
@@ -236,27 +236,27 @@ class Scheduler:
         if not admitted:
             return False
         self._rows = None
-        # prompts that were prefilled for earlier samples come back from their parked copy, the others are prefilled now
+        # prompts that were prefilled for earlier samples come back from their cached copy, the others are prefilled now
         for number, slots in admitted.items():
-            if number in self.parked:
-                parked = self.parked[number]
-                self.cache.restore(slots[0], parked.content, parked.prefill.held)
-        self._prefill({number: slots for number, slots in admitted.items() if number not in self.parked})
+            if number in self.cached_prompts:
+                cached = self.cached_prompts[number]
+                self.cache.restore(slots[0], cached.content, cached.prefill.held)
+        self._prefill({number: slots for number, slots in admitted.items() if number not in self.cached_prompts})
         # the first slot of each prompt now has it in either case; the others get copies
         logits = list[Tensor]()
         for number, slots in admitted.items():
-            # a parked copy is kept as long as a sample needs it
-            parked = self.parked[number] if self.groups[number].num_waiting else self.parked.pop(number)
-            logits += [parked.logits] * len(slots)
+            # a cached copy is kept as long as a sample needs it
+            cached = self.cached_prompts[number] if self.groups[number].num_waiting else self.cached_prompts.pop(number)
+            logits += [cached.logits] * len(slots)
             for slot in slots:
-                self.running[slot].begin(parked.prefill.room, parked.prefill.evicted)
+                self.running[slot].begin(cached.prefill.room, cached.prefill.evicted)
         places, keys, sources, copies = self._upload(admitted)
         if len(copies):
             self.cache.fork(sources, copies)
         self.logs.begin(places)
         # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
         self.cache.sequence_keys[places] = keys
-        self.cache.note_held(places)
+        self.cache.record_held(places)
         # the logits of the prompt's last token give every sample its first one
         self.engine.draw(torch.stack(logits), places, self.cache.seen[places])
         return True
@@ -277,7 +277,7 @@ class Scheduler:
         return upload([slots, keys, sources, copies], self.cache.tokens.device)
 
     def _prefill(self, admitted: dict[int, list[int]]) -> None:
-        """Prefill prompts, each into the first of its slots; all are parked until their samples have slots."""
+        """Prefill prompts, each into the first of its slots; all are cached until their samples have slots."""
         if not admitted:
             return
         engine, number_of = self.engine, {slots[0]: number for number, slots in admitted.items()}
@@ -285,19 +285,21 @@ class Scheduler:
         self.cache.begin(list(number_of), tokens, [prompt_key(self.params.seed, own) for own in tokens])
         trigger = engine.compression.trigger
         prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
-        parked_bytes = sum(parked.nbytes for parked in self.parked.values())
+        cached_bytes = sum(cached.nbytes for cached in self.cached_prompts.values())
         try:
             for prompt, logits, staged in prefill(engine, prompts, self.max_prefill_tokens):
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 is_wanted = self.groups[number].num_waiting > 0
                 content = self.cache.save(prompt.slot, len(prompt.tokens), prompt.held) if is_wanted else {}
-                self.parked[number] = ParkedPrompt(prompt, logits, content, self.cache.content_bytes(content))
-                parked_bytes += self.parked[number].nbytes
-                self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + parked_bytes)
+                self.cached_prompts[number] = CachedPrompt(prompt, logits, content, self.cache.content_bytes(content))
+                cached_bytes += self.cached_prompts[number].nbytes
+                self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + cached_bytes)
         except ValueError as error:
-            # prompts are parked one by one: the others are those that could not be read
-            missing = [slot for number, slots in admitted.items() if number not in self.parked for slot in slots]
+            # prompts are cached one by one: the others are those that could not be read
+            missing = [
+                slot for number, slots in admitted.items() if number not in self.cached_prompts for slot in slots
+            ]
             sequences = [self.running[slot].sequence for slot in missing]
             raise UserError(
                 f"Reading the prompts of sequences {sequences}, at decode step {self.num_steps}: {error}"
@@ -311,7 +313,7 @@ class Scheduler:
             self._rows = StepRows.of(sorted(self.running), count, self.cache.size.num_slots, device)
         self.engine.decode(self._rows)
         self.num_steps += 1
-        # no read from the device: the host counts along, and knows what the compression that follows will leave
+        # no read from the device: lengths are tracked on the host
         return sorted(slot for slot, one in self.running.items() if one.feed(1, self.engine.compression.trigger))
 
     def _compress(self, full: list[int]) -> bool:
@@ -326,7 +328,7 @@ class Scheduler:
             # nothing has finished, so the error is about a sequence that is still running
             if not self._close():
                 raise
-            own = {slot: one for slot, one in self.in_slots.items() if one.num_fed < one.last}  # who may go on
+            own = {slot: one for slot, one in self.in_slots.items() if one.num_fed < one.last}  # still running
             self.compress([slot for slot in full if slot in own], own)
             return True
         return False
@@ -353,27 +355,27 @@ class Scheduler:
             texts = NewestTokens(self.stop, self.running, self.cache.tokens, self.params.min_completion_length)
         return FinishCheck(self.running, self.logs, self.cache.pools, self.num_steps, texts)
 
-    def _close_by(self, look: FinishCheck) -> bool:
-        """Copy out the sequences that have finished by a look, and free their slots; returns whether there were any."""
-        sightings = list(look.read())
-        bad = {s.running.sequence: s.broken - s.running.prompt_length for s in sightings if s.broken is not None}
+    def _close_by(self, check: FinishCheck) -> bool:
+        """Copy out the sequences that have finished by a check, and free their slots; returns whether any have."""
+        ended = list(check.read())
+        bad = {s.running.sequence: s.broken - s.running.prompt_length for s in ended if s.broken is not None}
         if bad:
             raise UserError(
-                f"The model's logits are NaN or infinite. Found at decode step {look.num_steps}; sequences and the "
+                f"The model's logits are NaN or infinite. Found at decode step {check.num_steps}; sequences and the "
                 f"completion token from which on they are: {bad}. Look for NaN in the model's weights, or for numbers "
                 f"that are too large for {self.cache.geometry.dtype}."
             )
-        closed = [seen.slot for seen in sightings]
-        for seen in sightings:
-            one = self.running.pop(seen.slot)
-            assert one is seen.running, "a slot changed hands between a look and its reading"
-            self.end(seen.slot, one, seen.end, seen.by_token)
+        closed = [event.slot for event in ended]
+        for event in ended:
+            one = self.running.pop(event.slot)
+            assert one is event.running, "a slot was reassigned while a finish check was in flight"
+            self.end(event.slot, one, event.end, event.by_token)
         if closed:
             self._rows = None
         return bool(closed)
 
     def end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> None:
-        """Keep what a sequence is whose last token has index ``end``, and free its slot."""
+        """Store the finished sequence whose last token has index ``end``, and free its slot."""
         number, sample = divmod(one.sequence, self.params.num_generations)
         self.groups[number].finished[sample] = self.finished.copy(self.cache, self.logs, slot, one, end, by_token)
         self.num_tokens += end + 1 - one.prompt_length

@@ -56,7 +56,7 @@ class SequenceLogs:
         self.end.index_fill_(0, slots, UNLIMITED)
         self.broken.index_fill_(0, slots, UNLIMITED)
 
-    def note(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
+    def record(self, slots: Tensor, at: Tensor, drawn: Drawn, end_ids: Tensor) -> None:
         """Log tokens that have just been drawn.
 
         Args:
@@ -66,23 +66,23 @@ class SequenceLogs:
             end_ids: Tokens (E,) that end a sequence.
         """
         self.logprobs[slots, at] = drawn.logprobs
-        self.note_broken(slots, at, drawn.logprobs.isnan())
+        self.record_broken(slots, at, drawn.logprobs.isnan())
         if self.behavior is not None and drawn.behavior is not None:
             self.behavior[slots, at] = drawn.behavior
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
             self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
-        self.note_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
+        self.record_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
-    def note_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
+    def record_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
         _note_first(self.broken, slots, at, is_broken)
 
-    def note_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
+    def record_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
         """Log that tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
         _note_first(self.end, slots, at, is_end)
 
-    def marks(self, errors: Tensor | None) -> Tensor:
+    def finish_flags(self, errors: Tensor | None) -> Tensor:
         """A copy (3, S + 1) of what the host looks at: first end tokens, first broken tokens, errors of kernels."""
         faults = torch.zeros_like(self.end) if errors is None else errors.expand_as(self.end).to(torch.int64)
         return torch.stack([self.end, self.broken, faults])

@@ -18,10 +18,10 @@ from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.attention import causal_attention
-from sparse_rl_lightning.policies.admission import refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.routing import Routers, recording, replayed_routing
+from sparse_rl_lightning.policies.support import refusal
 from sparse_rl_lightning.policies.windows import layer_windows
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder
 

@@ -23,9 +23,9 @@ from sparse_rl_lightning.cache.linear_states import Run
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.output_head import LogitScaling
-from sparse_rl_lightning.policies.admission import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import exact_angles
+from sparse_rl_lightning.policies.support import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
@@ -44,7 +44,7 @@ class TransformersDecoder(Decoder):
     """A causal language model as a function of packed tokens, through its own forward pass.
 
     Args:
-        model: Model that :func:`~sparse_rl_lightning.policies.admission.check_supported` admits.
+        model: Model that :func:`~sparse_rl_lightning.policies.support.check_supported` admits.
         geometry: Sizes and compute type of the model.
         in_float32: Whether logits are float32, not rounded to the compute type.
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.replaced import is_changed
+from sparse_rl_lightning.policies.patched import is_changed
 
 PACKED_ROWS = 16  # number of rows that the packed layout of weights is chosen for; it works for any
 

@@ -27,7 +27,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.replaced import is_changed, is_replaced, refusal, uncompiled
+from sparse_rl_lightning.policies.patched import is_changed, is_patched, refusal, uncompiled
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
@@ -222,7 +222,7 @@ def _check_native(decoder: Any) -> None:
     parts = (module for layer in decoder.layers for module in (layer, layer.self_attn))
     passed_over: list[nn.Module] = [decoder, decoder.rotary_emb, *parts]
     for module in passed_over:
-        if is_replaced(module):
+        if is_patched(module):
             raise UserError(refusal(module))
     for module in passed_over:
         if module._forward_hooks or module._forward_pre_hooks:

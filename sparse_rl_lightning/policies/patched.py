@@ -14,23 +14,23 @@ from torch import nn
 from sparse_rl_lightning.errors import UserError
 
 
-class AnswersSome(partial[Any]):
+class CacheAwareForward(partial[Any]):
     """A ``forward`` set on an object that answers calls of its own kind, and leaves all others to its first argument.
 
     A kind of its own, not an attribute: those are copied to what is wrapped around it.
     """
 
 
-def is_replaced(module: nn.Module) -> bool:
+def is_patched(module: nn.Module) -> bool:
     """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
 
     Compilation, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
-    and does not count; nor does :class:`AnswersSome`.
+    and does not count; nor does :class:`CacheAwareForward`.
     """
     module = uncompiled(module)
     own = vars(module).get("forward")
     own = getattr(own, "_torchdynamo_orig_callable", own)
-    own = own.args[0] if isinstance(own, AnswersSome) else own
+    own = own.args[0] if isinstance(own, CacheAwareForward) else own
     own = getattr(own, "__func__", own)
     return own is not None and own is not type(module).forward
 
@@ -38,7 +38,7 @@ def is_replaced(module: nn.Module) -> bool:
 def is_changed(module: nn.Module) -> bool:
     """Whether calling the module may do more than its class shows: forward hooks, or a replaced forward."""
     both = (module, uncompiled(module))
-    return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_replaced(module)
+    return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_patched(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = [hook for hooks in kinds for hook in hooks.values()]
     has_own = any(not getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks)
-    return type(module) is nn.Linear and not has_own and not is_replaced(module)
+    return type(module) is nn.Linear and not has_own and not is_patched(module)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -62,7 +62,7 @@ def check_reachable(model: Any) -> None:
     check_no_soft_prompt(model)
     wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
     for module in (model, wrapped):
-        if isinstance(module, nn.Module) and is_replaced(module):
+        if isinstance(module, nn.Module) and is_patched(module):
             raise UserError(refusal(module))
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import LogitScaling, output_head
-from sparse_rl_lightning.policies.replaced import check_reachable
+from sparse_rl_lightning.policies.patched import check_reachable
 from sparse_rl_lightning.policies.windows import GROWING, LINEAR, layer_windows, rope_of, rotation_of
 
 TESTED = (
