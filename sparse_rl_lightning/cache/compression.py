@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.running_state import follow_step
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
+from sparse_rl_lightning.cache.running_state import follow_step
 from sparse_rl_lightning.cache.slots import CacheSize, ChosenSlots, PackedPrompts, SlotCache
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
