@@ -77,7 +77,7 @@ SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1 -DSPARSE_RL_NO_CLONES
 sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and undefined-behavior sanitizers
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
-	cp -r sparse_rl_lightning tests cuda_ext setup.py pyproject.toml LICENSE CHANGELOG.md README.md $(SANITIZED)/
+	cp -r sparse_rl_lightning exact_answers tests cuda_ext setup.py pyproject.toml LICENSE CHANGELOG.md README.md $(SANITIZED)/
 	rm -f $(SANITIZED)/sparse_rl_lightning/*.so
 	cd $(SANITIZED) && SPARSE_RL_BUILD=cpu SPARSE_RL_CFLAGS="$(SANITIZER)" $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && PYTHONPATH=. OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
@@ -145,7 +145,7 @@ format: $(INSTALLED) ## let ruff and nbstripout rewrite what they can
 	$(BIN)/ruff format .
 	$(if $(NOTEBOOKS),$(BIN)/nbstripout $(NOTEBOOKS))
 
-typecheck: $(INSTALLED) ## mypy --strict on the package
+typecheck: $(INSTALLED) ## mypy --strict on the packages
 	$(BIN)/mypy
 
 # A wheel for every CPU; SPARSE_RL_BUILD=python builds one without native library, for every machine.

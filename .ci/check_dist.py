@@ -25,6 +25,7 @@ from packaging.utils import parse_sdist_filename, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sparse_rl_lightning"
+PACKAGES = (PACKAGE, "exact_answers")
 SOURCE_ONLY = ("cuda_ext/", "configs/", f"{PACKAGE}.egg-info/")
 SOURCE_FILES = {
     "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml", "setup.cfg",
@@ -48,14 +49,14 @@ def compare(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
 
 
 def check_source(archive: Path) -> bytes:
-    """Package, native sources and configurations, and no tests, runs or libraries; returns the metadata."""
+    """Packages, native sources and configurations, and no tests, runs or libraries; returns the metadata."""
     with tarfile.open(archive) as files:
         names = {m.name.partition("/")[2]: m for m in files.getmembers() if m.isfile()}
         metadata = files.extractfile(names["PKG-INFO"])
         assert metadata
         content = metadata.read()
     rest = {name for name in names if not name.startswith(SOURCE_ONLY)}
-    compare(archive.name, rest, SOURCE_FILES | here(PACKAGE))
+    compare(archive.name, rest, SOURCE_FILES.union(*map(here, PACKAGES)))
     native = {name for name in names if name.startswith("cuda_ext/")}
     compare(f"cuda_ext of {archive.name}", native, here("cuda_ext", ".cpp", ".cu", ".cuh", ".h", ".md", ".py"))
     compare(f"configs of {archive.name}", (n for n in names if n.startswith("configs/")), here("configs", ".yaml"))
@@ -63,12 +64,12 @@ def check_source(archive: Path) -> bytes:
 
 
 def check_wheel(wheel: Path) -> tuple[bytes, bytes]:
-    """The package and nothing else; returns the metadata and all that its native libraries are made of."""
+    """The two packages and nothing else; returns the metadata and all that its native libraries are made of."""
     with zipfile.ZipFile(wheel) as files:
         info = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
         own = {name for name in files.namelist() if not name.startswith(info.partition("/")[0])}
         libraries = {name for name in own if name.endswith(".abi3.so")}
-        compare(wheel.name, own - libraries, here(PACKAGE))
+        compare(wheel.name, own - libraries, set().union(*map(here, PACKAGES)))
         return files.read(info), b"".join(map(files.read, sorted(libraries)))
 
 

@@ -37,6 +37,8 @@ BUILDERS = ("jsonargparse", "lightning.pytorch.cli")
 ADDRESS = re.compile(r"^<| at 0x[0-9A-Fa-f]+")
 """The text of an object that says where it lies."""
 PACKAGE = Path(__file__).resolve().parent
+ANSWERS = PACKAGE.with_name("exact_answers")
+"""The answer checker, which counts as a part of those parts that import it."""
 LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED = {"site-packages", "dist-packages"}
 PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
@@ -72,9 +74,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def sources(kind: Any) -> str:
     """A hash of a class's or function's code: its file, and those of its own that the file imports, in turn.
 
-    Of this package these are files of the same folder: the version says which the others are. Of a user's they are all
-    that lie below the folder it is imported from. A class has the files of its bases too. A file is read again when its
-    module is imported again, so that edits during a run are not taken for what runs.
+    Of this package these are files of the same folder, and of the answer checker: the version says which the others
+    are. Of a user's they are all that lie below the folder it is imported from. A class has the files of its bases too.
+    A file is read again when its module is imported again, so that edits during a run are not taken for what runs.
     """
     kinds = inspect.getmro(kind) if isinstance(kind, type) else (kind,)
     files = {file for one in kinds for file in _files(one)}
@@ -281,16 +283,22 @@ def _files(kind: Any) -> set[Path]:
 
 def _with_imports(file: Path, root: Path) -> set[Path]:
     """A file and what it imports, in turn, of the same part of this package, or of the user's below ``root``."""
-    is_own = file.is_relative_to(PACKAGE)
-    within = PACKAGE / file.relative_to(PACKAGE).parts[0] if is_own else root
+    ours = is_own(file)
+    part = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
+    within = (part, ANSWERS) if ours else (root,)
     found, waiting = set[Path](), [file]
     while waiting and len(found) < LIMIT:
         one = waiting.pop()
         if one not in found:
             found.add(one)
-            near = (path for path in _imported(one, root) if path.is_relative_to(within))
-            waiting += [path for path in near if is_own or not is_installed(path)]
+            near = (path for path in _imported(one, root) if any(map(path.is_relative_to, within)))
+            waiting += [path for path in near if ours or not is_installed(path)]
     return found
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file is of this library, the answer checker's among them."""
+    return path.is_relative_to(PACKAGE) or path.is_relative_to(ANSWERS)
 
 
 def is_installed(path: Path) -> bool:

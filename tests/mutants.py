@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
 JUDGED = ROOT / "tests" / "mutants_judged.json"
-AREAS: dict[str, tuple[str, ...]] = {  # globs below the package
+AREAS: dict[str, tuple[str, ...]] = {  # globs below the package, or of exact_answers beside it
     "mathematics": ("acceptance.py", "advantages.py", "corrections.py", "logprobs.py", "losses.py", "output_head.py"),
     "evictions and replay": ("evictions.py", "replay/*.py"),
     "cache": ("cache/*.py",),
@@ -40,7 +40,7 @@ AREAS: dict[str, tuple[str, ...]] = {  # globs below the package
     "corrections' callbacks": ("callbacks/corrections/*.py", "callbacks/base.py"),
     "checkpoints": ("checkpoints/*.py",),
     "data": ("data/*.py",),
-    "rewards": ("rewards/*.py", "rewards/math/*.py"),
+    "rewards": ("rewards/*.py", "exact_answers/*.py"),
     "environments": ("environments/*.py",),
     "distributed and down-sampling": ("distributed/*.py", "downsampling/*.py"),
 }
@@ -62,7 +62,7 @@ class Mutant:
     """One change of one place."""
 
     area: str
-    file: str  # below the package
+    file: str  # below the package, or of exact_answers beside it
     line: int
     place: str  # qualified name of the function or class
     before: str
@@ -73,6 +73,16 @@ class Mutant:
     def name(self) -> str:
         """A name that lasts as long as the place does."""
         return f"{self.file}:{self.place}: {self.before} -> {self.after}"
+
+
+def path_of(file: str, tree: Path) -> Path:
+    """Where a mutant's file lies in a copy of the tree."""
+    return tree / (file if file.startswith("exact_answers/") else f"sparse_rl_lightning/{file}")
+
+
+def file_of(path: Path, tree: Path) -> str:
+    """The name of a file in the name of its mutants."""
+    return path.relative_to(tree).as_posix().removeprefix("sparse_rl_lightning/")
 
 
 # ---------------------------------------------------------------- places
@@ -138,7 +148,7 @@ def places(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[ast.AS
 def mutants_of(area: str, path: Path, dice: random.Random) -> Iterator[Mutant]:
     """All mutants of a file."""
     source = path.read_text(encoding="utf-8")
-    file = path.relative_to(ROOT / "sparse_rl_lightning").as_posix()
+    file = file_of(path, ROOT)
     for found, place in places(ast.parse(source)):
         node: Any = found
         new = changed(node, dice)
@@ -155,7 +165,7 @@ def sample(number: int, seed: int) -> list[Mutant]:
     dice, drawn = random.Random(seed), []
     pools = {}
     for area, globs in AREAS.items():
-        files = sorted({path for one in globs for path in (ROOT / "sparse_rl_lightning").glob(one)})
+        files = sorted({path for one in globs for path in ROOT.glob(path_of(one, Path()).as_posix())})
         pools[area] = [one for path in files for one in mutants_of(area, path, dice)]
         dice.shuffle(pools[area])
     seen = set[tuple[str, int]]()
@@ -226,7 +236,7 @@ def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, floa
 
         def measure(share: int) -> None:
             files = BUILD / f"durations-{share}.json", BUILD / f"coverage-{share}"
-            counted = ["-m", "coverage", "run", "--source=sparse_rl_lightning", f"--data-file={files[1]}"]
+            counted = ["-m", "coverage", "run", "--source=sparse_rl_lightning,exact_answers", f"--data-file={files[1]}"]
             command = [*counted, *PYTEST, "-p", "mutants", *shares[share]]
             ran(tree, command, MUTANTS_DURATIONS=str(files[0]))
 
@@ -249,7 +259,7 @@ def _covered(tree: Path, jobs: int) -> dict[str, Any]:
         data.read()
         for file in data.measured_files():
             for line, contexts in data.contexts_by_lineno(file).items():
-                lines[str(Path(file).relative_to(tree / "sparse_rl_lightning"))][line] += filter(None, contexts)
+                lines[file_of(Path(file), tree)][line] += filter(None, contexts)
     return {"lines": lines, "seconds": seconds}
 
 
@@ -298,7 +308,7 @@ def judged(mutant: Mutant, tree: Path, tests: list[str], limit: float) -> str:
     """What becomes of a mutant: caught, too slow, survived, or not covered."""
     if not tests:
         return "not covered"
-    path = tree / "sparse_rl_lightning" / mutant.file
+    path = path_of(mutant.file, tree)
     source = path.read_text(encoding="utf-8")
     path.write_text(applied(source, mutant), encoding="utf-8")
     try:

@@ -27,8 +27,18 @@ from sparse_rl_lightning.compressors import Combined, KNorm, QFilters, TriAttent
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.environments import Calculator, Environment
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.fingerprints import LIMIT, PACKAGE, WHOLE, _files, fingerprint, sources, weights_digest
+from sparse_rl_lightning.fingerprints import (
+    ANSWERS,
+    LIMIT,
+    PACKAGE,
+    WHOLE,
+    _files,
+    fingerprint,
+    sources,
+    weights_digest,
+)
 from sparse_rl_lightning.rewards import boxed_math_reward
+from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
@@ -287,9 +297,14 @@ def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:
     assert {"compressors/combined.py", "compressors/entries.py", "compressors/base.py"} <= names
     assert "compressors/knorm.py" not in names
     assert {name.partition("/")[0] for name in names} == {"compressors"}
-    assert {"rewards/math/boxes.py", "rewards/functions.py"} <= {
-        path.relative_to(PACKAGE).as_posix() for path in _files(boxed_math_reward)
-    }
+    names = {path.relative_to(PACKAGE.parent).as_posix() for path in _files(boxed_math_reward)}
+    checker = {path.relative_to(PACKAGE.parent).as_posix() for path in ANSWERS.rglob("[!_]*.py")}
+    assert len(checker) > 15
+    assert checker - {"exact_answers/symbolic/worker.py"} <= names  # a script, which nobody imports
+    assert {name.rsplit("/", 1)[0] for name in names if not name.startswith("exact_")} == {
+        "sparse_rl_lightning/rewards", "sparse_rl_lightning/rewards/math",
+    }  # fmt: skip
+    assert {path.parts[-2] for path in _files(MathChecker.__base__)} == {"exact_answers", "spellings", "symbolic"}
 
 
 def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:

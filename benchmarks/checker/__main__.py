@@ -24,9 +24,9 @@ from random import Random
 from benchmarks.checker.conventions import conventions
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
+from exact_answers import MathChecker, compare, structure, text, values
 from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.data.published import PUBLISHED
-from sparse_rl_lightning.rewards.math import MathChecker, compare, structure, text, values
 
 Cases = list[tuple[str, str]]  # completion, gold
 FILLER = "We set up the equation and solve it step by step, {so} the rest follows. " * 40

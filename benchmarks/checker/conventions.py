@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.common.pages import insert, mark
 from benchmarks.common.tables import Table
+from exact_answers import CONVENTIONS, MathChecker, extract_answer
+from exact_answers.exact_numbers import parse_number
 from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.data.published import PUBLISHED
-from sparse_rl_lightning.rewards.exact_numbers import parse_number
-from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker, extract_answer
 
 BEGIN = mark("benchmarks.checker")
 Case = tuple[str, str, float]  # completion, gold answer, tolerance

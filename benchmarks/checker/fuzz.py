@@ -7,7 +7,7 @@ Texts are what a fuzzer makes of bytes: half of them read as UTF-8, lone surroga
 words of LaTeX. Every text is searched for a box, normalized, read, and compared with a second one and with itself. It
 ends with an error at the first text on which a function raises, takes more than a second of processor time, or does not
 find a text equal to itself. math-verify is never asked.
-``tests/rewards/test_math_fuzz.py`` asks for the same of random texts without instrumentation.
+``tests/exact_answers/test_math_fuzz.py`` asks for the same of random texts without instrumentation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 import atheris
 
 with atheris.instrument_imports(include=["sparse_rl_lightning.rewards"]):
-    from sparse_rl_lightning.rewards.math import MAX_BOX, answer_kind, extract_boxed
-    from sparse_rl_lightning.rewards.math.boxes import is_within_limits
-    from sparse_rl_lightning.rewards.math.compare import Comparison
-    from sparse_rl_lightning.rewards.math.structure import without_braces
-    from sparse_rl_lightning.rewards.math.text import plain_text, tidy
+    from exact_answers import MAX_BOX, answer_kind, extract_boxed
+    from exact_answers.boxes import is_within_limits
+    from exact_answers.compare import Comparison
+    from exact_answers.structure import without_braces
+    from exact_answers.text import plain_text, tidy
 
 SECONDS_PER_INPUT = 1.0
 WORDS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 
-SOURCES = ("sparse_rl_lightning", "cuda_ext", "benchmarks", "experiments", "tests", "configs")
+SOURCES = ("sparse_rl_lightning", "exact_answers", "cuda_ext", "benchmarks", "experiments", "tests", "configs")
 STOPPED, ABSENT, REFUSED = 124, 127, 77  # as timeout, shells and automake say it
 
 

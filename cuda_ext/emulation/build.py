@@ -22,7 +22,7 @@ def main(target: Path) -> None:
     from torch.utils import cpp_extension
 
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    for name in ("sparse_rl_lightning", "tests"):
+    for name in ("sparse_rl_lightning", "exact_answers", "tests"):
         shutil.copytree(
             ROOT / name, target / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )

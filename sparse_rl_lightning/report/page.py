@@ -83,9 +83,7 @@ def environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    if isinstance(value, Markup):
-        return value
-    return visible(str(value))
+    return value if isinstance(value, Markup) else visible(str(value))
 
 
 def course(record: RunRecord) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.fingerprints import PACKAGE, is_installed
+from sparse_rl_lightning.fingerprints import is_installed, is_own
 from sparse_rl_lightning.text import printable, shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -356,7 +356,7 @@ def _handlers() -> dict[int, signal._HANDLER]:
 def users_line(error: BaseException) -> str:
     """Where a user's code raised an error, as `` (mine.py:12)``: its last line outside of libraries; empty if none."""
     lines = [(Path(one.filename), one.lineno) for one in extract_tb(error.__traceback__)]
-    own = [(file, line) for file, line in lines if not (is_installed(file) or file.is_relative_to(PACKAGE))]
+    own = [(file, line) for file, line in lines if not (is_installed(file) or is_own(file))]
     return _place(*own[-1]) if own else ""
 
 

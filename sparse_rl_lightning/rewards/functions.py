@@ -12,12 +12,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from exact_answers import evaluate_expression
+from exact_answers.thoughts import outside_thoughts
 from sparse_rl_lightning.errors import check_choice
 from sparse_rl_lightning.rewards.base import counting
-from sparse_rl_lightning.rewards.expression import evaluate_expression
-from sparse_rl_lightning.rewards.math import TAIL, MathChecker, answer_kind, extract_boxed, find_last_box
-from sparse_rl_lightning.rewards.math.checker import Convention
-from sparse_rl_lightning.rewards.math.thoughts import outside_thoughts
+from sparse_rl_lightning.rewards.math import TAIL, Convention, MathChecker, answer_kind, extract_boxed, find_last_box
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """Characters allowed after the final box: the end of a formula and of a sentence."""

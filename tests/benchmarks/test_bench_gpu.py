@@ -270,7 +270,7 @@ command.main()
 def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A copy of the tree, and a Python that has every package but this one."""
     tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
-    for name in ("benchmarks", "configs", "cuda_ext", "experiments", "sparse_rl_lightning", "tests"):
+    for name in ("benchmarks", "configs", "cuda_ext", "exact_answers", "experiments", "sparse_rl_lightning", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy2(ROOT / name, tree)

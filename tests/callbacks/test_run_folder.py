@@ -36,7 +36,7 @@ from sparse_rl_lightning.callbacks import (
     StepGuard,
 )
 from sparse_rl_lightning.callbacks.guards.log_guard import save_metrics
-from sparse_rl_lightning.checkpoints.lock import FolderLock
+from sparse_rl_lightning.callbacks.guards.run_lock import FolderLock
 
 # ---------------------------------------------------------------- one run at a time
 

@@ -10,12 +10,12 @@ import pytest
 from lightning import Trainer
 from tiny_grpo import module
 
+from exact_answers.arithmetic import evaluate_expression
 from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.data import ArithmeticTasks, Row
 from sparse_rl_lightning.data.arithmetic import is_validation_question
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.rewards import arithmetic_reward
-from sparse_rl_lightning.rewards.expression import evaluate_expression
 from sparse_rl_lightning.testing import character_tokenizer
 
 TASKS = ["sum", "product", "modulo", "reduction", "countdown", "calculator", "calculator_restated"]

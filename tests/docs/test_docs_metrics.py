@@ -13,13 +13,13 @@ from lightning.pytorch.loggers import Logger
 from test_docs import DOCS
 from tiny_grpo import fit, module
 
+from exact_answers.checker import COUNTERS
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, MismatchSplit, SparsityAwareRejection, TailGuard
 from sparse_rl_lightning.compressors import Drawn, KeyDiff
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.downsampling import MaxVariance
 from sparse_rl_lightning.modules import DistillSparse, LearnedEvictionGRPO, ReplayGRPO, SparseAdapter, SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
-from sparse_rl_lightning.rewards.math.checker import COUNTERS
 
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
 LIGHTNINGS = {"epoch"}

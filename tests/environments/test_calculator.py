@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from exact_answers.arithmetic import evaluate_expression
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.environments import Calculator
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.rewards.expression import evaluate_expression
 
 ROW = {"prompt": "07+12*03;", "answer": "57", "solution": "07+12?19;19*03?57;#57", "task": "calculator"}
 

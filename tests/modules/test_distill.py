@@ -19,7 +19,7 @@ from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import SparseAdapter
 from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.retrieval.attention import LearnerPages
+from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid
 
 pytest.importorskip("peft", reason="peft is an extra (lora)")

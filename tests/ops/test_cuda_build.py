@@ -135,7 +135,7 @@ def test_a_loaded_cuda_library_has_all_kernels() -> None:
 def test_the_cuda_library_builds_and_loads_on_any_torch(tmp_path: Path) -> None:
     if runpy.run_path(str(ROOT / "setup.py"))["find_cuda_home"]() is None:
         pytest.skip("no nvcc")
-    for name in ("sparse_rl_lightning", "cuda_ext"):
+    for name in ("sparse_rl_lightning", "exact_answers", "cuda_ext"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for path in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / path).exists():

@@ -16,7 +16,8 @@ from packaging.version import Version
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "sparse_rl_lightning").rglob("*.py"))
+PACKAGES = ("sparse_rl_lightning", "exact_answers")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 MAX_BYTES = 1_000_000
 MAX_FILE_LINES = 600
@@ -87,7 +88,7 @@ def bases(path: Path) -> set[str]:
 def test_a_package_is_of_one_kind_or_small() -> None:
     unlike: dict[str, int] = {}
     for path in SOURCES:
-        package = path.parent.relative_to(ROOT / "sparse_rl_lightning").as_posix()
+        package = path.parent.relative_to(ROOT).as_posix().removeprefix("sparse_rl_lightning/")
         is_like = bases(path) & ONE_KIND.get(package, set()) or (package == "ops" and path.stem in SCHEMAS)
         if path.stem not in ("__init__", "__main__") and not is_like:
             unlike[package] = unlike.get(package, 0) + 1
@@ -163,7 +164,7 @@ def test_messages_to_users_are_of_their_own_class() -> None:
     """The command line shows a UserError as one line, and a ValueError as the bug that it is."""
     found = [
         f"{name_of(path)}:{node.lineno}"
-        for path in SOURCES
+        for path in (ROOT / "sparse_rl_lightning").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "sparse_rl_lightning"
+ANSWERS = "exact_answers"  # a package by itself, below all rows
 FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
 # A module imports from its own row or from rows below, never from above. "" is the package's __init__.
@@ -204,6 +205,33 @@ def test_no_import_cycles() -> None:
         for module in SOURCES
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_the_answer_checker_stands_by_itself() -> None:
+    """It imports nothing but Python's library and what it computes with, no circle, and the rewards alone import it."""
+    files = {module_name(path): path for path in sorted((FOLDER.parent / ANSWERS).rglob("*.py"))}
+    imports = {
+        module: find_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+        for module, path in files.items()
+    }
+    roots = {found.root for own in imports.values() for found in own} - set(sys.stdlib_module_names)
+    assert roots == {ANSWERS, "math_verify", "mpmath", "sympy"}
+    assert {one.root for own in imports.values() for one in own if not one.lazy} - set(sys.stdlib_module_names) == {
+        ANSWERS
+    }
+    own = {module: [one.target for one in found if one.root == ANSWERS] for module, found in imports.items()}
+    graph = {
+        module: {max((name for name in files if f"{target}.".startswith(f"{name}.")), key=len) for target in targets}
+        for module, targets in own.items()
+        if module != ANSWERS
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+    assert {unit(module) for module, found in IMPORTS.items() if any(one.root == ANSWERS for one in found)} == {
+        "rewards"
+    }
+    loaded = "import exact_answers, sys; print({'torch', 'numpy', 'sympy', 'sparse_rl_lightning'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_only_the_upper_parts_know_lightning() -> None:

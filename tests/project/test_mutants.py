@@ -41,7 +41,7 @@ def test_what_only_says_something_is_left_alone(line: str) -> None:
 def test_every_mutant_of_the_library_can_be_parsed() -> None:
     found = mutants.sample(200, seed=1)
     for one in found:
-        source = (mutants.ROOT / "sparse_rl_lightning" / one.file).read_text(encoding="utf-8")
+        source = mutants.path_of(one.file, mutants.ROOT).read_text(encoding="utf-8")
         wrong = applied(source, one)
         ast.parse(wrong)
         assert wrong != source

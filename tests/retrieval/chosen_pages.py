@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.retrieval.attention import LearnerPages
 from sparse_rl_lightning.retrieval.cache import PagedCache
+from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import retrieval_logprobs
 from sparse_rl_lightning.rollout.engine.sampling import sequence_keys

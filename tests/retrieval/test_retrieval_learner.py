@@ -13,7 +13,7 @@ from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.retrieval.attention import LearnerPages
+from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import (
     RolloutSampler,

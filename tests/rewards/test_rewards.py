@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -8,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import exact_answers
+from exact_answers.arithmetic import MAX_LENGTH, evaluate_expression
+from exact_answers.expressions import MAX_DEPTH
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards import (
+    MathReward,
     arithmetic_reward,
     boxed_format_reward,
     boxed_math_reward,
@@ -17,8 +23,6 @@ from sparse_rl_lightning.rewards import (
     reward_name,
     worked_steps_reward,
 )
-from sparse_rl_lightning.rewards.expression import MAX_LENGTH, evaluate_expression
-from sparse_rl_lightning.rewards.math.expressions import MAX_DEPTH
 
 
 def length(prompts: Any, completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:
@@ -277,3 +281,11 @@ def test_no_expression(text: str) -> None:
 def test_worked_steps_are_paid_up_to_the_first_other_one(completion: str, share: float) -> None:
     solution = ["7+12=19;19+25=44;44+3=47#47"]
     assert worked_steps_reward(["07+12+25+03="], [completion], [[]], solution=solution) == [pytest.approx(share)]
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": float("nan")}, {"timeout": 0.0}, {"timeout": 1e39}, {"num_workers": 0}])
+def test_the_checkers_refusals_are_for_users(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="num_workers must be at least 1 and timeout above 0 seconds, got") as alone:
+        exact_answers.MathChecker(**wrong)
+    with pytest.raises(UserError, match=re.escape(str(alone.value))):
+        MathReward(**wrong)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ from trl import GRPOTrainer
 from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.callbacks.corrections.naive import naive_training
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.corrections import normalize_weights
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.trl.checks import (
     check_arguments,
@@ -28,8 +32,6 @@ from sparse_rl_lightning.integrations.trl.checks import (
     check_trainer,
     sampling_of,
 )
-from sparse_rl_lightning.integrations.trl.correcting import Corrections, factors
-from sparse_rl_lightning.integrations.trl.layout import by_completion, by_token, grouped, rows_of, together
 from sparse_rl_lightning.metrics.rollout import sampling_metrics
 from sparse_rl_lightning.policies.modes import exact_angles
 from sparse_rl_lightning.policies.windows import deaths_by_layer
@@ -217,3 +219,85 @@ def _own_forward(policy: PreTrainedModel) -> Iterator[None]:
     finally:
         if replaced is not None:
             policy.forward = replaced
+
+
+class Corrections:
+    """Corrections, applied one after the other.
+
+    Args:
+        callbacks: Corrections.
+        accelerator: Accelerator of the processes that share a rollout, for means over all of them.
+
+    Raises:
+        ValueError: If two are of one kind.
+    """
+
+    def __init__(self, callbacks: Sequence[CorrectionCallback], accelerator: Any) -> None:
+        self.callbacks = list(callbacks)
+        strategy = SimpleNamespace(reduce=lambda total, reduce_op: accelerator.reduce(total, reduction=reduce_op))
+        world = SimpleNamespace(callbacks=self.callbacks, world_size=accelerator.num_processes, strategy=strategy)
+        self._asked = (cast(Any, world), cast(Any, None))  # all that a correction asks of a trainer, and of a module
+        for callback in self.callbacks:
+            callback.setup(*self._asked, "fit")
+
+    @torch.no_grad()
+    def __call__(self, rollout: Rollout) -> None:
+        """Reject and weigh the sequences of a rollout with dense log-probs."""
+        for callback in self.callbacks:
+            callback.correct(*self._asked, rollout)
+
+
+def factors(part: Rollout) -> Tensor:
+    """What the clipped term of each token (B, T) of a micro-batch is multiplied by, 0 where it is rejected."""
+    mask = part.completion_mask
+    keep = mask if part.keep is None else mask & part.keep
+    weights = mask.float() if part.weights is None else part.weights
+    if part.weight_reference is not None:
+        weights = normalize_weights(weights, part.weight_reference, mask)
+    return torch.where(keep, weights, 0.0)
+
+
+class Drawn(NamedTuple):
+    """One sequence of a rollout, in a list that TRL shuffles and splits with its tensors."""
+
+    rollout: Rollout
+    row: int
+
+
+def rows_of(rollout: Rollout) -> list[Drawn]:
+    """All sequences of a rollout, one by one."""
+    return [Drawn(rollout, row) for row in range(len(rollout))]
+
+
+def together(drawn: Sequence[Drawn]) -> Rollout:
+    """These sequences of one rollout, in this order."""
+    rollout = drawn[0].rollout
+    assert all(one.rollout is rollout for one in drawn), "TRL trains on one generation batch at a time"
+    return rollout[torch.tensor([one.row for one in drawn], device=rollout.sequences.device)]
+
+
+def by_completion(values: Tensor, rollout: Rollout, width: int) -> Tensor:
+    """Values (B, T) at tokens of the sequences as TRL has them, (B, width) by place in the completion; 0 elsewhere."""
+    index = rollout.prompt_lengths[:, None] + torch.arange(width, device=values.device)
+    inside = index < values.shape[1]
+    index = index.clamp(max=values.shape[1] - 1)
+    inside &= rollout.completion_mask.gather(1, index)
+    return torch.where(inside, values.gather(1, index), 0)
+
+
+def by_token(values: Tensor, rollout: Rollout) -> Tensor:
+    """Values (B, C) by place in the completion as a rollout has them, (B, T) at the tokens; 0 elsewhere."""
+    index = torch.arange(rollout.sequences.shape[1], device=values.device) - rollout.prompt_lengths[:, None]
+    found = values.gather(1, index.clamp(0, values.shape[1] - 1))
+    return torch.where(rollout.completion_mask, found, torch.zeros_like(found))
+
+
+def grouped(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+    """The prompts without their repeats, and the number of samples of each.
+
+    TRL repeats a prompt for each of its samples, and hands a process any piece of that; a prompt that is read once for
+    several samples saves time. The order stays: a prompt's samples are adjacent.
+    """
+    runs = [(list(prompt), len(list(same))) for prompt, same in groupby(list(ids) for ids in prompts)]
+    samples = math.gcd(*(count for _, count in runs))
+    return [prompt for prompt, count in runs for _ in range(count // samples)], samples

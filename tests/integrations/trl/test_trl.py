@@ -27,8 +27,7 @@ from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, Spars
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
 from sparse_rl_lightning.integrations.trl.checks import check_trainer
-from sparse_rl_lightning.integrations.trl.layout import grouped
-from sparse_rl_lightning.integrations.trl.trainer import DRAWN
+from sparse_rl_lightning.integrations.trl.trainer import DRAWN, grouped
 from sparse_rl_lightning.policies.modes import has_dropout
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 

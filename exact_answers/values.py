@@ -18,7 +18,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-from sparse_rl_lightning.rewards.math.expressions import Node, Unreadable, read_expression
+from exact_answers.expressions import Node, Unreadable, read_expression
 
 PRECISION = 600
 """Bits of a value that is not a fraction."""

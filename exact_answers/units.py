@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from sparse_rl_lightning.rewards.math.spellings.words import NO_NOUNS, NOUNS, OF, OTHERWISE, TEXT_CONTENT, TEXT_SPACE
+from exact_answers.spellings.words import NO_NOUNS, NOUNS, OF, OTHERWISE, TEXT_CONTENT, TEXT_SPACE
 
 _NAMES = {
     "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from sparse_rl_lightning.rewards.math.spellings.marks import displayed, without_marks
-from sparse_rl_lightning.rewards.math.spellings.spelled import as_commands
-from sparse_rl_lightning.rewards.math.spellings.words import TEXT_COMMANDS, TEXT_CONTENT, TEXT_SPACE
-from sparse_rl_lightning.rewards.math.units import words_as_text
+from exact_answers.spellings.marks import displayed, without_marks
+from exact_answers.spellings.spelled import as_commands
+from exact_answers.spellings.words import TEXT_COMMANDS, TEXT_CONTENT, TEXT_SPACE
+from exact_answers.units import words_as_text
 
 _THIN, _MARK = "\x01", "\x02"  # a thin space; the place of a dropped mark
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hostile import Hostile, hostile_completions
 
+from exact_answers import MathChecker, answer_kind
+from exact_answers.boxes import extract_boxed
+from exact_answers.compare import Comparison
 from sparse_rl_lightning.rewards import boxed_format_reward
-from sparse_rl_lightning.rewards.math import MathChecker, answer_kind
-from sparse_rl_lightning.rewards.math.boxes import extract_boxed
-from sparse_rl_lightning.rewards.math.compare import Comparison
 
 HOSTILE = hostile_completions()
 ENOUGH, TIMEOUT = 240.0, 1.0  # seconds for what takes milliseconds, and for what takes minutes

@@ -8,12 +8,12 @@ import signal
 import pytest
 import torch
 
+from exact_answers import MathChecker
+from exact_answers.checker import COUNTERS
+from exact_answers.symbolic.pool import SymbolicPool, needs_math_verify
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.rewards import MathReward, boxed_math_reward, compute_rewards, counting, reward_counters
-from sparse_rl_lightning.rewards.math import MathChecker
-from sparse_rl_lightning.rewards.math.checker import COUNTERS
-from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool, needs_math_verify
 
 EASY = ("6", r"\sum_{k=1}^{3}k")  # answer and gold answer
 SLOW = (r"\int_0^1 \sin(\sin(\sin(x^5)))e^{x^x}dx", r"\int_0^1 x^{x^{x^x}}dx")

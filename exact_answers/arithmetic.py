@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from sparse_rl_lightning.rewards.math.values import evaluate, nodes, readable
+from exact_answers.values import evaluate, nodes, readable
 
 MAX_LENGTH = 256
 """Largest number of characters in an expression; it bounds the numbers too, as there are no powers."""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exact_answers import MathChecker, extract_answer, extract_boxed, verify
+from exact_answers.thoughts import MARKS, without_thoughts
 from sparse_rl_lightning.rewards import MathReward, boxed_format_reward, boxed_math_reward
-from sparse_rl_lightning.rewards.math import MathChecker, extract_answer, extract_boxed, verify
-from sparse_rl_lightning.rewards.math.thoughts import MARKS, without_thoughts
 
 BOXES = [  # completion, its answer, its answer if thoughts count, whether its format is paid
     (r"\boxed{6}", "6", "6", 1.0),

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
-from sparse_rl_lightning.rewards.exact_numbers import parse_number
-from sparse_rl_lightning.rewards.math.spellings.words import OTHERWISE
-from sparse_rl_lightning.rewards.math.units import split_unit
+from exact_answers.exact_numbers import parse_number
+from exact_answers.spellings.words import OTHERWISE
+from exact_answers.units import split_unit
 
 MAX_ITEMS = 64
 """Largest number of parts in an answer; a longer one is compared as text."""

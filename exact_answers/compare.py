@@ -8,12 +8,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-from sparse_rl_lightning.rewards.exact_numbers import Number, parse_number, same_number
-from sparse_rl_lightning.rewards.math.boxes import is_within_limits
-from sparse_rl_lightning.rewards.math.expressions import TIMES, Node
-from sparse_rl_lightning.rewards.math.spellings.parts import named_in_order
-from sparse_rl_lightning.rewards.math.spellings.readings import readings
-from sparse_rl_lightning.rewards.math.structure import (
+from exact_answers.boxes import is_within_limits
+from exact_answers.exact_numbers import Number, parse_number, same_number
+from exact_answers.expressions import TIMES, Node
+from exact_answers.spellings.parts import named_in_order
+from exact_answers.spellings.readings import readings
+from exact_answers.structure import (
     Answer,
     Atom,
     Group,
@@ -26,10 +26,10 @@ from sparse_rl_lightning.rewards.math.structure import (
     without_braces,
     without_variable,
 )
-from sparse_rl_lightning.rewards.math.symbolic import needs_math_verify
-from sparse_rl_lightning.rewards.math.text import plain_text, tidy
-from sparse_rl_lightning.rewards.math.units import split_unit
-from sparse_rl_lightning.rewards.math.values import nodes, product_of_letters, readable, same_equation, same_expression
+from exact_answers.symbolic.pool import needs_math_verify
+from exact_answers.text import plain_text, tidy
+from exact_answers.units import split_unit
+from exact_answers.values import nodes, product_of_letters, readable, same_equation, same_expression
 
 MAX_PAIRS = 4
 """Largest number of pairs of expressions that one answer may send to math-verify."""

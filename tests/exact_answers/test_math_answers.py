@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from sparse_rl_lightning.rewards.math import MathChecker, answer_kind, audit_golds, same_answer
-from sparse_rl_lightning.rewards.math.compare import MAX_PAIRS, Comparison
-from sparse_rl_lightning.rewards.math.expressions import MAX_DEPTH, Unreadable, read_expression
-from sparse_rl_lightning.rewards.math.structure import Atom, Group, parse_answer
-from sparse_rl_lightning.rewards.math.values import readable, same_expression
+from exact_answers import MathChecker, answer_kind, audit_golds, same_answer
+from exact_answers.compare import MAX_PAIRS, Comparison
+from exact_answers.expressions import MAX_DEPTH, Unreadable, read_expression
+from exact_answers.structure import Atom, Group, parse_answer
+from exact_answers.values import readable, same_expression
 
 SAME = [
     # roots, powers, constants

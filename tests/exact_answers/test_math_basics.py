@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl_lightning.rewards.exact_numbers import Number, parse_number, same_number
-from sparse_rl_lightning.rewards.math import (
+from exact_answers import (
     MAX_BOX,
     MAX_NESTING,
     TAIL,
@@ -20,6 +19,7 @@ from sparse_rl_lightning.rewards.math import (
     same_answer,
     verify,
 )
+from exact_answers.exact_numbers import Number, parse_number, same_number
 
 RIGHT = [
     # numbers written in other ways

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sparse_rl_lightning.rewards.math.thoughts import without_thoughts
+from exact_answers.thoughts import without_thoughts
 
 TAIL = 8_000
 """Number of characters at the end of a completion that are searched for a box."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparse_rl_lightning.rewards.math import MAX_BOX, answer_kind, same_answer, units, verify
-from sparse_rl_lightning.rewards.math.compare import Comparison
+from exact_answers import MAX_BOX, answer_kind, same_answer, units, verify
+from exact_answers.compare import Comparison
 
 SECONDS = 0.5  # of the processor; most take a millisecond
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
-from sparse_rl_lightning.rewards.math.boxes import extract_boxed, is_within_limits
-from sparse_rl_lightning.rewards.math.compare import Comparison, Pair, read_atom
-from sparse_rl_lightning.rewards.math.lenient import LenientComparison, extract_answer
-from sparse_rl_lightning.rewards.math.structure import Atom, parse_answer, without_braces
-from sparse_rl_lightning.rewards.math.symbolic import SymbolicPool
-from sparse_rl_lightning.rewards.math.text import plain_text, tidy
+from exact_answers.boxes import extract_boxed, is_within_limits
+from exact_answers.compare import Comparison, Pair, read_atom
+from exact_answers.lenient import LenientComparison, extract_answer
+from exact_answers.structure import Atom, parse_answer, without_braces
+from exact_answers.symbolic.pool import SymbolicPool
+from exact_answers.text import plain_text, tidy
 
 COUNTERS = ("checks", "no_box", "fallbacks", "unparsed", "timeouts", "crashes", "errors")
 """The counts of a checker: completions, completions without a valid box, comparisons that needed math-verify, of

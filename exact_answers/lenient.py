@@ -15,14 +15,14 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from sparse_rl_lightning.rewards.exact_numbers import is_whole
-from sparse_rl_lightning.rewards.math.boxes import MAX_BOX, answer_tail, extract_boxed, is_within_limits
-from sparse_rl_lightning.rewards.math.compare import Comparison, Reading, has_letters, read_atom
-from sparse_rl_lightning.rewards.math.expressions import Node
-from sparse_rl_lightning.rewards.math.spellings.words import CONDITIONS, OTHERWISE, TEXT_CONTENT
-from sparse_rl_lightning.rewards.math.structure import has_relation, split_outside
-from sparse_rl_lightning.rewards.math.text import tidy
-from sparse_rl_lightning.rewards.math.values import evaluate, readable, same_expression
+from exact_answers.boxes import MAX_BOX, answer_tail, extract_boxed, is_within_limits
+from exact_answers.compare import Comparison, Reading, has_letters, read_atom
+from exact_answers.exact_numbers import is_whole
+from exact_answers.expressions import Node
+from exact_answers.spellings.words import CONDITIONS, OTHERWISE, TEXT_CONTENT
+from exact_answers.structure import has_relation, split_outside
+from exact_answers.text import tidy
+from exact_answers.values import evaluate, readable, same_expression
 
 _SAID = re.compile(r"\bthe (?:final |correct )?answers? (?:is|are)\b:?\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparse_rl_lightning.rewards.math import extract_boxed, same_answer, verify
-from sparse_rl_lightning.rewards.math.values import readable, same_expression
+from exact_answers import extract_boxed, same_answer, verify
+from exact_answers.values import readable, same_expression
 
 MATRIX = r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"
 POWERS = r"2^6 3^5 5^4"

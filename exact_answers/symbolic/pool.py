@@ -18,10 +18,9 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
-from typing import Literal, TypeAlias
-
-from sparse_rl_lightning.errors import UserError, is_float32
+from typing import Literal, TypeAlias, cast
 
 Outcome: TypeAlias = Literal["same", "different", "unparsed", "timeout", "crash"]
 
@@ -51,11 +50,15 @@ class SymbolicPool:
         num_workers: Number of processes.
         timeout: Seconds after which a pair's process is killed.
         memory_limit: Bytes of address space of a process.
+
+    Raises:
+        ValueError: If there is no process, or the timeout is no number of seconds.
     """
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, memory_limit: int = MEMORY_LIMIT) -> None:
-        if num_workers < 1 or not (is_float32(timeout) and timeout > 0):
-            raise UserError(
+        is_time = isinstance(cast(object, timeout), Real) and 0 < timeout <= threading.TIMEOUT_MAX
+        if num_workers < 1 or not is_time:
+            raise ValueError(
                 f"num_workers must be at least 1 and timeout above 0 seconds, got num_workers={num_workers}, "
                 f"timeout={timeout}."
             )
@@ -106,7 +109,7 @@ class SymbolicPool:
 
 class _Worker:
     def __init__(self, memory_limit: int, timeout: float) -> None:
-        # -P: the script's folder contains modules with names of the standard library
+        # -P: no file beside the script stands in for a module of this name
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(memory_limit), str(timeout)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,

@@ -8,12 +8,12 @@ from fractions import Fraction
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparse_rl_lightning.rewards.math import MAX_BOX, extract_boxed, normalize_answer
-from sparse_rl_lightning.rewards.math.compare import Comparison
-from sparse_rl_lightning.rewards.math.expressions import Unreadable, read_expression
-from sparse_rl_lightning.rewards.math.structure import without_braces
-from sparse_rl_lightning.rewards.math.text import plain_text, tidy
-from sparse_rl_lightning.rewards.math.values import readable, same_expression
+from exact_answers import MAX_BOX, extract_boxed, normalize_answer
+from exact_answers.compare import Comparison
+from exact_answers.expressions import Unreadable, read_expression
+from exact_answers.structure import without_braces
+from exact_answers.text import plain_text, tidy
+from exact_answers.values import readable, same_expression
 
 WORDS = [
     *("\\frac", "\\sqrt", "\\boxed", "\\text", "\\mathrm", "\\left", "\\right", "\\begin{pmatrix}", "\\end{pmatrix}"),

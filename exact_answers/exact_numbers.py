@@ -35,7 +35,7 @@ def parse_number(text: str) -> Number | None:
     """The value of a text that is a number and nothing else, or None.
 
     Args:
-        text: Text normalized by :func:`~sparse_rl_lightning.rewards.math.normalize_answer`: spaces only between digits.
+        text: Text normalized by :func:`~exact_answers.normalize_answer`: spaces only between digits.
     """
     if len(text) > MAX_LENGTH:
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sparse_rl_lightning.rewards.math.spellings.statements import stated_value
-from sparse_rl_lightning.rewards.math.structure import has_relation
-from sparse_rl_lightning.rewards.math.text import tidy
+from exact_answers.spellings.statements import stated_value
+from exact_answers.structure import has_relation
+from exact_answers.text import tidy
 
 _FUNCTION = re.compile(r"(?<![a-zA-Z])(?:sin|cos|tan|cot|sec|csc)(?![a-z]{2})")
 _DEGREES = re.compile(

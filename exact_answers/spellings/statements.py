@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from sparse_rl_lightning.rewards.math.expressions import Node
-from sparse_rl_lightning.rewards.math.spellings.words import CONDITIONS, OTHERWISE, TEXT_CONTENT
-from sparse_rl_lightning.rewards.math.structure import PLAIN_NAME, THINGS, is_variable, split_outside
-from sparse_rl_lightning.rewards.math.units import split_unit
-from sparse_rl_lightning.rewards.math.values import nodes, readable
+from exact_answers.expressions import Node
+from exact_answers.spellings.words import CONDITIONS, OTHERWISE, TEXT_CONTENT
+from exact_answers.structure import PLAIN_NAME, THINGS, is_variable, split_outside
+from exact_answers.units import split_unit
+from exact_answers.values import nodes, readable
 
 _RELATIONS = frozenset({"=", "<", ">", "\\leq", "\\geq", "\\neq", "\\in", "\\approx", "\\equiv", ",", ";"})
 _RATIO = frozenset({":"})

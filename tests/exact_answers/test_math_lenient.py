@@ -7,14 +7,14 @@ from fractions import Fraction
 
 import pytest
 import test_math_answers
+import test_math_basics
 import test_math_spellings
-import test_rewards_math
 from hostile import hostile_completions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_math_time import SECONDS, worst_cases
 
-from sparse_rl_lightning.rewards.math import MathChecker, extract_answer, verify
+from exact_answers import MathChecker, extract_answer, verify
 
 LENIENT = [  # refused by strict
     # the last side of a chain
@@ -140,7 +140,7 @@ def test_lenient_contains_strict() -> None:
     """Over all tables, right answers and wrong ones, and hostile completions."""
     tables = (test_math_answers, test_math_spellings)
     pairs = [pair for table in tables for pair in (*table.SAME, *table.DIFFERENT)]
-    pairs += [*test_math_answers.CALCULATIONS, *test_rewards_math.RIGHT, *test_rewards_math.WRONG, *LENIENT, *REFUSED]
+    pairs += [*test_math_answers.CALCULATIONS, *test_math_basics.RIGHT, *test_math_basics.WRONG, *LENIENT, *REFUSED]
     completions = [rf"\boxed{{{answer}}}" for pair in pairs for answer in (pair[0], pair[1])]
     golds = [gold for pair in pairs for gold in (pair[1], pair[0])]
     completions += [hostile.completion for hostile in hostile_completions() if "symbolic" not in hostile.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from sparse_rl_lightning.rewards.math.structure import Answer, Atom, Group, is_variable
+from exact_answers.structure import Answer, Atom, Group, is_variable
 
 _WORDS = re.compile(r"(?=\\text|\\mathrm).*")
 _NAME = re.compile(r"(\\?[a-zA-Z]+)(?:_\{?([0-9]+)\}?)?")

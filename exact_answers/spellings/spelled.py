@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sparse_rl_lightning.rewards.math.spellings.words import TEXT_CONTENT
+from exact_answers.spellings.words import TEXT_CONTENT
 
 _AROUND = {  # what is written around the arguments instead of a name and brackets
     **{"sqrt": r"\sqrt{%s}", "cbrt": r"\sqrt[3]{%s}", "abs": "|%s|", "^": "^{%s}"},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_rl_lightning.rewards.math import MathChecker, normalize_answer, same_answer, verify
+from exact_answers import MathChecker, normalize_answer, same_answer, verify
 
 STRICT: dict[str, list[tuple[str, str]]] = {
     "left side: expression": [
