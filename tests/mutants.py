@@ -222,6 +222,14 @@ def ran(tree: Path, command: list[str], seconds: float | None = None, **more: st
     return status
 
 
+RANKS = """[run]
+source_pkgs = sparse_rl_lightning
+parallel = true
+data_file = {file}
+context = ${{MUTANTS_FILE}}
+patch = _exit
+"""
+"""What processes that tests start measure: their lines are covered by the file of the test."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
 
 
@@ -234,11 +242,16 @@ def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, floa
         tree = copied(BUILD / "tree-0")
         shares = [[path.relative_to(ROOT).as_posix() for path in tests[share::jobs]] for share in range(jobs)]
 
+        for old in BUILD.glob("ranks-*"):
+            old.unlink()
+
         def measure(share: int) -> None:
+            ranks = BUILD / f"ranks-{share}.ini"
+            ranks.write_text(RANKS.format(file=BUILD / f"ranks-{share}"))
             files = BUILD / f"durations-{share}.json", BUILD / f"coverage-{share}"
             counted = ["-m", "coverage", "run", "--source=sparse_rl_lightning,exact_answers", f"--data-file={files[1]}"]
             command = [*counted, *PYTEST, "-p", "mutants", *shares[share]]
-            ran(tree, command, MUTANTS_DURATIONS=str(files[0]))
+            ran(tree, command, MUTANTS_DURATIONS=str(files[0]), MUTANTS_RANKS=str(ranks))
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(measure, range(jobs)))
@@ -255,11 +268,16 @@ def _covered(tree: Path, jobs: int) -> dict[str, Any]:
     seconds = dict[str, float]()
     for share in range(jobs):
         seconds |= json.loads((BUILD / f"durations-{share}.json").read_text())
-        data = CoverageData(str(BUILD / f"coverage-{share}"))
-        data.read()
-        for file in data.measured_files():
-            for line, contexts in data.contexts_by_lineno(file).items():
-                lines[file_of(Path(file), tree)][line] += filter(None, contexts)
+        for found in [BUILD / f"coverage-{share}", *BUILD.glob(f"ranks-{share}.*.*")]:
+            data = CoverageData(str(found))
+            data.read()
+            for file in data.measured_files():
+                own = lines[file_of(Path(file), tree)]
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    own[line] += set(contexts) - set(own[line])
+    for test, spent in list(seconds.items()):
+        file = test.partition("::")[0]
+        seconds[file] = seconds.get(file, 0.0) + spent
     return {"lines": lines, "seconds": seconds}
 
 
@@ -270,6 +288,8 @@ def pytest_runtest_setup(item: Any) -> None:
     current = Coverage.current()
     if current is not None:
         current.switch_context(item.nodeid.partition("[")[0])
+        os.environ["MUTANTS_FILE"] = item.nodeid.partition("::")[0]
+        os.environ["COVERAGE_PROCESS_START"] = os.environ["MUTANTS_RANKS"]  # for processes, and not for this one
 
 
 _durations: dict[str, float] = defaultdict(float)
@@ -289,6 +309,8 @@ def pytest_sessionfinish() -> None:
 def chosen(mutant: Mutant, lines: dict[int, list[str]], seconds: dict[str, float], limit: float) -> list[str]:
     """Tests that cover a mutant, those of its folder and then the cheapest first, as many as take so long."""
     covering = {test for line in range(mutant.span[0], mutant.span[2] + 1) for test in lines.get(line, [])}
+    if "" in covering:  # it runs when the file is imported: whoever runs any of the file may notice
+        covering = {test for tests in lines.values() for test in tests if test}
     folder, stem = f"tests/{Path(mutant.file).parts[0]}", Path(mutant.file).stem
 
     def cost(test: str) -> float:
@@ -372,7 +394,8 @@ def main() -> None:
     def work(job: int) -> None:
         for mutant in todo[job :: args.jobs]:
             tests = chosen(mutant, covered.get(mutant.file, {}), seconds, args.seconds)
-            done[mutant.name] = judged(mutant, trees[job], tests, args.seconds)
+            spent = sum(seconds.get(test, 1.0) for test in tests)  # of a single one that may be more
+            done[mutant.name] = judged(mutant, trees[job], tests, max(args.seconds, spent))
             print(f"{done[mutant.name]:>12}  {mutant.name[:150]!r}", flush=True)
             done_file.write_text(json.dumps(done, indent=1))
 

@@ -102,6 +102,21 @@ def test_calibrated_weights_truncate_the_displacement_of_the_log_odds(floor: flo
             CIS(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "refused"),
+    [([MIS(), TIS()], True), ([TIS(), CIS()], True), ([SequenceMaskTIS(), MIS()], True),
+     ([MIS(), SparsityAwareRejection()], False)],
+)  # fmt: skip
+def test_only_one_callback_may_weigh(callbacks: list[RolloutCallback], refused: bool) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[*callbacks])
+    for callback in callbacks:
+        if refused:
+            with pytest.raises(ValueError, match="are two corrections of one kind"):
+                callback.setup(trainer, LightningModule(), "fit")
+        else:
+            callback.setup(trainer, LightningModule(), "fit")
+
+
 @pytest.mark.parametrize("name", ["TIS", "IcePop", "CIS", "SequenceTIS", "GeometricTIS", "SequenceMIS", "MIS"])
 def test_one_word_on_the_command_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

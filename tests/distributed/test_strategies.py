@@ -34,6 +34,21 @@ def test_files_say_what_the_names_do() -> None:
         assert json.loads((folder / f"{name}.json").read_text()) == zero_config(*settings)
 
 
+def test_what_is_not_asked_for_is_not_offloaded() -> None:
+    assert zero_config(3) == {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3, "contiguous_gradients": True, "overlap_comm": True},
+    }
+    for stage, offloaded, said in ((4, False, "got stage=4"), (0, False, "got stage=0"), (2, True, "needs stage=3")):
+        with pytest.raises(ValueError, match=said):
+            zero_config(stage, offload_parameters=offloaded)
+    pytest.importorskip("deepspeed", reason="deepspeed is an extra")
+    assert SparseRLDeepSpeed().config == zero_config(2)
+    assert SparseRLDeepSpeed(3, offload_parameters=True).config == zero_config(3, False, True)
+
+
 def test_names_of_the_command_line() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is an extra")
     known = {name for name in StrategyRegistry.available_strategies() if name.startswith("sparse_rl_deepspeed")}

@@ -31,6 +31,7 @@ from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
+WORD = "0123456789abcdef" + "fedcba9876543210" + "abc"
 ROWS = [{"prompt": "0123456789abcdef"[i:] + "a", "answer": "x"} for i in range(6)]
 
 
@@ -176,6 +177,27 @@ def test_without_room_for_an_answer_a_conversation_ends_and_its_last_turn_is_rew
     torch.testing.assert_close(own.rollout.rewards, torch.tensor(spoken))  # the last turn's too
     cut = torch.tensor([one.end == "length" for one in own.conversations])
     assert not bool(own.rollout.finished[cut].any())
+
+
+def test_an_answer_of_long_tokens_fits_by_its_tokens() -> None:
+    """Of 70 characters, which are a few tokens, where there is room for fewer than 70."""
+
+    class Long(Chatter):
+        def step(self, text: str) -> tuple[str | None, float | None]:
+            answer, reward = super().step(text)
+            return None if answer is None else WORD * 2, reward
+
+    grpo, tokenizer = talking(Long, max_completion_length=40), character_tokenizer("0123456789abcdef")
+    tokenizer.add_tokens([WORD])
+    policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
+    grpo.policy_source = LoadedPolicy(policy, tokenizer)
+    grpo.configure_model()
+    conversations = grpo.generator.generate(ROWS).conversations
+    assert conversations is not None
+    assert {one.end for one in conversations} == {"environment"}
+    assert not any(one.cut_observations for one in conversations)
+    told = [message["content"] for one in conversations for message in one.messages if message["role"] == "environment"]
+    assert set(told) == {WORD * 2}
 
 
 # -------------------------------------------------------------------- failures

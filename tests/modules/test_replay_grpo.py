@@ -211,7 +211,8 @@ def test_rejected_adds_the_sparse_objective_of_what_is_rejected_as_a_whole(
 
 def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     recorder, grpo = Recorder(), module(replay_objective="dense", num_iterations=2)
-    fit(grpo, 1, [SparsityAwareRejection(), ImportanceReweighting(), recorder])
+    trainer = fit(grpo, 1, [SparsityAwareRejection(), ImportanceReweighting(), recorder])
+    assert 0 < trainer.callback_metrics["time/replay"] < trainer.callback_metrics["time/rescoring"] + 60
     rollout = recorder.scored[0].rollout
     mask, xi = rollout.completion_mask, (rollout.old_logprobs - rollout.replay_logprobs).exp()
     torch.testing.assert_close(rollout.weights[mask], xi[mask], atol=0, rtol=1e-6)

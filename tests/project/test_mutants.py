@@ -72,3 +72,11 @@ def test_cheap_tests_of_the_same_folder_come_first() -> None:
     seconds = {"tests/rollout/test_a.py::f": 0.1, "tests/cache/test_slots.py::f": 0.5, "tests/cache/test_b.py::f": 50.0}
     order = chosen(mutant, {2: list(seconds)}, seconds, limit=40)
     assert order == ["tests/cache/test_slots.py::f", "tests/rollout/test_a.py::f"]
+
+
+def test_what_runs_at_import_is_shown_to_all_tests_of_the_file_and_ranks_come_last() -> None:
+    mutant = Mutant("distributed", "distributed/ranks.py", 2, "f", "0", "1", (2, 0, 2, 1))
+    lines = {2: [""], 3: ["", "tests/a/test_a.py::f"], 4: ["tests/b/test_b.py", "tests/a/test_a.py::f"]}
+    seconds = {"tests/a/test_a.py::f": 1.0, "tests/b/test_b.py": 300.0}
+    assert chosen(mutant, lines, seconds, limit=40) == ["tests/a/test_a.py::f"]
+    assert chosen(mutant, {2: ["tests/b/test_b.py"]}, seconds, limit=40) == ["tests/b/test_b.py"]

@@ -336,6 +336,18 @@ def test_losses_of_tokens_and_draws_are_the_gradient_where_events_and_heads_are_
     assert (gradient(-tokens_alone) - want).norm() > 0.01 * want.norm()
 
 
+def test_sequences_of_which_nothing_went_have_no_draws_and_join_the_others() -> None:
+    policy, compressor = model(), Drawn(METHODS["SnapKV"], temperature=0.5)
+    params = SamplingParams(num_generations=2, max_completion_length=6, seed=5)
+    rollout = RolloutSampler(policy, compressor).generate([[11, 12, 13], list(range(3, 23))], params)
+    none, some = (draw_statistics(policy, part, compressor)[2] for part in rollout.parts(2))
+    assert (none.steps.shape, some.steps.shape) == ((2, 0), (2, 2))
+    joined, together = EvictionDraws.cat([none, some]), draw_statistics(policy, rollout, compressor)[2]
+    assert torch.equal(joined.steps, together.steps)
+    assert torch.equal(joined.order, together.order)
+    torch.testing.assert_close(joined.logprobs, together.logprobs)
+
+
 def test_joined_draws_have_events_and_entries_of_their_own_only() -> None:
     parts = [
         EvictionDraws(

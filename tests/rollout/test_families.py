@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -36,6 +37,7 @@ from sparse_rl_lightning.policies.support import TESTED
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.rollout.engine.decoders import choice, linear_products
+from sparse_rl_lightning.rollout.engine.decoders.agreement import EXACT, check_agreement
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
 from sparse_rl_lightning.rollout.engine.decoders.hf_forward import TransformersDecoder
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
@@ -365,6 +367,26 @@ def test_a_forward_pass_of_other_numbers_is_found_before_the_first_rollout(monke
     for _ in range(2):
         RolloutSampler(model).generate(PROMPTS, GREEDY)
     assert calls == [model], "once for each model"
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.2, False), (5.0, True)])
+def test_numbers_that_differ_by_more_than_rounding_are_found_however_flat_a_policy_is(
+    share: float, refused: bool
+) -> None:
+    """Measured by the spread of the policy's log-probabilities, here 0.1, and not by its inverse."""
+    model = tiny_model(initializer_range=0.02)
+    with torch.no_grad():
+        spread = float(model(torch.arange(3, 35)[None]).logits.log_softmax(-1).std())
+    assert 0.02 < spread < 0.3
+
+    class Noisy(TransformersDecoder):
+        def logits(self, hidden: Tensor) -> Tensor:
+            noise = 1.25 * share * EXACT * spread  # a mean of 0.8 of its deviation
+            return super().logits(hidden) + noise * torch.randn(len(hidden), 128)
+
+    geometry = CacheGeometry.of(model)
+    with pytest.raises(ValueError, match="differ from those of its own") if refused else contextlib.nullcontext():
+        check_agreement(model, Noisy(model, geometry), geometry)
 
 
 def test_a_decoder_that_cannot_be_had_is_refused() -> None:

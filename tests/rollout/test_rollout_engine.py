@@ -228,6 +228,25 @@ def test_a_memory_limit_chooses_the_slots() -> None:
         RolloutSampler(policy, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, PARAMS)
 
 
+def test_what_random_eviction_keeps_of_a_prompt_follows_from_the_seed_and_the_prompt() -> None:
+    """In one slot after the other, which were another prompt's before; the samples of a prompt share it."""
+    sampler = RolloutSampler(model(), COMPRESSORS["random"], num_slots=3)
+    prompts = [list(range(5, 45)), list(range(6, 46)), list(range(5, 45))]
+
+    def gone(own: list[list[int]], seed: int) -> list[list[bool]]:
+        params = SamplingParams(num_generations=2, max_completion_length=1, seed=seed)
+        evictions = sampler.generate(own, params).evictions
+        assert evictions is not None
+        return [(evictions.death[:, row, :, :40] == 40).flatten().tolist() for row in range(2 * len(own))]
+
+    first, same, other, _, again, _ = gone(prompts, 1)
+    assert 0 < sum(first) < len(first)
+    assert first == same == again
+    assert first != other
+    assert first == gone(prompts[:1], 1)[0]
+    assert first != gone(prompts[:1], 2)[0]
+
+
 def test_the_pool_can_be_given_back() -> None:
     policy = model()
     returning = RolloutSampler(policy, SnapKV(**SMALL), keep_pool=False)

@@ -59,6 +59,16 @@ def test_without_an_update_pieces_make_the_whole(compressor: Compressor) -> None
     assert session.complete == []
 
 
+def test_the_sampler_tells_the_plan_of_a_session_that_takes_its_slots() -> None:
+    sampler = RolloutSampler(model(), SnapKV(**SMALL), memory_limit=100_000)
+    session = RolloutSession(sampler, PARAMS, max_prompt_length=40, num_sequences=10)
+    plan = session.memory_plan
+    assert plan is not None
+    assert 1 <= plan.num_slots < 10
+    assert sampler.memory_plan is plan
+    assert session.scheduler.num_slots == plan.num_slots
+
+
 def test_groups_come_out_when_they_are_complete_and_others_go_on() -> None:
     policy = model()
     session = start(policy, SnapKV(**SMALL))

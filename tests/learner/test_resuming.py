@@ -1,0 +1,103 @@
+"""Optimizers and schedules in a resumed run, without one: what is refused, what has changed, what is taken over."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+from sparse_rl_lightning.learner.resuming import (
+    KEY,
+    Configured,
+    advance,
+    check_optimizer,
+    check_parts,
+    check_weights,
+    schedule_change,
+    take_over,
+)
+
+
+def parameters(count: int = 2) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def saved(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> dict[str, object]:
+    return {KEY: asdict(Configured.of(optimizer, schedule)), "optimizer_states": [optimizer.state_dict()]}
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    checkpoint = saved(AdamW(parameters()))
+    check_optimizer(checkpoint, AdamW(parameters(), lr=0.5))
+    with pytest.raises(ValueError, match=r"is of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD"):
+        check_optimizer(checkpoint, SGD(parameters()))
+    with pytest.raises(ValueError, match="other groups of parameters"):
+        check_optimizer(checkpoint, AdamW(parameters(3)))
+    del checkpoint[KEY]  # of a version that kept no names
+    check_optimizer(checkpoint, AdamW(parameters()))
+    with pytest.raises(ValueError, match=r"is of another optimizer, model.optimizer is torch.optim.adagrad.Adagrad"):
+        check_optimizer(checkpoint, Adagrad(parameters()))
+    check_optimizer({}, SGD(parameters()))  # sharded strategies keep the state elsewhere
+
+
+def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
+    def described(length: int | None) -> Configured:
+        optimizer = SGD(parameters(), lr=0.1)
+        return Configured.of(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
+
+    was = asdict(described(10))
+    assert schedule_change(was, described(10)) == []
+    assert schedule_change({}, described(10)) == []  # not known
+    assert schedule_change(was, described(6)) == ["CosineAnnealingLR has other settings"]
+    name = "torch.optim.lr_scheduler.CosineAnnealingLR"
+    assert schedule_change(was, described(None)) == [f"the schedule was {name} and is none"]
+    assert schedule_change(asdict(described(None)), described(10)) == [f"the schedule was none and is {name}"]
+    optimizer = SGD(parameters(), lr=0.1)
+    assert described(10).is_told_apart
+    assert not Configured.of(optimizer, LambdaLR(optimizer, lambda step: 0.9**step)).is_told_apart
+
+
+def test_a_schedule_goes_to_its_step_and_one_of_a_metric_begins_anew() -> None:
+    optimizer = SGD(parameters(), lr=1.0)
+    advance(StepLR(optimizer, 2, 0.1), 5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    plateau = ReduceLROnPlateau(SGD(parameters(), lr=1.0))
+    advance(plateau, 5)
+    assert plateau.last_epoch == 0
+
+
+def test_settings_are_taken_over_and_what_an_optimizer_counts_is_not() -> None:
+    own, wanted = (
+        AdamW(parameters(), lr=lr, weight_decay=decay) for lr, decay in ((torch.tensor(0.1), 0.0), (0.2, 0.0))
+    )
+    address, weights = own.param_groups[0]["lr"], own.param_groups[0]["params"]
+    for one, first in ((own, 0.1), (wanted, 0.3)):
+        one.param_groups[0]["initial_lr"] = first
+    assert take_over(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
+    assert own.param_groups[0]["lr"] is address  # graphs use it
+    assert float(address) == pytest.approx(0.2)
+    assert own.param_groups[0]["params"] is weights
+    assert own.param_groups[0]["initial_lr"] == 0.3
+    assert take_over(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
+        "lr was 0.20000000298023224 and is 0.2", "weight_decay was 0.0 and is 0.5"
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_must_have_what_training_needs_and_be_of_this_model() -> None:
+    check_parts({"loops": 1}, ["loops"])
+    with pytest.raises(ValueError, match="this checkpoint has no 'a', 'b', so training"):
+        check_parts({"loops": 1}, ["a", "loops", "b"])
+    one, two = torch.ones(1), torch.ones(2)
+    check_weights({"policy.a": one}, {"policy.a": two[:1]})
+    for other, said in (
+        ({"policy.a": two}, "0 unknown, 0 missing and 1 weights of another shape, for example 'policy.a'"),
+        ({"policy.b": one}, "1 unknown, 1 missing and 0 weights of another shape, for example 'policy.b'"),
+        ({}, "0 unknown, 1 missing and 0 weights of another shape, for example 'policy.a'"),
+        ({"policy.a": one, "network.w": one}, "of another compressor's network, for example 'network.w'"),
+        ({"policy.a": one / 0}, "this checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_weights(other, {"policy.a": one})
