@@ -18,7 +18,7 @@ from exact_answers import (
     same_answer,
     verify,
 )
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 
 __all__ = [
     "CONVENTIONS",
@@ -44,6 +44,7 @@ class MathChecker(exact_answers.MathChecker):
     """:class:`exact_answers.MathChecker`, whose refusals the command line shows as a line."""
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, boxes_in_thoughts: bool = False) -> None:
+        check_number("timeout", timeout, above=0)
         try:
             super().__init__(num_workers, timeout, boxes_in_thoughts)
         except ValueError as error:
