@@ -66,7 +66,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import informative_groups, nan_deviation
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
-from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.metrics.conversations import conversation_metrics
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
@@ -147,7 +147,8 @@ def repetition_rates(sequences: Tensor, mask: Tensor, n: int = NGRAM) -> Tensor:
     Raises:
         ValueError: If ``n`` is not positive.
     """
-    check_number("n", n, least=1)
+    if n < 1:
+        raise UserError(f"n must be at least 1 token, got n={n}.")
     if sequences.shape[1] < n or not sequences.numel():
         return torch.zeros(sequences.shape[0], device=sequences.device)
     phrases = _phrase_ids(sequences, n)  # (B, T - n + 1)

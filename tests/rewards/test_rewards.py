@@ -129,9 +129,7 @@ def test_a_function_that_fails_on_no_single_sample() -> None:
             raise KeyError("together")
         return [0.0]
 
-    with pytest.raises(
-        RuntimeError, match=r"pairwise failed: it raised KeyError\('together'\) on all of them"
-    ):
+    with pytest.raises(RuntimeError, match=r"pairwise failed: it raised KeyError\('together'\) on all of them"):
         rewards_of([pairwise], ["a", "b"])
 
 

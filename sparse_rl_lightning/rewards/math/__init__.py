@@ -44,8 +44,8 @@ class MathChecker(exact_answers.MathChecker):
     """:class:`exact_answers.MathChecker`, whose refusals the command line shows as a line."""
 
     def __init__(self, num_workers: int = 1, timeout: float = 3.0, boxes_in_thoughts: bool = False) -> None:
-        check_number("timeout", timeout, above=0)
         try:
             super().__init__(num_workers, timeout, boxes_in_thoughts)
         except ValueError as error:
             raise UserError(str(error)) from None
+        check_number("timeout", timeout, above=0)
