@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.logprobs import logprobs_at
 from sparse_rl_lightning.records import Rollout
 
@@ -145,8 +145,7 @@ class AcceptanceTail:
             raise UserError(
                 f"bin_size and num_bins must be at least 1, got bin_size={bin_size} and num_bins={num_bins}."
             )
-        if not 0 <= share <= 1:
-            raise UserError(f"share must lie between 0 and 1, got share={share}.")
+        check_number("share", share, least=0, most=1)
         values = acceptance.detach()[mask].double()
         if not bool(values.isfinite().all()):
             raise UserError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")

@@ -231,9 +231,7 @@ def _check_thresholds(threshold: float, floor: float) -> None:
 @cache
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     check_choice("mode", mode, WeightMode)
-    if clip_min is not None:
-        check_number("clip_min", clip_min, least=0)
-    if clip_max is not None:
-        check_number("clip_max", clip_max, above=0)
+    check_number("clip_min", clip_min, least=0, or_none=True)
+    check_number("clip_max", clip_max, above=0, or_none=True)
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
         raise UserError(f"clip_min must not exceed clip_max, got clip_min={clip_min}, clip_max={clip_max}.")

@@ -34,6 +34,7 @@ def check_number(
     most: float | None = None,
     below: float | None = None,
     owner: str = "",
+    or_none: bool = False,
 ) -> None:
     """Refuse what is no number, NaN, infinite, out of range, or not a normal number of float32.
 
@@ -47,6 +48,7 @@ def check_number(
         most: Largest number allowed.
         below: Smallest number that is too large.
         owner: The class whose argument it is, where the name alone does not tell.
+        or_none: Whether None is allowed too.
 
     Raises:
         ValueError: If it is one of these.
@@ -56,7 +58,7 @@ def check_number(
     ValueError: beta must be a finite number, at least 0, got beta=nan.
     """
     is_number = is_float32(value)
-    if is_number and _within(cast(float, value), least, above, most, below):
+    if (or_none and value is None) or (is_number and _within(cast(float, value), least, above, most, below)):
         return
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)

@@ -16,7 +16,8 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from inspect import getattr_static
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -169,7 +170,7 @@ class _Walk:
         if hasattr(value, "get_vocab"):
             return {"tokenizer": tokenizer_digest(value)}
         if hasattr(value, "__dict__") or _slots(value):
-            return {"attributes": self._content(_slots(value) | getattr(value, "__dict__", {}))}
+            return {"attributes": self._content(_slots(value) | _own(value))}
         shown = repr(value)
         if ADDRESS.search(shown):  # it means nothing, and where a generator of numbers stands changes with every use
             return {}
@@ -191,6 +192,12 @@ class _Walk:
             f"objects, or a chain of them without end, in the end of {_name(type(value))}. Give a class or a function "
             "that keeps only its settings."
         )
+
+
+def _own(value: Any) -> dict[str, Any]:
+    """Attributes of an object, without what a cached property has stored among them since it was first read."""
+    held = getattr(value, "__dict__", {})
+    return {n: one for n, one in held.items() if not isinstance(getattr_static(type(value), n, None), cached_property)}
 
 
 def _slots(value: Any) -> dict[str, Any]:

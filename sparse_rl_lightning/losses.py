@@ -325,10 +325,8 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
     check_choice("loss_type", loss_type, LossType)
     check_choice("importance_sampling_level", level, ImportanceSamplingLevel)
     check_number("epsilon", epsilon, least=0)
-    if epsilon_high is not None:
-        check_number("epsilon_high", epsilon_high, least=0)
-    if delta is not None:
-        check_number("delta", delta, above=0)
+    check_number("epsilon_high", epsilon_high, least=0, or_none=True)
+    check_number("delta", delta, above=0, or_none=True)
     if loss_type == "cispo" and epsilon_high is None:
         raise UserError("loss_type='cispo' caps the ratio at epsilon_high itself: pass epsilon_high, e.g. 5.0.")
     if loss_type == "cispo" and delta is not None:

@@ -328,3 +328,10 @@ def test_what_functions_hold_counts() -> None:
 
     assert [fingerprint(f=one) for one in made(50)] == [fingerprint(f=one) for one in made(50)]
     assert all(fingerprint(f=one) != fingerprint(f=other) for one, other in zip(made(50), made(60), strict=True))
+
+
+def test_what_a_cached_property_has_stored_does_not_count() -> None:
+    params = SamplingParams(max_completion_length=7)
+    before = fingerprint(params=params)
+    assert params.for_drawing is params.for_drawing
+    assert fingerprint(params=params) == before

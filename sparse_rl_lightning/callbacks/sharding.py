@@ -9,11 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
 from sparse_rl_lightning.records import ScoredRollout
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ZeroSharding(RolloutCallback):
@@ -42,11 +40,7 @@ class ZeroSharding(RolloutCallback):
     """
 
     def __init__(self, shadow_dtype: str | None = None, keep_shadow: bool = True) -> None:
-        if shadow_dtype is not None and shadow_dtype not in DTYPES:
-            raise UserError(
-                f"shadow_dtype must be one of {', '.join(DTYPES)} or null, got shadow_dtype={shadow_dtype!r}."
-            )
-        self.shadow_dtype = shadow_dtype
+        self.shadow_dtype = check_dtype(shadow_dtype, "shadow_dtype")
         self.keep_shadow = keep_shadow
         self.gather_seconds = 0.0  # time of the last gathering
 
@@ -105,7 +99,7 @@ class ZeroSharding(RolloutCallback):
             if generator.shadow is not None:
                 generator.shadow = None
         elif generator.shadow is None or generator.shadow.policy is not policy:
-            generator.shadow = ShadowPolicy(policy, DTYPES.get(self.shadow_dtype or ""))
+            generator.shadow = ShadowPolicy(policy, self.shadow_dtype)
 
     def _fill(self, trainer: Trainer, module: RolloutModule) -> None:
         if module.generator.shadow is not None:

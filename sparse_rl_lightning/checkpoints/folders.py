@@ -82,7 +82,8 @@ def check_dtype(name: str | None, where: str) -> torch.dtype | None:
     """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None and name not in known:
-        raise UserError(f"{where} must be one of {', '.join(known)} or null for the policy's own, got dtype={name!r}.")
+        given = f"{where.rpartition(' ')[2]}={name!r}"
+        raise UserError(f"{where} must be one of {', '.join(known)} or null for the policy's own, got {given}.")
     return None if name is None else known[name]
 
 

@@ -91,13 +91,11 @@ class Compressor(Budgeted):
         protect_observations: int = 0,
     ) -> None:
         name = type(self).__name__
-        if buffer < 1:
-            raise UserError(f"{name}: buffer must be at least 1 token, got buffer={buffer}.")
-        if num_sinks < 0 or window < 1:
-            raise UserError(
-                f"{name}: num_sinks must be >= 0 and window >= 1, got num_sinks={num_sinks}, window={window}."
-            )
-        check_number("protect_observations", protect_observations, least=0, owner=name)
+        for option, value, least in (
+            ("buffer", buffer, 1), ("num_sinks", num_sinks, 0), ("window", window, 1),
+            ("protect_observations", protect_observations, 0),
+        ):  # fmt: skip
+            check_number(option, value, least=least, owner=name)
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window

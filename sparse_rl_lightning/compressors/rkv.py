@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.snapkv import SnapKV
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.ops import CachedEntries, key_redundancy
 from sparse_rl_lightning.ops.key_redundancy import cached_mixture
 from sparse_rl_lightning.records import LayerState
@@ -42,13 +42,8 @@ class RKV(SnapKV):
         **options: Any,
     ) -> None:
         super().__init__(budget, **options)
-        if not 0 <= mix_lambda <= 1:
-            raise UserError(f"RKV: mix_lambda must be from 0 to 1, got mix_lambda={mix_lambda}.")
-        if not -1 <= similarity_threshold <= 1:
-            raise UserError(
-                f"RKV: similarity_threshold is a cosine and must be from -1 to 1, got "
-                f"similarity_threshold={similarity_threshold}."
-            )
+        check_number("mix_lambda", mix_lambda, least=0, most=1, owner="RKV")
+        check_number("similarity_threshold", similarity_threshold, least=-1, most=1, owner="RKV")  # a cosine
         self.mix_lambda = mix_lambda
         self.similarity_threshold = similarity_threshold
 

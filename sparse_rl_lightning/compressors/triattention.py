@@ -12,7 +12,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics, resolve_statistics
 from sparse_rl_lightning.compressors.rotary import pair_lengths, rotate_to_mean
-from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.errors import check_choice, check_number
 from sparse_rl_lightning.ops.window_importance import GroupReduction, group_logits
 from sparse_rl_lightning.records import LayerState
 
@@ -52,8 +52,7 @@ class TriAttention(Compressor):
         **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
-        if max_offset < 1:
-            raise UserError(f"TriAttention: max_offset must be at least 1 token, got max_offset={max_offset}.")
+        check_number("max_offset", max_offset, least=1, owner="TriAttention")
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
         self.max_offset = max_offset

@@ -72,10 +72,10 @@ class ArithmeticTasks(PromptDataModule):
         unknown = [task for task in self.tasks if task not in _GENERATORS]
         if unknown or not self.tasks:
             raise UserError(f"tasks must be among {', '.join(_GENERATORS)}, got tasks={tasks!r}.")
-        for name, value, least in (("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1)):
+        for name, value, least in (
+            ("num_terms", num_terms, 2), ("digits", digits, 1), ("num_train", num_train, 1), ("num_val", num_val, 0),
+        ):  # fmt: skip
             check_number(name, value, least=least, owner="ArithmeticTasks")
-        if num_val < 0:
-            raise UserError(f"ArithmeticTasks: num_val must not be negative, got num_val={num_val}.")
         self.num_terms = num_terms
         self.digits = digits
         self.num_train = num_train

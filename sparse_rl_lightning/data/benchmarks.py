@@ -115,8 +115,7 @@ class MathBenchmarks(PromptDataModule):
             unknown = [name for name in names if name not in known]
             if unknown:
                 raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
-        if max_rows is not None:
-            check_number("max_rows", max_rows, least=1, owner="MathBenchmarks")
+        check_number("max_rows", max_rows, least=1, owner="MathBenchmarks", or_none=True)
         render("", prompt_format)  # raises for an unknown format
         self.folder = folder
         self.train = train

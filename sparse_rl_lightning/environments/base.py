@@ -106,7 +106,5 @@ class TurnOptions:
     def __post_init__(self) -> None:
         check_number("rollout.turns.max_turns", self.max_turns, least=1)
         for name in ("max_turn_length", "max_observation_length", "max_prompt_length"):
-            if getattr(self, name) is not None:
-                check_number(f"rollout.turns.{name}", getattr(self, name), least=1)
-        if self.timeout is not None:
-            check_number("rollout.turns.timeout", self.timeout, above=0)
+            check_number(f"rollout.turns.{name}", getattr(self, name), least=1, or_none=True)
+        check_number("rollout.turns.timeout", self.timeout, above=0, or_none=True)

@@ -51,8 +51,7 @@ class LearnerOptions:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
-            if getattr(self, name) is not None:
-                check_number(f"learner.{name}", getattr(self, name), least=1)
+            check_number(f"learner.{name}", getattr(self, name), least=1, or_none=True)
         check_checkpointing(self.gradient_checkpointing)
 
     @cached_property

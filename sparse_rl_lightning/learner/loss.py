@@ -100,8 +100,7 @@ class GRPOLoss:
             check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
         except ValueError as error:
             raise UserError(f"loss.{error}") from error
-        if self.off_policy_delta is not None:
-            check_number("loss.off_policy_delta", self.off_policy_delta, least=0)
+        check_number("loss.off_policy_delta", self.off_policy_delta, least=0, or_none=True)
         check_choice("loss.denominator", self.denominator, Denominator)
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("loss.kl_on", self.kl_on, KLTokens)

@@ -3,7 +3,6 @@
 from sparse_rl_lightning.rewards.base import (
     RewardFunction,
     check_rewards,
-    compute_rewards,
     counting,
     reward_counters,
     reward_name,
@@ -16,6 +15,7 @@ from sparse_rl_lightning.rewards.functions import (
     boxed_math_reward,
     worked_steps_reward,
 )
+from sparse_rl_lightning.rewards.scoring import compute_rewards
 
 __all__ = [
     "MathReward",

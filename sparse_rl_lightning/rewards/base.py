@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import is_installed, is_own
 from sparse_rl_lightning.text import printable, shown
 
@@ -54,45 +54,6 @@ class RewardMistake(UserError):
 
 class RewardFailure(Exception):
     """A reward function gave no rewards for a batch; the text continues after its name: ``raised KeyError('x')``."""
-
-
-def compute_rewards(
-    functions: Sequence[RewardFunction],
-    weights: Sequence[float] | None,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-) -> tuple[Tensor, Tensor]:
-    """The weighted sum of several reward functions over a batch of B samples.
-
-    A function that does not apply to a sample is left out of its sum. Where none applies the reward is NaN.
-
-    Args:
-        functions: Reward functions, F of them.
-        weights: Factors of the functions, or None for ones.
-        prompts: Prompts of the B samples.
-        completions: Texts of the samples.
-        completion_ids: Token ids of the samples.
-        columns: Further columns of the rows, B entries each.
-
-    Returns:
-        Rewards (B,) and the unweighted reward of each function (B, F), both float32, NaN where None was returned.
-
-    Raises:
-        ValueError: If lengths do not fit, a column is missing, or a reward is not a finite number.
-        RuntimeError: If a reward function raises.
-    """
-    if weights is not None and len(weights) != len(functions):
-        raise UserError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions.")
-    for place, weight in enumerate(weights or ()):
-        check_number(f"reward_weights[{place}]", weight)
-    if not functions:
-        raise UserError("At least one reward function is needed.")
-    batch = reward_batch(prompts, completions, completion_ids, columns)
-    names = reward_names(functions)
-    table = reward_table([_strictly(function, name, batch) for function, name in zip(functions, names, strict=True)])
-    return weighted_rewards(table, weights), table
 
 
 def reward_batch(
@@ -220,34 +181,9 @@ def one_sample(batch: Mapping[str, Sequence[Any]], sample: int) -> dict[str, Seq
     return {name: [values[sample]] for name, values in batch.items()}
 
 
-def _strictly(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[float | None]:
-    """The rewards of a batch; any failure raises and names the first sample that causes it."""
-    try:
-        returned = attempt(function, name, batch)
-    except RewardFailure as failure:
-        sample = _first_failure(function, name, batch)
-        where = "the batch as a whole" if sample is None else describe_sample(sample, batch["completions"][sample])
-        raise RuntimeError(f"The reward function {name} {failure} on {where}.") from failure.__cause__
-    for sample, reward in enumerate(returned):
-        if isinstance(reward, str):
-            where = describe_sample(sample, batch["completions"][sample])
-            raise RewardMistake(f"The reward function {name} {no_number(reward)} on {where}.")
-    return [None if reward is None else float(reward) for reward in returned]
-
-
 def no_number(returned: str) -> str:
     """What a function did that returned this for a sample: the text continues after its name."""
     return f"returned {returned}, not a finite number (or None where it does not apply),"
-
-
-def _first_failure(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> int | None:
-    """The first sample on which the function fails when called with it alone."""
-    for sample in range(len(batch["completions"])):
-        try:
-            attempt(function, name, one_sample(batch, sample))
-        except (RewardFailure, RewardMistake):
-            return sample
-    return None
 
 
 def _check_columns(function: RewardFunction, name: str, columns: Iterable[str]) -> None:

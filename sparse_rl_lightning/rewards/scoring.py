@@ -389,3 +389,40 @@ class GuardedReward:
         error = kind(text)
         error.__cause__ = failure.__cause__
         return error
+
+
+def compute_rewards(
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float] | None,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of several reward functions over a batch of B samples.
+
+    A function that does not apply to a sample is left out of its sum. Where none applies the reward is NaN.
+
+    Args:
+        functions: Reward functions, F of them.
+        weights: Factors of the functions, or None for ones.
+        prompts: Prompts of the B samples.
+        completions: Texts of the samples.
+        completion_ids: Token ids of the samples.
+        columns: Further columns of the rows, B entries each.
+
+    Returns:
+        Rewards (B,) and the unweighted reward of each function (B, F), both float32, NaN where None was returned.
+
+    Raises:
+        ValueError: If lengths do not fit, a column is missing, or a reward is not a finite number.
+        RuntimeError: If a reward function raises.
+    """
+    guards = Rewards(functions, weights).guards
+    batch = reward_batch(prompts, completions, completion_ids, columns)
+    judged = [guard.judge(batch) for guard in guards]
+    for guard in guards:
+        if guard.first:
+            raise guard.error or RuntimeError(f"The reward function {guard.__name__} failed: {guard.first}.")
+    table = reward_table(judged)
+    return weighted_rewards(table, weights), table

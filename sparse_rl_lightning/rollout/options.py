@@ -100,8 +100,7 @@ class RolloutOptions:
     record_routing: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_slots is not None:
-            check_number("rollout.num_slots", self.num_slots, least=1)
+        check_number("rollout.num_slots", self.num_slots, least=1, or_none=True)
         object.__setattr__(self, "end_tokens", as_texts(self.end_tokens, "rollout.end_tokens"))
         if isinstance(self.memory_limit, bool):
             raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
@@ -111,13 +110,9 @@ class RolloutOptions:
         check_choice("rollout.decoder", self.decoder, DecoderChoice)
         kv_type(self.kv_dtype, "rollout.kv_dtype")  # raises for an unknown name
         check_number("rollout.oversampling", self.oversampling, least=1)
-        if self.reward_timeout is not None:
-            check_number("rollout.reward_timeout", self.reward_timeout, above=0)
+        check_number("rollout.reward_timeout", self.reward_timeout, above=0, or_none=True)
         check_number("rollout.reward_failure_limit", self.reward_failure_limit, above=0, most=1)
-        if self.partial_checkpoint not in ("store", "restart"):
-            raise UserError(
-                f"rollout.partial_checkpoint must be 'store' or 'restart', got {self.partial_checkpoint!r}."
-            )
+        check_choice("rollout.partial_checkpoint", self.partial_checkpoint, PartialCheckpoint)
         if self.partial_rollout_steps is not None:
             self._check_partial(self.partial_rollout_steps)
 
@@ -198,8 +193,7 @@ class RolloutOptions:
 
     def _check_partial(self, steps: int) -> None:
         """Refuse settings that do not work with partial rollouts, by name."""
-        if steps < 1:
-            raise UserError(f"rollout.partial_rollout_steps must be at least 1 or null (off), got {steps}.")
+        check_number("rollout.partial_rollout_steps", steps, least=1)
         reasons = {
             "num_slots=null": (
                 self.num_slots is None,

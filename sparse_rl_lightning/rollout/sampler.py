@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.policies.routing import Routers
@@ -97,10 +97,8 @@ class RolloutSampler:
         head_in_float32: bool = False,
         record_routing: bool = False,
     ) -> None:
-        if num_slots is not None and num_slots < 1:
-            raise UserError(f"num_slots must be at least 1 or null (one per sequence), got num_slots={num_slots}.")
-        if max_prefill_tokens < 1:
-            raise UserError(f"max_prefill_tokens must be at least 1, got max_prefill_tokens={max_prefill_tokens}.")
+        check_number("num_slots", num_slots, least=1, or_none=True)
+        check_number("max_prefill_tokens", max_prefill_tokens, least=1)
         if cuda_graphs not in (True, False, "require"):
             raise UserError(f"cuda_graphs must be true, false or require, got cuda_graphs={cuda_graphs!r}.")
         geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models

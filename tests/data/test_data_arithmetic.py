@@ -197,7 +197,7 @@ def test_digits_and_terms(digits: int) -> None:
         ({"num_terms": 1}, "num_terms must be at least 2, got num_terms=1"),
         ({"digits": 0}, "digits must be at least 1"),
         ({"num_train": 0}, "num_train must be at least 1"),
-        ({"num_val": -1}, "num_val must not be negative"),
+        ({"num_val": -1}, "num_val must be at least 0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -130,7 +129,7 @@ def test_a_function_that_fails_on_no_single_sample() -> None:
             raise KeyError("together")
         return [0.0]
 
-    with pytest.raises(RuntimeError, match=r"pairwise raised KeyError\('together'\) on the batch as a whole"):
+    with pytest.raises(RuntimeError, match=r"pairwise failed: it raised KeyError\('together'\) on all of them"):
         rewards_of([pairwise], ["a", "b"])
 
 
@@ -155,8 +154,8 @@ def test_a_missing_column_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([length], [1.0, 2.0], ["p"], ["a"], [[0]], {}), "2 entries for 1 reward functions"),
-        (([], None, ["p"], ["a"], [[0]], {}), "At least one"),
+        (([length], [1.0, 2.0], ["p"], ["a"], [[0]], {}), "reward_weights has 2 numbers for 1"),
+        (([], None, ["p"], ["a"], [[0]], {}), "at least one reward function"),
         (([length], None, ["p"], ["a", "b"], [[0]] * 2, {}), "prompts has 1 entries for 2"),
         (([length], None, ["p"], ["a"], [[0]], {"answer": []}), "answer has 0 entries for 1"),
         (([length], None, ["p"], ["a"], [[0]], {"completions": ["b"]}), "column named 'completions'"),
@@ -283,9 +282,11 @@ def test_worked_steps_are_paid_up_to_the_first_other_one(completion: str, share:
     assert worked_steps_reward(["07+12+25+03="], [completion], [[]], solution=solution) == [pytest.approx(share)]
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": float("nan")}, {"timeout": 0.0}, {"timeout": 1e39}, {"num_workers": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": math.nan}, {"timeout": 0.0}, {"timeout": 1e10}, {"timeout": 1e39}, {"num_workers": 0}]
+)
 def test_the_checkers_refusals_are_for_users(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="num_workers must be at least 1 and timeout above 0 seconds, got") as alone:
+    with pytest.raises(ValueError, match="num_workers must be at least 1 and timeout above 0 seconds, got"):
         exact_answers.MathChecker(**wrong)
-    with pytest.raises(UserError, match=re.escape(str(alone.value))):
+    with pytest.raises(UserError, match=next(iter(wrong))):
         MathReward(**wrong)

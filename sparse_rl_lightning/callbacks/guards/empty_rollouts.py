@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, warn_of_run
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 REJECTED = (
@@ -43,8 +43,7 @@ class EmptyRollouts(RolloutCallback):
 
     def __init__(self, warn_after: int = 3, few: float = 0.5) -> None:
         check_number("warn_after", warn_after, least=1, owner="EmptyRollouts")
-        if not 0 <= few <= 1:
-            raise UserError(f"EmptyRollouts: few must be between 0 and 1, got few={few}.")
+        check_number("few", few, least=0, most=1, owner="EmptyRollouts")
         self.warn_after, self.few = warn_after, few
         self.count = self.in_a_row = self.few_in_a_row = 0
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
 from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import check_number
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 INTERVAL = 10.0  # seconds between two checks of a rank's collective, at most
@@ -52,10 +52,8 @@ class RankWatch(Callback):
     """
 
     def __init__(self, timeout: int = 30, stuck_after: float | None = 300) -> None:
-        if timeout < 3:
-            raise UserError(f"RankWatch: timeout must be at least 3 seconds, got timeout={timeout}.")
-        if stuck_after is not None:
-            check_number("stuck_after", stuck_after, least=1, owner="RankWatch")
+        check_number("timeout", timeout, least=3, owner="RankWatch")
+        check_number("stuck_after", stuck_after, least=1, owner="RankWatch", or_none=True)
         self.timeout = timeout
         self.stuck_after = stuck_after
         self._watch: _Watch | None = None

@@ -51,10 +51,8 @@ class StepGuard(Callback):
         self, max_in_a_row: int = 3, spike_factor: float | None = 20.0, max_staleness_ratio: float | None = 100.0
     ) -> None:
         check_number("max_in_a_row", max_in_a_row, least=1, owner="StepGuard")
-        if spike_factor is not None:
-            check_number("spike_factor", spike_factor, least=1, owner="StepGuard")
-        if max_staleness_ratio is not None:
-            check_number("max_staleness_ratio", max_staleness_ratio, least=1, owner="StepGuard")
+        check_number("spike_factor", spike_factor, least=1, owner="StepGuard", or_none=True)
+        check_number("max_staleness_ratio", max_staleness_ratio, least=1, owner="StepGuard", or_none=True)
         self.max_in_a_row = max_in_a_row
         self.watch = None if spike_factor is None else SpikeWatch(spike_factor)
         self.ratios = None if max_staleness_ratio is None else RatioWatch(max_staleness_ratio)

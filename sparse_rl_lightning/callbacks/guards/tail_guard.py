@@ -45,8 +45,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_rejection_rate", "length_drop"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"TailGuard: {name} must lie in (0, 1], got {name}={getattr(self, name)}.")
+            check_number(name, getattr(self, name), above=0, most=1, owner="TailGuard")
         for name in ("min_tokens", "window", "patience"):
             check_number(name, getattr(self, name), least=1, owner="TailGuard")
         check_number("rejection_rise", self.rejection_rise, least=1, owner="TailGuard")
@@ -169,10 +168,8 @@ class TailGuard(RolloutCallback):
     ) -> None:
         mode = "off" if mode is False else mode  # YAML reads the word off as false
         check_choice("mode", mode, Mode, "TailGuard")
-        if target is not None and not 0 <= target <= 1:
-            raise UserError(f"TailGuard: target must lie between 0 and 1 or be null, got target={target}.")
-        if max_raises < 0:
-            raise UserError(f"TailGuard: max_raises must not be negative, got max_raises={max_raises}.")
+        check_number("target", target, least=0, most=1, owner="TailGuard", or_none=True)
+        check_number("max_raises", max_raises, least=0, owner="TailGuard")
         self.mode = mode
         self.target = target
         self.max_raises = max_raises

@@ -51,8 +51,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     methods = _methods(given.methods)
     check_seed(given.seed, "--seed")
     for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
-        if getattr(given, name) is not None:
-            check_number(f"--{name}", getattr(given, name), least=1)
+        check_number(f"--{name}", getattr(given, name), least=1, or_none=True)
     bench = _bench(given)
     folder = writable_folder(given.output, "--output")
     settings = {

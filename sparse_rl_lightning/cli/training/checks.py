@@ -142,7 +142,8 @@ def check_launch(config: Any) -> None:
     if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
         raise UserError(not_deepspeed(f"trainer.strategy={name}"))
     devices = config.trainer.devices
-    if config.trainer.accelerator in ("gpu", "cuda") and not _has_gpu():
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if config.trainer.accelerator in ("gpu", "cuda") and not has_gpu:
         raise UserError(
             f"trainer.accelerator={config.trainer.accelerator}: torch can use no GPU here, and `sparse-rl doctor` says "
             "what is missing. Set it to cpu to train without one."
@@ -197,10 +198,6 @@ def name_logger(config: Any) -> None:
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
         arguments = {"save_dir": folder or ".", "name": name}
         trainer.logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available() or torch.backends.mps.is_available()
 
 
 def _holds_checkpoints(folder: Path) -> bool:

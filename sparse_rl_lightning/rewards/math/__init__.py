@@ -18,7 +18,7 @@ from exact_answers import (
     same_answer,
     verify,
 )
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 
 __all__ = [
     "CONVENTIONS",
@@ -48,3 +48,4 @@ class MathChecker(exact_answers.MathChecker):
             super().__init__(num_workers, timeout, boxes_in_thoughts)
         except ValueError as error:
             raise UserError(str(error)) from None
+        check_number("timeout", timeout, above=0)
