@@ -16,7 +16,9 @@ from sparse_rl_lightning.corrections import (
     normalize_weights,
     reject_sequences,
 )
+from sparse_rl_lightning.learner.loss import GRPOLoss, KLTokens
 from sparse_rl_lightning.losses import aggregate, count_items, kl_penalty, policy_loss
+from sparse_rl_lightning.records import Rollout
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo")
 DENOMINATORS = ("all", "kept_tokens", "kept")
@@ -230,3 +232,21 @@ def test_rejected_and_padded_tokens_cannot_poison_the_gradient(loss_type: str, l
     expect(loss, clean.item())
     (gradient,) = torch.autograd.grad(loss, inputs["logprobs"])
     assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("kl_on", ["completion", "kept"])
+def test_the_penalty_divides_by_the_tokens_that_it_is_of(kl_on: KLTokens) -> None:
+    """Of 8 tokens, 3 of which are rejected, one of them with its whole sequence."""
+    keep = PRESET_MASK.clone()
+    keep[0, 1] = keep[2] = False
+    part = Rollout(
+        PRESET_MASK.long(), torch.ones(3, dtype=torch.int64), PRESET_MASK, PRESET_MASK[:, 1], PRESET_OLD,
+        old_logprobs=PRESET_OLD, ref_logprobs=PRESET_OLD + REFERENCE, keep=keep, advantages=torch.zeros(3).double(),
+    )  # fmt: skip
+    loss = GRPOLoss("dapo", beta=0.5, kl_on=kl_on, denominator="kept", kl_estimator="k2")
+    divisors = loss.denominators(part)
+    assert (divisors.policy, divisors.penalty, divisors.everything) == (5, 5 if kl_on == "kept" else 8, 8)
+    penalty = 0.5 * REFERENCE.square()[keep if kl_on == "kept" else PRESET_MASK]
+    output = loss(part, PRESET_OLD, divisors)
+    expect(output.loss, 0.5 * float(penalty.mean()))
+    expect(output.metrics["kl"], float((0.5 * REFERENCE.square())[PRESET_MASK].mean()))

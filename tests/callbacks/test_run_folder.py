@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,14 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> Non
     fit(module(), 1, [saves(folder)], enable_checkpointing=True)  # killed: nothing is left of its lock
     with another_process(FolderLock(folder)):
         pass  # the run that has ended let go of it
+
+
+def test_a_lock_names_its_holder_alone(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.path.write_text("process 123456789 on a machine with a long name" * 3)
+    lock.take()
+    assert lock.path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    lock.release()
 
 
 def test_the_folder_that_follows_from_the_run_s_is_locked_too(tmp_path: Path) -> None:

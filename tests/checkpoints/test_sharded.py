@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from disks import file_size_limit
+from rank_runs import TRAINER as OPTIONS
 from rank_runs import train
 from safetensors.torch import load_file
 from tiny_grpo import module
@@ -26,10 +28,12 @@ SHARDS = ["checkpoint/mp_rank_00_model_states.pt", "checkpoint/zero_pp_rank_0_mp
 def deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """DeepSpeed may begin, and nothing of it is left."""
     comm = pytest.importorskip("deepspeed.comm.comm", reason="deepspeed is an extra")
+    groups = importlib.import_module("deepspeed.utils.groups")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
     torch.distributed.destroy_process_group()
     comm.cdb = None
+    importlib.reload(groups)
 
 
 def job(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
@@ -41,8 +45,9 @@ def job(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("deepspeed")
 def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: Path) -> None:
-    whole = job(tmp_path / "whole", 4)
-    job(tmp_path / "cut", 2)
+    momentum = {"settings": {"optimizer": lambda own: torch.optim.SGD(own, lr=0.5, momentum=0.9)}}
+    whole = job(tmp_path / "whole", 4, **momentum)
+    job(tmp_path / "cut", 2, **momentum)
     last = tmp_path / "cut" / "last.ckpt"
     assert sorted(read_manifest(last)["files"]) == sorted([*SHARDS, TRAINER, WEIGHTS])
     assert (read_manifest(last)["world_size"], read_manifest(last)["stage"]) == (1, 2)
@@ -52,10 +57,11 @@ def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: 
     assert torch.load(last / TRAINER, weights_only=True)["global_step"] == 2
     saved = {path: path.read_bytes() for path in last.rglob("*") if path.is_file()}
     with pytest.warns(UserWarning, match="could not be saved: .*File too large"):
-        full(tmp_path / "cut")
+        with file_size_limit(4096):
+            job(tmp_path / "cut", 3, ckpt_path=str(last), **momentum)
     assert {path: path.read_bytes() for path in last.rglob("*") if path.is_file()} == saved
     assert not list((tmp_path / "cut" / ".incomplete").iterdir())
-    rest = job(tmp_path / "cut", 4, ckpt_path=str(last))
+    rest = job(tmp_path / "cut", 4, ckpt_path=str(last), **momentum)
     assert rest["global_step"] == 4
     assert len(rest["gradients"]) == 2
     for name, value in whole["weights"].items():
@@ -63,9 +69,21 @@ def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: 
     assert all(torch.equal(load_file(last / WEIGHTS)[name], value) for name, value in rest["weights"].items())
 
 
-def full(folder: Path) -> None:
-    with file_size_limit(4096):
-        job(folder, 3, ckpt_path=str(folder / "last.ckpt"))
+@pytest.mark.usefixtures("deepspeed")
+def test_steps_are_those_without_deepspeed_and_bad_ones_are_skipped(tmp_path: Path) -> None:
+    plain = train({"name": "plain", "trainer": {"max_steps": 2}}, 1, tmp_path)
+    own = job(tmp_path / "own", 2)
+    for found, want in zip(own["gradients"], plain["gradients"], strict=True):
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+    poisoned = job(tmp_path / "poisoned", 3, poison=True)
+    assert poisoned["metrics"]["skipped_steps"] == 2
+    assert all(bool(value.isfinite().all()) for value in poisoned["weights"].values())
+    saved = load_file(tmp_path / "own" / "last.ckpt" / WEIGHTS)
+    with pytest.warns(UserWarning, match="the optimizer starts anew"):
+        other = job(tmp_path / "other", 3, strategy="zero1", ckpt_path=str(tmp_path / "own" / "last.ckpt"))
+    steps = torch.stack([(value - saved[name]).norm() for name, value in other["weights"].items()])
+    assert 0 < float(steps.norm()) <= 0.5 * OPTIONS["gradient_clip_val"] + 1e-6, "not from the weights of the folder"
 
 
 @pytest.fixture

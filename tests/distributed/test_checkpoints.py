@@ -17,6 +17,7 @@ from disks import file_size_limit
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
 
@@ -212,6 +213,8 @@ def test_weights_beside_are_hugging_face_s(tmp_path: Path) -> None:
     fit(grpo, 2, [checkpoints], enable_checkpointing=True)
     beside = {path.name for path in (tmp_path / "weights").glob("*.safetensors")}
     assert beside == {"last.safetensors", "epoch=0-step=2.safetensors"}, "those of removed checkpoints are gone"
+    with safe_open(tmp_path / "weights" / "last.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "global_step": "2"}
     own = load_file(tmp_path / "weights" / "last.safetensors")
     want = dict(grpo.policy.named_parameters())
     assert own.keys() == want.keys()

@@ -168,14 +168,14 @@ def test_an_overfull_bin_is_split_without_a_trace() -> None:
     factors = torch.randn(whole.sequences.shape, dtype=torch.float64)
     rows: list[tuple[int, ...]] = []
     results = []
-    for tokens in (None, 1000, 20, 1):
+    for tokens in (None, 1000, 24, 20, 1):
         model = tiny_model(vocab_size=20, hidden_size=16, initializer_range=0.3).double()
         model.model.layers[0].register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[:2]))
         rows.clear()
         logprobs, entropy = Learner(LearnerOptions(tokens, head_chunk_size=4), 0.9).logprobs(model, whole)
         if tokens is not None:
             assert all(count * width <= max(tokens, 11) for count, width in rows) or tokens == 1000
-            assert len(rows) == {1000: 1, 20: 3, 1: 5}[tokens]
+            assert len(rows) == {1000: 1, 24: 2, 20: 3, 1: 5}[tokens]
         (factors * (logprobs + entropy)).sum().backward()
         results.append([logprobs, entropy, *(parameter.grad for parameter in model.parameters())])
     for other in results[1:]:

@@ -19,6 +19,7 @@ from sparse_rl_lightning.compressors import (
     ExpectedAttention,
     KeyDiff,
     KNorm,
+    LearnedScore,
     RandomEviction,
     SnapKV,
     StreamingLLM,
@@ -57,13 +58,14 @@ def part_of(grpo: Any) -> Rollout:
 @pytest.mark.parametrize("weight", [0.0, 1.0, 0.3])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None:
-    grpo = loaded(**KIND, eviction_weight=weight, loss_type=loss_type)
+    clip = {"epsilon": 0.02, "epsilon_high": 0.03, "delta": 1.05}
+    grpo = loaded(**KIND, eviction_weight=weight, loss_type=loss_type, **clip)
     rollout = part_of(grpo)
     disturb(grpo)
     assert rollout.draws is not None
     found = grpo.micro_batch_loss(rollout, grpo.denominators(rollout))
     logprobs, _, draws = grpo._statistics(rollout)
-    mask, options = rollout.completion_mask, {"loss_type": loss_type, "max_completion_length": 12}
+    mask, options = rollout.completion_mask, {"loss_type": loss_type, "max_completion_length": 12, **clip}
     want = policy_loss(logprobs, rollout.old_logprobs, rollout.advantages, mask, **options).loss
     ratio = (draws.logprobs - rollout.draws.logprobs).exp()
     assert (ratio - 1).abs().max() > 0.01
@@ -73,7 +75,7 @@ def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None
     credited = (steps > rollout.prompt_lengths[:, None]) & (steps < ends[:, None])
     assert (steps == rollout.prompt_lengths[:, None]).any()
     assert credited.sum() > 10
-    terms = torch.minimum(ratio * side, ratio.clamp(0.8, 1.2) * side) * credited[..., None, None]
+    terms = torch.minimum(ratio.clamp(max=1.05) * side, ratio.clamp(0.98, 1.03) * side) * credited[..., None, None]
     per_sequence = terms.sum(dim=(1, 2, 3))
     divided = {
         "grpo": (per_sequence / mask.sum(dim=1)).mean(), "dapo": per_sequence.sum() / mask.sum(),
@@ -84,6 +86,22 @@ def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None
     torch.testing.assert_close(gradient(grpo, found.loss), gradient(grpo, want), atol=1e-6, rtol=1e-4)
     assert found.metrics["draws/logprob"] < 0
     assert found.metrics["draws/ratio_max"] > 1
+
+
+def test_tokens_are_scored_at_the_temperature_they_were_drawn_at() -> None:
+    rollout = part_of(loaded(**KIND, temperature=1.6))
+    torch.testing.assert_close(rollout.old_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_a_network_has_a_learning_rate_of_its_own() -> None:
+    for rate, want in ((None, [0.1, 0.1]), (0.03, [0.1, 0.03])):
+        compressor = Drawn(LearnedScore(**SIZES), temperature=0.5)
+        grpo = loaded(**KIND | {"compressor": compressor}, network_lr=rate)
+        optimizer, _ = grpo.configured()
+        assert [group["lr"] for group in optimizer.param_groups] == want
+        assert [len(group["params"]) for group in optimizer.param_groups] == [
+            len([*own.parameters()]) for own in (grpo.policy, grpo.network)
+        ]
 
 
 def test_without_weight_tokens_alone_are_learned() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from test_sparse_grpo import Recorder, fit, likes_a, weights
 from tiny_grpo import grouped
 from torch import Tensor
@@ -330,6 +331,17 @@ def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> N
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         module(**options)
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
+def test_a_baseline_of_what_is_kept_is_refused_where_the_rejected_are_learned_from(objective: str) -> None:
+    grpo, callback = module(replay_objective=objective), SparsityAwareRejection(baseline="kept")
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    if objective in ("sparse", "dense"):
+        callback.setup(trainer, grpo, "fit")
+        return
+    with pytest.raises(ValueError, match="baseline='kept' leaves rejected sequences without an advantage"):
+        callback.setup(trainer, grpo, "fit")
 
 
 def test_flash_attention_is_refused() -> None:

@@ -164,6 +164,14 @@ def test_the_share_is_that_of_adding_the_step(dtype: torch.dtype, rate: float) -
     assert abs(float(said.split("%")[0].rpartition(" ")[2]) / 100 - share) < 0.01
 
 
+def test_a_step_of_half_the_distance_moves_nothing_and_one_of_nothing_neither() -> None:
+    """Below 1 the numbers of bfloat16 are 2 ** -8 apart."""
+    weights = torch.tensor([1.0, 1 - 2**-8], dtype=torch.bfloat16)
+    assert ((weights.double() - 2**-9).to(torch.bfloat16) == weights).tolist() == [True, False]
+    assert " 50.0% of them" in str(told(weights, lr=2**-9))
+    assert " 100.0% of them" in str(told(weights, lr=0.0))
+
+
 def test_what_is_not_rounded_is_not_told() -> None:
     assert told(torch.ones(3), lr=1e-6) is None
     assert told(torch.ones(3, dtype=HALF), lr=0.1) is not None

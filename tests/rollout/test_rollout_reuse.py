@@ -112,6 +112,14 @@ def test_the_pool_goes_back_after_errors_too() -> None:
     assert sampler.cache is None
 
 
+def test_a_pool_that_is_left_over_neither_saves_nor_costs() -> None:
+    sampler = RolloutSampler(model(), FullKV())
+    for length in (40, 5):
+        usage = sampler.generate([list(range(5, 5 + length))], SamplingParams(max_completion_length=4)).kv
+        assert usage is not None
+        assert usage.peak_bytes == usage.full_peak_bytes
+
+
 def test_staging_is_counted_and_only_waiting_prompts_are_copied() -> None:
     """Two layers, two heads of 16 numbers, float32: a prompt token takes 512 bytes, of which a pack stages a layer."""
     prompts = [[3] * 8, [4] * 24]

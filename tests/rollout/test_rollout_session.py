@@ -69,6 +69,18 @@ def test_the_sampler_tells_the_plan_of_a_session_that_takes_its_slots() -> None:
     assert session.scheduler.num_slots == plan.num_slots
 
 
+def test_versions_begin_anew_in_the_slots_of_an_earlier_session() -> None:
+    sampler = RolloutSampler(model(), SnapKV(**SMALL))
+    for _ in range(2):
+        session = RolloutSession(sampler, PARAMS, max_prompt_length=40, num_sequences=4)
+        numbers = session.add(PROMPTS[:2], range(4))
+        assert session.version == 0
+        session.advance()
+        rollout = session.take(numbers)
+        assert rollout.policy_versions is not None
+        assert rollout.policy_versions[rollout.completion_mask].unique().tolist() == [1]
+
+
 def test_groups_come_out_when_they_are_complete_and_others_go_on() -> None:
     policy = model()
     session = start(policy, SnapKV(**SMALL))
