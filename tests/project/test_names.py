@@ -21,7 +21,7 @@ COMMON = {
     "drawing",
     "replaced",
 }  # words of other things
-GONE = {name for row in re.findall(r"^\| (`.*?) \|", TABLE, re.M) for name in re.findall(r"`([\w.]+)`", row)}
+GONE = {name for row in re.findall(r"^\| ([\w., ]+?) \|", TABLE, re.M) for name in row.split(", ")} - {"before"}
 
 
 def identifiers(path: Path) -> set[str]:
