@@ -65,7 +65,7 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iter
             name, f"{taken:.2f}", f"{rate:,.0f}", f"{dense / taken:.2f}" if dense else "",
             *share_of_steps(countdown, compressor, grid, counts, taken), f"{result.kv.peak_bytes / 1e9:.2f}",
         )  # fmt: skip
-        table.note = note(grid, result)
+        table.note = table.note or note(grid, result)  # of the first row: top-p draws other lengths
         yield table
         del result, found, counts
     add_generate(table, countdown, grid, device)

@@ -6,6 +6,8 @@ Rules know no scoring method, and methods know no rule. ``budget`` is a mean: ev
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,10 @@ class BudgetRule:
     splits_heads = False
     """Whether the heads of a layer may keep different numbers of tokens: where a subclass has its own head_budgets."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.splits_heads = cls.head_budgets is not BudgetRule.head_budgets
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "splits_heads" not in vars(cls) and "head_budgets" in vars(cls):
+            cls.splits_heads = True
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
         """Tokens per KV head of each layer, a mean over its heads, by which memory is sized.

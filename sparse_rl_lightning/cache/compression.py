@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.budgets.schedules import LengthSchedule
 from sparse_rl_lightning.cache.running_state import update_after_step
 from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache, SlotSelection
 from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
@@ -155,17 +154,23 @@ def common(values: Iterable[int], each: Tensor) -> int | Tensor:
     return distinct.pop() if len(distinct) == 1 else each
 
 
+def settings_of(compressor: Compressor) -> tuple[object, ...]:
+    """What decides when slots are compressed, and to how much."""
+    c = compressor
+    return c.schedule, c.evicts, c.buffer, c.compress_prompt, c.budget_rule, c.num_sinks, c.window
+
+
 @dataclass
 class Compression:
     """A compressor applied to a cache: all evictions go through it."""
 
     compressor: Compressor
     num_layers: int
-    _schedule: LengthSchedule = field(init=False, repr=False, compare=False)
+    _made_for: tuple[object, ...] = field(init=False, repr=False, compare=False)
     _one_by_one: bool = field(default=False, init=False, repr=False, compare=False)  # once it had to be
 
     def __post_init__(self) -> None:
-        self._schedule = self.compressor.schedule
+        self._made_for = settings_of(self.compressor)
 
     @cached_property
     def trigger(self) -> Trigger:
@@ -174,8 +179,8 @@ class Compression:
 
     @property
     def is_current(self) -> bool:
-        """Whether the compressor has the budgets that this was made for: they may have been raised since."""
-        return self._schedule is self.compressor.schedule
+        """Whether the compressor is set as it was when this was made: its budgets may have been raised since."""
+        return self._made_for == settings_of(self.compressor)
 
     def cache_size(self, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int) -> CacheSize:
         """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in prompts."""

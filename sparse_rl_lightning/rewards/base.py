@@ -63,7 +63,7 @@ def reward_batch(
     columns: Mapping[str, Sequence[Any]],
 ) -> dict[str, Sequence[Any]]:
     """The arguments of reward functions for B samples, by name."""
-    for name in RESERVED & columns.keys():
+    for name in filter(RESERVED.__contains__, columns):
         raise UserError(f"The data may not have a column named {name!r}: reward functions get it already.")
     named = dict(zip(_ARGUMENTS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
     for name, values in named.items():

@@ -135,7 +135,7 @@ class Rewards:
             ValueError: If a row has a column that functions get already, or a function does not fit the columns.
         """
         columns = columns_of(rows)
-        for name in RESERVED & set(columns):
+        for name in filter(RESERVED.__contains__, columns):
             index = next(index for index, row in enumerate(rows) if name in row)
             raise UserError(
                 f"The data may not have a column named {name!r}: reward functions get it already ({place(index)})."

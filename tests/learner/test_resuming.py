@@ -11,13 +11,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, R
 
 from sparse_rl_lightning.learner.resuming import (
     KEY,
-    Configured,
+    OptimizerDescription,
     advance,
+    apply_settings,
     check_optimizer,
     check_parts,
     check_weights,
     schedule_change,
-    take_over,
 )
 
 
@@ -26,7 +26,7 @@ def parameters(count: int = 2) -> list[torch.nn.Parameter]:
 
 
 def saved(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> dict[str, object]:
-    return {KEY: asdict(Configured.of(optimizer, schedule)), "optimizer_states": [optimizer.state_dict()]}
+    return {KEY: asdict(OptimizerDescription.of(optimizer, schedule)), "optimizer_states": [optimizer.state_dict()]}
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
@@ -44,9 +44,9 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 
 
 def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
-    def described(length: int | None) -> Configured:
+    def described(length: int | None) -> OptimizerDescription:
         optimizer = SGD(parameters(), lr=0.1)
-        return Configured.of(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
+        return OptimizerDescription.of(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
 
     was = asdict(described(10))
     assert schedule_change(was, described(10)) == []
@@ -57,7 +57,7 @@ def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
     assert schedule_change(asdict(described(None)), described(10)) == [f"the schedule was none and is {name}"]
     optimizer = SGD(parameters(), lr=0.1)
     assert described(10).is_told_apart
-    assert not Configured.of(optimizer, LambdaLR(optimizer, lambda step: 0.9**step)).is_told_apart
+    assert not OptimizerDescription.of(optimizer, LambdaLR(optimizer, lambda step: 0.9**step)).is_told_apart
 
 
 def test_a_schedule_goes_to_its_step_and_one_of_a_metric_begins_anew() -> None:
@@ -76,12 +76,12 @@ def test_settings_are_taken_over_and_what_an_optimizer_counts_is_not() -> None:
     address, weights = own.param_groups[0]["lr"], own.param_groups[0]["params"]
     for one, first in ((own, 0.1), (wanted, 0.3)):
         one.param_groups[0]["initial_lr"] = first
-    assert take_over(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
+    assert apply_settings(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
     assert own.param_groups[0]["lr"] is address  # graphs use it
     assert float(address) == pytest.approx(0.2)
     assert own.param_groups[0]["params"] is weights
     assert own.param_groups[0]["initial_lr"] == 0.3
-    assert take_over(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
+    assert apply_settings(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
         "lr was 0.20000000298023224 and is 0.2", "weight_decay was 0.0 and is 0.5"
     ]  # fmt: skip
 
