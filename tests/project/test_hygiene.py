@@ -55,6 +55,12 @@ def function_lengths(source: str) -> Iterator[tuple[str, int]]:
             yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """Without packages two test files of one name cannot be collected in one process."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert sorted(set(names)) == names
+
+
 def test_tracked_files_are_small(tracked: list[Path]) -> None:
     assert {name_of(path): size for path in tracked if (size := path.stat().st_size) > MAX_BYTES} == {}
 
