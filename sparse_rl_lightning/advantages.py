@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.errors import UserError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
+SCALES = get_args(ScaleRewards)
 
 _FLOAT_NOISE = 1e-6
 """Relative difference below which the rewards of a group differ by rounding only."""
@@ -40,7 +40,8 @@ def group_advantages(
         ValueError: If a group has fewer than 2 samples, the batch is not made of whole groups, or
             ``scale_rewards`` is unknown.
     """
-    _check_scale(scale_rewards)
+    if scale_rewards not in SCALES:
+        check_choice("scale_rewards", scale_rewards, ScaleRewards)
     groups = _groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -114,8 +115,3 @@ def _informative(groups: Tensor) -> Tensor:
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1)
     size = groups.nan_to_num(nan=0.0).abs().amax(dim=1)
     return highest - lowest > _FLOAT_NOISE * size
-
-
-@cache  # what has passed is not checked again
-def _check_scale(scale_rewards: str) -> None:
-    check_choice("scale_rewards", scale_rewards, ScaleRewards)

@@ -63,7 +63,7 @@ def check_number(
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
-    wanted += sizes_known(value)
+    wanted += sizes_known(value) + ", or null" * or_none
     given = f"{name.rpartition('.')[2]}={value}"
     raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
 

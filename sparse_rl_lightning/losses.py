@@ -30,7 +30,7 @@ penalty holds for rejected tokens too (preset "paper", whose denominator "all" d
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from sparse_rl_lightning.records import LossOutput
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo"]
 Denominator = Literal["all", "kept_tokens", "kept"]
+LOSS_TYPES, DENOMINATORS = get_args(LossType), get_args(Denominator)
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -239,7 +240,8 @@ def aggregate(
         ValueError: If an option is unknown, dr_grpo has no length, or shapes differ.
     """
     _check_shapes(mask, per_token=per_token, keep=keep)
-    _check_family(loss_type, denominator)
+    if loss_type not in LOSS_TYPES or denominator not in DENOMINATORS:
+        _check_family(loss_type, denominator)
     kept = mask if keep is None else mask & keep
     items = torch.as_tensor(
         count_items(mask, kept, loss_type, denominator) if num_items is None else num_items,
@@ -274,7 +276,8 @@ def count_items(
     Raises:
         ValueError: If an option is unknown.
     """
-    _check_family(loss_type, denominator)
+    if loss_type not in LOSS_TYPES or denominator not in DENOMINATORS:
+        _check_family(loss_type, denominator)
     kept = mask if keep is None else mask & keep
     alive = kept.any(dim=1)
     if loss_type in ("grpo", "dr_grpo"):
@@ -333,9 +336,7 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
         raise UserError(f"loss_type='cispo' has no delta, got delta={delta}. Remove it or choose another loss_type.")
 
 
-@cache
 def _check_family(loss_type: str, denominator: str) -> None:
-    """Refuse an unknown ``loss_type`` or ``denominator``; options that have passed are not checked again."""
     check_choice("loss_type", loss_type, LossType)
     check_choice("denominator", denominator, Denominator)
 

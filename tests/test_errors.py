@@ -156,6 +156,7 @@ def test_weights_of_rewards_are_numbers(weights: list[Any]) -> None:
     ({}, None, "a finite number, got"),
     ({"least": 0}, math.inf, "a finite number, at least 0, got"),
     ({}, "3", "a finite number, got"),
+    ({"least": 0, "most": 1, "or_none": True}, 2, "at least 0 and at most 1, or null, got"),
     ({"least": 0}, 1e-40, r"a finite number, at least 0 \(0, or of a size from 1.2e-38 to 3.4e\+38: float32\), got"),
 ])  # fmt: skip
 def test_a_number_is_refused_in_words(bounds: dict[str, float], value: object, said: str) -> None:

@@ -205,6 +205,7 @@ def test_k3_of_extreme_differences_is_finite_and_still_pulls_back() -> None:
         ({"loss_type": "ppo"}, "loss_type='ppo'"),
         ({"importance_sampling_level": "batch"}, "importance_sampling_level='batch'"),
         ({"denominator": "tokens"}, "denominator='tokens'"),
+        ({"denominator": ["all"]}, r"denominator=\['all'\]"),
         ({"loss_type": "cispo"}, "pass epsilon_high"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, r"delta=2\.0"),
         ({"loss_type": "dr_grpo"}, "max_completion_length"),

@@ -246,15 +246,16 @@ class Compression:
 
     def _plan(self, cache: SlotCache, event: CompressionEvent) -> tuple[Tensor, Tensor]:
         """Scores (L, B, H, N) and budgets (L, B, H) of all layers, several of them at once where that can be."""
-        blocks = list(layer_blocks(cache, len(event.budgets)))
+        blocks, is_lasting = list(layer_blocks(cache, len(event.budgets))), True
         if not self._one_by_one:
             try:
                 return self._plan_blocks(cache, event, blocks)
-            except Exception:  # it may have asked which layer it is; whatever else is wrong shows below
+            except Exception as error:  # it may have asked which layer it is; whatever else is wrong shows below
                 if all(len(layers) == 1 for layers in blocks):
                     raise
+                is_lasting = not isinstance(error, torch.OutOfMemoryError)
         plan = self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
-        self._one_by_one = True  # this helped; an error that has other causes is raised again
+        self._one_by_one = is_lasting  # this helped; an error that has other causes is raised again
         return plan
 
     def _plan_blocks(self, cache: SlotCache, event: CompressionEvent, blocks: list[range]) -> tuple[Tensor, Tensor]:

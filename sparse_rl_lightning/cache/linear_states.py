@@ -1,7 +1,7 @@
 """The states of linear-attention layers: one of fixed size per layer and slot, beside the pool of keys and values.
 
 A linear layer sees every token once and keeps a sum of what it saw, so there is nothing to evict from it, and its state
-is the same under every compressor. It starts from zeros, is copied with a prompt to its samples, parked and saved with
+is the same under every compressor. It starts from zeros, is copied with a prompt to its samples, and saved with
 a slot. The arithmetic is the model's own: what is here says which rows of a pass go on from which state.
 """
 

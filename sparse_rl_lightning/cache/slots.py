@@ -396,7 +396,7 @@ class SlotCache:
 
         ``held`` (L), the entries of each head if the host knows them, saves a wait for the device.
         """
-        # of the entries only the live ones are copied, so that a parked slot is no larger than necessary
+        # of the entries only the live ones are copied, so that a saved slot is no larger than necessary
         rows = self._live_rows(slot, self.lengths[:, slot], held)
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning.pytorch.utilities import rank_zero_warn
 
 
-class Expendable:
+class BestEffortWrite:
     """Turns the failure of a write (full disk, removed folder) into one warning, until writing works again."""
 
     def __init__(self, owner: str) -> None:

@@ -148,7 +148,9 @@ class LearnedScore(Compressor):
         if self._network is None:  # a probe: what is not learned has no rate
             return layer.state["worth"]
         age = (newest_position(layer)[:, None, None] - layer.positions).clamp(min=0)
-        return layer.state["worth"] - self._network.recency[layer.layer_index][:, None] * torch.log1p(age.float())
+        # a probe has one head, and is not where the network is
+        recency = self._network.recency[layer.layer_index, : age.shape[1], None].to(age.device)
+        return layer.state["worth"] - recency * torch.log1p(age.float())
 
     def _learned(self) -> ScoreNetwork:
         if self._network is None:

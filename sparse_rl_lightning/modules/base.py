@@ -323,7 +323,7 @@ class PolicyModule(LightningModule):
         self, policy: PreTrainedModel, folder: str | Path, dtype: str | None, state: dict[str, Tensor] | None = None
     ) -> None:
         """Write a model, with whole weights if it has only parts, and the end tokens that it was trained with."""
-        kind = check_dtype(dtype, "The dtype of an export")
+        kind = check_dtype(dtype, "dtype")
         plain = self.policy_source.exported(policy) if kind is None else self.policy_source.exported(policy, kind)
         ends = default_end_token_ids(policy, self.tokenizer, tell=False)
         save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.callbacks.best_effort import Expendable
+from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.environments import Environment
@@ -124,7 +124,7 @@ class Evaluation(PolicyModule):
         self._problems: list[Problems] = []  # problems of the test loader, encoded once
         self._clock = TimeLeft(0)
         self._parts: dict[str, str] = {}  # fingerprints of what all benchmarks have in common
-        self._part_way = Expendable("A finished benchmark")
+        self._part_way = BestEffortWrite("A finished benchmark")
 
     def on_policy_loaded(self) -> None:
         """Pass the policy to the generator."""

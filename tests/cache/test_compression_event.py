@@ -271,6 +271,26 @@ def test_layers_are_scored_together_unless_their_number_matters(
             assert rows == [LAYERS * len(due)] * (event == 0) + [len(due)] * LAYERS
 
 
+def test_too_little_memory_for_all_layers_at_once_is_of_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, proper = list[int](), LargestValue.score
+
+    def score(self: Compressor, layer: LayerState) -> Tensor:
+        rows.append(len(layer.keys))
+        if len(rows) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return proper(self, layer)  # type: ignore[arg-type]
+
+    slots = Slots(LargestValue(**SIZES), torch.float32, torch.float32, seed=3)
+    monkeypatch.setattr(LargestValue, "score", score)
+    together = []
+    for _ in range(2):
+        while not (due := slots.step()):
+            pass
+        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        together.append(LAYERS * len(due))
+    assert rows == [together[0], *[together[0] // LAYERS] * LAYERS, together[1]]
+
+
 @pytest.mark.parametrize("name", ["rkv", "keydiff", "cur", "combined", "by layer"])
 def test_scores_that_are_nan_name_their_layer(name: str) -> None:
     slots = Slots(COMPRESSORS[name], torch.float32, torch.float32, seed=4)

@@ -138,7 +138,7 @@ def test_mixed_precision_rounds_no_sums() -> None:
 
 @pytest.mark.parametrize("rule", [None, Adaptive(floor=7)], ids=["equal", "adaptive"])
 def test_numbers_move_with_their_entries(rule: Any) -> None:
-    """Through compressions, forks, refilled slots, parked prompts, chunked prompts and saved sessions."""
+    """Through compressions, forks, refilled slots, cached prompts, chunked prompts and saved sessions."""
     policy, compressor = (
         tiny_model(initializer_range=0.2, eos_token_id=[100, 101, 102]),
         Ledger(**SMALL, budget_rule=rule),

@@ -318,7 +318,7 @@ def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
         (lambda: EmptyRollouts(few=1.5), "EmptyRollouts: few must be at least 0 and at most 1"),
         (lambda: RankWatch(1), "RankWatch: timeout must be at least 3, got timeout=1"),
         (lambda: module([]), "reward_funcs is empty: at least one reward function is needed"),
-        (lambda: module(reward_timeout=0.0), "reward_timeout must be above 0, got"),
+        (lambda: module(reward_timeout=0.0), "reward_timeout must be above 0, or null, got"),
         (lambda: module(reward_timeout=float("nan")), "reward_timeout must be"),
         (lambda: module(reward_timeout=float("inf")), "reward_timeout must be"),
     ],

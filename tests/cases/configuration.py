@@ -62,7 +62,7 @@ NUMBERS = [
     Case("model.reward_weights=[0,0]", slow=True),
     Case(
         "model.rollout.reward_timeout=.nan",
-        "rollout.reward_timeout must be a finite number, above 0, got reward_timeout=nan.",
+        "rollout.reward_timeout must be a finite number, above 0, or null, got reward_timeout=nan.",
         1,
     ),
     Case("model.sampling.seed=-1", slow=True),
@@ -177,15 +177,15 @@ TRAINER = [
         "--trainer.callbacks+=RunSummary --trainer.callbacks+=RunSummary", slow=True,
     ),
     Case(
-        "`ImportanceReweighting` with `clip_max: -1`", "clip_max must be above 0, got clip_max=-1.0.", 1,
+        "`ImportanceReweighting` with `clip_max: -1`", "clip_max must be above 0, or null, got clip_max=-1.0.", 1,
         "--trainer.callbacks+=ImportanceReweighting --trainer.callbacks.clip_max=-1",
     ),
     Case(
-        "`ImportanceReweighting` with `clip_max: 0`", "clip_max must be above 0, got clip_max=0.0.", 1,
+        "`ImportanceReweighting` with `clip_max: 0`", "clip_max must be above 0, or null, got clip_max=0.0.", 1,
         "--trainer.callbacks+=ImportanceReweighting --trainer.callbacks.clip_max=0", slow=True,
     ),
     Case(
-        "`TIS` with `clip_max: .nan`", "clip_max must be a finite number, above 0, got clip_max=nan.", 1,
+        "`TIS` with `clip_max: .nan`", "clip_max must be a finite number, above 0, or null, got clip_max=nan.", 1,
         "--trainer.callbacks+=TIS --trainer.callbacks.clip_max=.nan", slow=True,
     ),
     Case(

@@ -164,6 +164,13 @@ def test_a_combination_is_learned_where_it_has_a_gradient(normalization: Any) ->
     assert Drawn(both).has_gradient == (normalization == "standard")
 
 
+def test_a_method_whose_network_was_built_can_be_given_to_another_module() -> None:
+    """Whether it can be learned is asked of one head, whatever the number of heads that the network has."""
+    method = LearnedScore(**SIZES)
+    method.build(ModelSizes(num_layers=2, num_kv_heads=2, head_dim=4, hidden_size=8), anew=True)
+    assert Drawn(method).has_gradient
+
+
 def test_what_has_no_network_has_no_rate_and_only_one_is_learned() -> None:
     with pytest.raises(UserError, match=r"network_lr=0.1 .*KeyDiff"):
         loaded(**KIND, compressor=Drawn(KeyDiff(**SIZES)), network_lr=0.1)

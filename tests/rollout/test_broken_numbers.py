@@ -166,14 +166,14 @@ def test_a_score_without_a_reason_is_the_compressors() -> None:
 
 
 def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks nothing is copied to the host; a look is one copy."""
-    looks, copies = [], []
+    """Between two checks for ends nothing is copied to the host; a check is one copy."""
+    checks, copies = [], []
     own, to_list = FinishCheck.read, Tensor.tolist
 
     def read(self: FinishCheck) -> Any:
         before = len(copies)
         found = list(own(self))
-        looks.append((self.num_steps, len(copies) - before))
+        checks.append((self.num_steps, len(copies) - before))
         return iter(found)
 
     monkeypatch.setattr(FinishCheck, "read", read)
@@ -181,4 +181,4 @@ def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
     # queued after four times eight steps, of which the last replaces the third; first tokens are among the others
-    assert looks == [(8, 1), (16, 1), (32, 1)]
+    assert checks == [(8, 1), (16, 1), (32, 1)]

@@ -77,7 +77,7 @@ def test_a_state_is_that_of_transformers_after_the_same_tokens(name: str) -> Non
 
 @each_hybrid
 def test_replay_needs_no_record_of_linear_layers(name: str) -> None:
-    """Under evictions that change tokens and their probabilities, with slots refilled and prompts parked."""
+    """Under evictions that change tokens and their probabilities, with slots refilled and prompts cached."""
     model = family(name)
     full = RolloutSampler(model, FullKV()).generate(PROMPTS, PARAMS)
     for compressor in COMPRESSORS:

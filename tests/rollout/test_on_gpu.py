@@ -130,7 +130,7 @@ def test_conversations_are_what_they_are_on_the_cpu(name: str, gpu: RealGPU) -> 
     gpu.check_replayed(num_steps if case.is_captured else 0)
 
 
-def test_looks_are_queued_and_read_without_a_blocking_copy(gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_queued_and_read_without_a_blocking_copy(gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = policy(), SamplingParams(**{**PARAMS, "stop_strings": ("a", "Z"), "max_completion_length": 60})
     compressor = made(CASES["rkv"].compressor, model)
     with on_the_cpu():

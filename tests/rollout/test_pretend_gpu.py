@@ -90,7 +90,7 @@ def test_a_refilled_rollout_waits_at_its_begin_and_its_end_and_nowhere_else() ->
     # whether weights are as they were, when all sequences have ended by length, and when the rollout is put together
     assert gpu.waits.total() <= 8, gpu.waits
     assert gpu.waits.total() <= 16 * steps[-1] / 128
-    assert windows - 3 <= gpu.late.total() <= windows  # looks, each read with the next window queued
+    assert windows - 3 <= gpu.late.total() <= windows  # checks for ends, each read with the next window queued
 
 
 def test_texts_are_read_late_too() -> None:

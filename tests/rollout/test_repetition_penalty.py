@@ -39,7 +39,7 @@ def generated(policy: PreTrainedModel, prompt: list[int], length: int, **options
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_greedy_tokens_are_those_of_generate(architecture: str, penalty: float) -> None:
-    """With slots that are used again, prompts read once for two samples, and parking in between."""
+    """With slots that are used again, prompts read once for two samples, and prompts cached in between."""
     policy = model(architecture)
     params = SamplingParams(
         num_generations=2, max_completion_length=24, temperature=0, repetition_penalty=penalty, seed=0

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from sparse_rl_lightning.callbacks.best_effort import Expendable
+from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
 from sparse_rl_lightning.files import append, write_whole
 
@@ -39,7 +39,7 @@ class LogGuard(Callback):
 
 
 def _guarded(write: Callable[..., None], owner: str) -> Callable[..., None]:
-    best_effort_write = Expendable(owner)
+    best_effort_write = BestEffortWrite(owner)
 
     @wraps(write)
     def guarded(*args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
-from sparse_rl_lightning.callbacks.best_effort import Expendable
+from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
@@ -64,8 +64,8 @@ class CompletionsTable(RolloutCallback):
         self.parquet = parquet
         self.width = width
         self.loggers = loggers
-        self._parquet = Expendable("CompletionsTable: a table")
-        self._logged = Expendable("CompletionsTable: the table of a logger")
+        self._parquet = BestEffortWrite("CompletionsTable: a table")
+        self._logged = BestEffortWrite("CompletionsTable: the table of a logger")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check before training that the folder can be written."""

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
-from sparse_rl_lightning.callbacks.best_effort import Expendable
+from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
@@ -92,7 +92,7 @@ class RunSummary(RolloutCallback):
         self._rollout = 0  # index of the newest rollout
         self._trained: Literal["not", "partly", "wholly"] = "not"  # on the newest rollout, since the start of fit
         self._is_open = False  # whether the record may still get an end
-        self._try = Expendable("RunSummary: the record of the run")
+        self._try = BestEffortWrite("RunSummary: the record of the run")
 
     # ---------------------------------------------------------------- hooks
 

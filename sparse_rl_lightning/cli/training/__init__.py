@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from sparse_rl_lightning.callbacks.best_effort import Expendable
+from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.cli.commands import COMMANDS
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_from, own_error
 from sparse_rl_lightning.cli.quiet import prepared
@@ -141,7 +141,7 @@ class SaveRunConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, "fit")
         elif folder is not None and trainer.is_global_zero:
             text = self.parser.dump(self.config, skip_none=False)
-            Expendable(self.config_filename)(lambda: write_whole(Path(folder) / self.config_filename, text))
+            BestEffortWrite(self.config_filename)(lambda: write_whole(Path(folder) / self.config_filename, text))
 
 
 def run(args: ArgsType = None) -> LightningCLI:

@@ -1,4 +1,4 @@
-"""The host reads a look when the next window of steps is queued: nothing is lost, nothing goes on for long."""
+"""The host reads a check for ends when the next steps are queued: nothing is lost, nothing goes on for long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDS = tuple(range(2, 8))
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Look after every eight steps, and note of each look the steps when it was queued, and when it was read."""
+    """Check for ends after every eight steps, and note of each check the steps when it was queued and when read."""
     found, now, read, decode = [], [0], FinishCheck.read, Scheduler._decode
 
     def noted(self: FinishCheck) -> Iterator[FinishedEvent]:
@@ -57,7 +57,7 @@ def assert_same(one: Rollout, other: Rollout) -> None:
     assert torch.equal(one.kv.stored_integral, other.kv.stored_integral)
 
 
-def test_a_look_is_read_behind_the_next_window(readings: list[tuple[int, int]]) -> None:
+def test_a_check_is_read_behind_the_next_window(readings: list[tuple[int, int]]) -> None:
     RolloutSampler(policy(*ENDS), SnapKV(**SMALL), num_slots=3).generate(PROMPTS, PARAMS)
     assert len(readings) > 10
     *early, _ = readings  # the last one may be waited for, when all sequences have ended by length
@@ -77,15 +77,15 @@ def test_nothing_is_decoded_when_all_sequences_have_ended_by_length(length: int,
     assert steps[-1] == length - 1  # the prompt gives the first token
     assert readings[-1] == (length - 1, length - 1)
     assert len(steps) == max(1, -(-(length - 1) // EVERY))
-    assert len(readings) == max(1, len(steps) - 1)  # the last look replaces the one before
+    assert len(readings) == max(1, len(steps) - 1)  # the last check replaces the one before
 
 
 def test_a_sequence_goes_on_for_at_most_two_windows(readings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     most, close = [0], Scheduler._close_by
 
-    def measured(self: Scheduler, look: FinishCheck) -> bool:
+    def measured(self: Scheduler, check: FinishCheck) -> bool:
         before, done = dict(self.running), {n: dict(group.finished) for n, group in self.groups.items()}
-        closed = close(self, look)
+        closed = close(self, check)
         for one in before.values():
             number, sample = divmod(one.sequence, self.params.num_generations)
             if sample in self.groups[number].finished.keys() - done[number].keys():
@@ -103,7 +103,7 @@ def test_a_sequence_goes_on_for_at_most_two_windows(readings: Any, monkeypatch: 
     assert sampler.cache.tokens.shape[1] == 25 + 45 + bound
 
 
-def test_where_a_look_is_free_nothing_goes_on() -> None:
+def test_where_a_check_is_free_nothing_goes_on() -> None:
     assert steps_past_end(torch.device("cpu")) == 0
     sampler = RolloutSampler(policy(*ENDS), SnapKV(**SMALL), num_slots=5)
     sampler.generate(PROMPTS, PARAMS)
@@ -147,5 +147,5 @@ def test_a_session_goes_on_when_it_is_interrupted_between_two_steps(monkeypatch:
             session.advance(progress=interrupt)
         assert session.scheduler.num_steps <= before + EVERY
         if session.scheduler.num_steps == 3 * EVERY:
-            session.load_state(session.state())  # with a look that nobody has read
+            session.load_state(session.state())  # with a check that nobody has read
     assert_same(session.take(numbers), want)
