@@ -1,7 +1,8 @@
 """How far a prompt walks: the files and functions that one training step of the quickstart enters.
 
 ``python tests/walk.py`` prints it for the third step of a tiny policy, which begins with a rollout. A move is a pair of
-files, one left and another entered by a call next. Comprehensions do not count as functions.
+files, one left and another entered by a call next. Comprehensions do not count as functions; rooms are files, and all
+of ``ops/`` together.
 """
 
 from __future__ import annotations
@@ -60,7 +61,18 @@ def measured() -> dict[str, int]:
             "--model.policy={class_path: TinyPolicy}",
         ]  # fmt: skip
         runpy.run_module("sparse_rl_lightning", run_name="__main__", alter_sys=True)
-    return {"files": len(walk.files), "functions": len(walk.functions), "moves": len(walk.moves)}
+    with_ops_as_one = {(room_of(one), room_of(other)) for one, other in walk.moves}
+    return {
+        "files": len(walk.files), "functions": len(walk.functions), "moves": len(walk.moves),
+        "rooms": len({room_of(file) for file in walk.files}),
+        "moves between rooms": len({pair for pair in with_ops_as_one if len(set(pair)) == 2}),
+    }  # fmt: skip
+
+
+def room_of(file: str) -> str:
+    """The file, or the folder of ops, which is one room."""
+    ops = str(Path(PACKAGE) / "ops")
+    return ops if file.startswith(ops) else file
 
 
 if __name__ == "__main__":

@@ -123,13 +123,11 @@ class Trigger:
 
 
 def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:
-    """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers, if nothing besides them decides.
+    """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers; heads are equally long.
 
     Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU they are left to the way of all
     other compressors, which names the layer.
     """
-    if cache.size.per_head or not compressor.scores_natively:
-        return None
     scores = compressor.score_cached(cache.entries_of(places)).to(torch.float32)
     return None if scores.device.type == "cpu" and bool(scores.isnan().any()) else scores
 
@@ -155,9 +153,9 @@ def common(values: Iterable[int], each: Tensor) -> int | Tensor:
 
 
 def settings_of(compressor: Compressor) -> tuple[object, ...]:
-    """What decides when slots are compressed, and to how much."""
+    """What decides when slots are compressed, and to how much, and whether by ops alone."""
     c = compressor
-    return c.schedule, c.evicts, c.buffer, c.compress_prompt, c.budget_rule, c.num_sinks, c.window
+    return c.schedule, c.evicts, c.buffer, c.compress_prompt, c.budget_rule, c.num_sinks, c.window, c.scores_natively
 
 
 @dataclass
@@ -167,10 +165,12 @@ class Compression:
     compressor: Compressor
     num_layers: int
     _made_for: tuple[object, ...] = field(init=False, repr=False, compare=False)
+    _scores_natively: bool = field(init=False, repr=False, compare=False)
     _one_by_one: bool = field(default=False, init=False, repr=False, compare=False)  # once it had to be
 
     def __post_init__(self) -> None:
         self._made_for = settings_of(self.compressor)
+        self._scores_natively = self.compressor.scores_natively
 
     @cached_property
     def trigger(self) -> Trigger:
@@ -230,7 +230,8 @@ class Compression:
         most = max((len(own) for own in turns), default=0)
         ragged = [[*own, *[ENDLESS] * (most - len(own))] for own in turns]
         on_device, room_there, budgets_there, starts = upload([slots, room, by_layer, ragged], cache.key_pool.device)
-        native = native_scores(self.compressor, cache, on_device) if turn_starts is None else None
+        is_native = self._scores_natively and turn_starts is None and not cache.size.per_head
+        native = native_scores(self.compressor, cache, on_device) if is_native else None
         if native is not None:
             kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)
             kept.copy_(budgets_there.unsqueeze(-1))

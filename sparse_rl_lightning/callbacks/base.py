@@ -194,7 +194,7 @@ def rescores_all(module: RolloutModule) -> bool:
         cast(LightningModule, module)._trainer is None  # in a script no step is to come
         or module.generator.options.oversampling > 1
         or module.loss.counts_kept
-        or has_dropout(module.policy)
+        or (not module.learner.options.disable_dropout and has_dropout(module.policy))
         or any(callback.needs_rescoring(module) for callback in rollout_callbacks(module))
     )
 

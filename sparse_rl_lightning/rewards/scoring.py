@@ -37,6 +37,8 @@ from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
 
 VISIBLE = 1e-3
 """Difference of rewards that somebody means, and that is not the rounding of a reward of order 1."""
+ORDINARY = 100.0
+"""Size below which rewards that differ by so much are told apart in float32."""
 LOST = 3
 """Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
 
@@ -219,7 +221,9 @@ class Rewards:
         self, judged: Mapping[str, Sequence[float | None]], weights: Sequence[float], rewards: Tensor, group: int
     ) -> None:
         """Warn once if rewards (B,) differ within groups, but in none by more than float32 rounds at their size."""
-        if group < 2 or bool(informative_groups(rewards, group).any()):
+        pairs = zip(weights, judged.values(), strict=True)
+        sizes = (abs(weight * reward) for weight, given in pairs for reward in given if reward is not None)
+        if group < 2 or max(sizes, default=0.0) < ORDINARY or bool(informative_groups(rewards, group).any()):
             return
         rows = [[math.nan if reward is None else reward for reward in given] for given in judged.values()]
         exact = torch.tensor(weights, dtype=torch.float64) @ torch.tensor(rows, dtype=torch.float64)

@@ -20,7 +20,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import Rollout, tensors_to
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
-from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceGroup, SequenceLogs
 from sparse_rl_lightning.rollout.engine.turns import ObservationBudget, TurnScheduler, TurnSequence
@@ -331,7 +331,7 @@ class RolloutSession:
             )
         scheduler.groups = {
             number: SequenceGroup(
-                group["prompt"], group["keys"], num_waiting=0,
+                group["prompt"], prompt_key(scheduler.params.seed, group["prompt"]), group["keys"], num_waiting=0,
                 finished={n: scheduler.finished.from_state(one, device) for n, one in group["finished"].items()},
             )
             for number, group in state["groups"].items()

@@ -102,7 +102,7 @@ class SamplingParams:
         truncated = self.top_k > 0 or self.top_p < 1 or bool(self.min_p) or self.penalizes
         return self.temperature > 0 and (truncated or self.min_completion_length > 0)
 
-    @property
+    @cached_property
     def penalizes(self) -> bool:
         """Whether tokens that have occurred are drawn with other probabilities."""
         return self.repetition_penalty != 1
@@ -172,7 +172,7 @@ def sequence_keys(seed: int | None, sequence_ids: Sequence[int] | Tensor) -> Ten
     return hash_bits(seed or 0, torch.as_tensor(sequence_ids))
 
 
-def prompt_key(seed: int | None, prompt: list[int]) -> int:
+def prompt_key(seed: int | None, prompt: Sequence[int]) -> int:
     """The key of a prompt's compression, from its content, so that it is the same for all samples in any batch."""
     content = b"".join(token.to_bytes(8, "little") for token in [(seed or 0) & (2**63 - 1), *prompt])
     return int.from_bytes(sha256(content).digest()[:8], "little", signed=True)

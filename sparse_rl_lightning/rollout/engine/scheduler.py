@@ -108,7 +108,8 @@ class Scheduler:
         self.num_prompts = numbers.stop
         for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
             own = list(keys[index * samples : (index + 1) * samples])
-            self.groups[number] = SequenceGroup(list(prompt), own, num_waiting=samples)
+            key = prompt_key(self.params.seed, prompt)
+            self.groups[number] = SequenceGroup(list(prompt), key, own, num_waiting=samples)
         # the next sequence is last, so new prompts go to the front, behind all that are waiting
         self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
@@ -160,8 +161,7 @@ class Scheduler:
         full = self.cache.full_bytes(longest)
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
         rollout = self.finished.assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
-        shared = [prompt_key(self.params.seed, group.prompt) for group in groups]
-        own = [(key, sample) for key, group in zip(shared, groups, strict=True) for sample in group.keys]
+        own = [(group.key, sample) for group in groups for sample in group.keys]
         (rollout.keys,) = upload([own], rollout.sequences.device)
         return rollout
 
@@ -281,8 +281,9 @@ class Scheduler:
         if not admitted:
             return
         engine, number_of = self.engine, {slots[0]: number for number, slots in admitted.items()}
-        tokens = [self.groups[number].prompt for number in admitted]
-        self.cache.begin(list(number_of), tokens, [prompt_key(self.params.seed, own) for own in tokens])
+        groups = [self.groups[number] for number in admitted]
+        tokens = [group.prompt for group in groups]
+        self.cache.begin(list(number_of), tokens, [group.key for group in groups])
         trigger = engine.compression.trigger
         prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
         cached_bytes = sum(cached.nbytes for cached in self.cached_prompts.values())

@@ -106,6 +106,7 @@ class SequenceGroup:
     """A prompt and its samples."""
 
     prompt: list[int]
+    key: int  # of the prompt's compression
     keys: list[int]  # random key of each sample
     num_waiting: int  # samples that are still waiting for a slot
     finished: dict[int, FinishedSequence] = field(default_factory=dict)  # by sample
