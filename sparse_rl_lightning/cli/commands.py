@@ -35,5 +35,10 @@ COMMANDS = {
     "record": Command(
         "check whether an engine's evictions explain its log-probabilities", "record:main", options.record
     ),
+    "import-gguf": Command(
+        "write a GGUF file, llama.cpp's format, as a folder that policies are read from",
+        "import_gguf:main",
+        options.import_gguf,
+    ),
     "doctor": Command("say which kernels run here, and what is missing", "doctor:main", options.doctor, True),
 }

@@ -65,6 +65,20 @@ def report() -> Parser:
     return made
 
 
+def import_gguf() -> Parser:
+    """Options of ``sparse-rl import-gguf``."""
+    made = Parser(
+        prog="sparse-rl import-gguf", allow_abbrev=False,
+        description="Write the model, tokenizer and chat template of a GGUF file as a Hugging Face folder, with every "
+        "weight whole, for the architectures that transformers reads.",
+    )  # fmt: skip
+    made.add_argument("file", metavar="FILE", help="GGUF file")
+    made.add_argument("folder", metavar="FOLDER", help="new folder")
+    made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
+                      help="type of the weights in the folder, default %(default)s; float32 holds every number exactly")  # fmt: skip
+    return made
+
+
 def doctor() -> Parser:
     """Options of ``sparse-rl doctor``: none but ``--help``."""
     words = "Say which kernels run here, on the CPU and on GPUs, what is missing, and what to do about it."

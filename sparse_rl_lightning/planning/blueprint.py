@@ -16,7 +16,7 @@ from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.lora import LoraPolicy, adapters
-from sparse_rl_lightning.policies.pretrained import check_files, check_plain, reason
+from sparse_rl_lightning.policies.pretrained import check_files, check_plain, other_weights, reason
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
 
 MOST, MOST_LAYERS = 2**24, 1000
@@ -126,9 +126,12 @@ def read_config(path: str) -> PreTrainedConfig:
     except UserError as error:
         raise UserError(f"policy: {path!r}: {error}") from error
     except OSError as error:
+        remedy = other_weights(str(folder)) or (
+            f"Give a folder, or one of {', '.join(SHAPES)} under its owner's name, such as Qwen/Qwen3-4B."
+        )
         raise UserError(
             f"policy: the sizes of {path!r} are not known: it is no folder with a config.json, and the hub does not "
-            f"answer. Give a folder, or one of {', '.join(SHAPES)} under its owner's name, such as Qwen/Qwen3-4B."
+            f"answer. {remedy}"
         ) from error
     except Exception as error:  # foreign data
         raise UserError(f"policy: the config.json of {path!r} cannot be read. {reason(path, error)}") from error

@@ -45,7 +45,7 @@ def load_pretrained(
     not finite. ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
     """
     where = f"policy: {path!r}"
-    with _without_reports():
+    with without_reports():
         try:
             check_files(path)
             options = check_plain(path)
@@ -176,14 +176,14 @@ def reason(path: str, error: Exception) -> str:
         return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
         return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
-    if isinstance(error, OSError) and (others := _other_weights(path)):
+    if isinstance(error, OSError) and (others := other_weights(path)):
         return others
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
     return text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
 
 
-def _other_weights(path: str) -> str:
+def other_weights(path: str) -> str:
     """What to do about a folder whose weights are of a kind that is not read."""
     names = sorted(file.name for file in Path(path).glob("*"))
     if any(name.endswith(".safetensors") for name in names):
@@ -194,10 +194,10 @@ def _other_weights(path: str) -> str:
             "them, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) of transformers writes "
             "safetensors beside them."
         )
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
+    if ggufs := [name for name in [*names, path] if name.endswith(".gguf")]:
         return (
-            f"Its weights are GGUF ({ggufs[0]}), which is not read. AutoModelForCausalLM.from_pretrained(folder, "
-            f"gguf_file={ggufs[0]!r}).save_pretrained(other) of transformers writes safetensors."
+            f"Its weights are GGUF, which cannot be trained: sparse-rl import-gguf {Path(path) / ggufs[0]} FOLDER writes "
+            "them as a folder that can."
         )
     return ""
 
@@ -213,7 +213,7 @@ def _broken_file(path: str) -> str | None:
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
+def without_reports() -> Iterator[None]:
     """Silence the table that transformers prints about missing weights; it becomes an error or a warning here."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

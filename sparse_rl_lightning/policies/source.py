@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
-from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
+from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained, other_weights
 from sparse_rl_lightning.policies.quantized import dequantize
 
 
@@ -86,10 +86,11 @@ class PretrainedPolicy(PolicySource):
                 "on from Python: LoadedPolicy(PeftModel.from_pretrained(model, folder, is_trainable=True), tokenizer)."
             )
         if looks_local and not (Path(path) / "config.json").is_file():
-            raise UserError(
-                f"policy: no model at {self.path!r} (no config.json there). Give a Hugging Face folder or a hub name "
-                "such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run configs/warmup.yaml first."
+            remedy = other_weights(path) or (
+                "Give a Hugging Face folder or a hub name such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run "
+                "configs/warmup.yaml first."
             )
+            raise UserError(f"policy: no model at {self.path!r} (no config.json there). {remedy}")
         return load_pretrained(path, "float32" if self._widens else self.dtype, self.attn_implementation)
 
 

@@ -1,0 +1,74 @@
+"""GGUF files, the format of llama.cpp: read by transformers, with every weight whole, for a folder that can be trained.
+
+A GGUF holds quantized weights, settings, tokenizer and chat template in one file. What it rounded stays rounded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import check_regular
+from sparse_rl_lightning.policies.pretrained import check_finite, reason, without_reports
+
+MAGIC = b"GGUF"
+
+
+def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer from a GGUF file of an architecture that transformers reads.
+
+    Args:
+        file: The file.
+        dtype: Type of the weights; a quantized number is the product of two 16-bit ones, which float32 holds exactly.
+
+    Raises:
+        ValueError: If it is no GGUF, the package gguf is missing, or transformers does not read it.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"there is no file {str(file)!r}. Give a GGUF file.")
+    check_regular(path)
+    with path.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"{str(file)!r} is no GGUF file: it does not begin with {MAGIC.decode()}.")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("reading GGUF needs the package gguf: pip install 'sparse-rl-lightning[gguf]'.")
+    options: dict[str, Any] = {"dtype": dtype, "gguf_file": path.name}
+    if hasattr(transformers, "GgufConfig"):  # newer ones would leave the weights packed
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with without_reports():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path.parent, **options)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        except Exception as error:  # foreign data: nearly every class of errors has been seen
+            raise UserError(f"{str(file)!r} cannot be read. {reason(str(path), error)}") from error
+    check_finite(model.named_parameters(), str(file))
+    _forget(model)
+    return model, tokenizer
+
+
+def _forget(model: PreTrainedModel) -> None:
+    """Leave a plain model: its settings, float32 in the file, as they were written, and no word of the packing."""
+    wrapped: Any = model
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        vars(wrapped.config).pop(name, None)
+    wrapped.hf_quantizer, wrapped.is_quantized = None, False
+    for name, value in vars(wrapped.config).items():
+        if isinstance(value, dict):
+            vars(wrapped.config)[name] = {key: _shortest(one) for key, one in value.items()}
+        else:
+            vars(wrapped.config)[name] = _shortest(value)
+
+
+def _shortest(value: Any) -> Any:
+    """A float that is one of float32, by the shortest decimal that means it: 9.99999974e-06 is 1e-05."""
+    if not isinstance(value, float) or float(np.float32(value)) != value:
+        return value
+    return float(str(np.float32(value)))
