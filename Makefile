@@ -66,13 +66,13 @@ $(REAL)/config.json: configs/real-model.txt | $(INSTALLED)
 # the mathematics, operations, cache, engine and learner, and one tiny rollout; pages, benchmarks and wrong inputs are for make test
 CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors tests/learner tests/replay tests/rollout/test_rollout.py tests/project
 check: lint typecheck ## before every commit: linters, types and the core tests, four minutes
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not real" $(wildcard $(CORE))
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" $(wildcard $(CORE))
 
 test: lint typecheck ## linters, types and the fast tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not real" --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" --durations=20
 
 test-slow: $(INSTALLED) ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not real"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not real"
 
 test-real: $(REAL)/config.json ## what is shown on the real model; minutes
 	$(BIN)/python -m pytest -m real

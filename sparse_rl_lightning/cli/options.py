@@ -75,7 +75,7 @@ def import_gguf() -> Parser:
     made.add_argument("file", metavar="FILE", help="GGUF file")
     made.add_argument("folder", metavar="FOLDER", help="new folder")
     made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
-                      help="type of the weights in the folder, default %(default)s; float32 holds every number exactly")  # fmt: skip
+                      help="type of the weights in the folder, default %(default)s; float32 loses nothing")  # fmt: skip
     return made
 
 

@@ -196,8 +196,8 @@ def other_weights(path: str) -> str:
         )
     if ggufs := [name for name in [*names, path] if name.endswith(".gguf")]:
         return (
-            f"Its weights are GGUF, which cannot be trained: sparse-rl import-gguf {Path(path) / ggufs[0]} FOLDER writes "
-            "them as a folder that can."
+            f"Its weights are GGUF, which cannot be trained: sparse-rl import-gguf {Path(path) / ggufs[0]} FOLDER "
+            "writes them as a folder that can."
         )
     return ""
 

@@ -241,16 +241,23 @@ class FailsLater(Fails):
         return Fails.step(self, text)
 
 
+IMPATIENT = TurnOptions(max_turns=4, max_turn_length=9, timeout=0.5)
+
+
+@pytest.fixture(scope="module")
+def whole() -> ScoredRollout:
+    """The rollout without a failure."""
+    return scored(Fails, turns=IMPATIENT)
+
+
 @pytest.mark.parametrize("environment", [Fails, FailsLater], ids=["thread", "coroutine"])
 @pytest.mark.parametrize("how", ["reset", "raises", "exits", "hangs", "nonsense", "nan", "huge", "unreadable"])
-def test_a_failure_ends_its_conversation_alone(how: str, environment: Any) -> None:
+def test_a_failure_ends_its_conversation_alone(how: str, environment: Any, whole: ScoredRollout) -> None:
     if environment is FailsLater and how == "hangs":
         pytest.skip("a coroutine that blocks its loop makes the others late: see test_calls.py")
     rows = [row | {"how": how if i == 2 else ""} for i, row in enumerate(ROWS)]
-    options = TurnOptions(max_turns=4, max_turn_length=9, timeout=0.5)
     with pytest.warns(UserWarning, match="The environment failed"):
-        own = scored(environment, rows, turns=options)
-    whole = scored(Fails, turns=options)
+        own = scored(environment, rows, turns=IMPATIENT)
     assert own.conversations is not None
     failed = torch.tensor([one.has_failed for one in own.conversations])
     assert failed[8:12].any()

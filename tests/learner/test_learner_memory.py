@@ -62,7 +62,9 @@ def measured(
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 @pytest.mark.parametrize("options", [LearnerOptions(gradient_checkpointing=how) for how in HOW], ids=repr)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(one, marks=[pytest.mark.slow] * ("16" in one and one != "bf16-mixed")) for one in SETTINGS]
+)
 def test_prediction_is_what_the_pass_takes(family: Any, options: LearnerOptions, setting: str) -> None:
     config, part = family(**SIZES, num_hidden_layers=3), MicroBatch(rows=2, length=40, completion=25)
     given = SETTINGS[setting]

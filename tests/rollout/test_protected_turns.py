@@ -96,6 +96,12 @@ def converse(
     return talk(session, ids)
 
 
+def rare(methods: list[Compressor]) -> list[Any]:
+    """All but every fourth method, for the slow tests."""
+    left_out = [one for place, one in enumerate(methods) if place % 4]
+    return [pytest.param(one, marks=pytest.mark.slow) for one in left_out]
+
+
 def texts_of(rollout: Rollout, row: int) -> list[list[int]]:
     """The positions of the tokens of every text that a sequence was given, oldest first."""
     turns = rollout.turns[row].tolist()
@@ -120,7 +126,7 @@ def check_protected(rollout: Rollout, count: int) -> tuple[int, int]:
 # -------------------------------------------------------------------- what stays
 
 
-@pytest.mark.parametrize("compressor", [*METHODS, *SETTINGS], ids=str)
+@pytest.mark.parametrize("compressor", [*METHODS[::4], *rare(METHODS), *SETTINGS], ids=str)
 def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
     rollout = converse(model, compressor)

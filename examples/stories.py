@@ -1,0 +1,70 @@
+"""A task that a small instruct model can learn: a short story in which six given words stand in real sentences.
+
+``make real`` trains on it (``configs/real.yaml``). It is also what data and a reward of one's own look like: a class
+with two methods, and a function of completions.
+"""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+from sparse_rl_lightning.data import PromptDataModule
+
+WORDS = (
+    "apple blanket bread bridge candle castle dragon engine feather forest garden guitar hammer island jacket kettle "
+    "kitchen ladder lantern lemon market mirror mountain needle ocean pencil piano pocket queen rabbit river rope "
+    "shadow ship ticket tower umbrella violin whistle window"
+).split()
+PROMPT = "Write a short story of about 60 words. It must contain all of these words: {}."
+
+
+class Stories(PromptDataModule):
+    """Prompts that ask for a story with given words; columns ``prompt``, a chat, and ``words``.
+
+    Args:
+        num_words: Words that a story must contain.
+        num_train: Training prompts.
+        num_val: Held-out prompts, with other draws of words.
+        **blocks: Arguments of PromptDataModule.
+    """
+
+    def __init__(self, num_words: int = 6, num_train: int = 4000, num_val: int = 64, **blocks: Any) -> None:
+        super().__init__(**blocks)
+        self.num_words, self.num_train, self.num_val = num_words, num_train, num_val
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        """The training prompts."""
+        return self._rows(self.num_train, "train")
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        """The held-out prompts."""
+        return self._rows(self.num_val, "held out")
+
+    def _rows(self, count: int, part: str) -> list[dict[str, Any]]:
+        random = Random(f"{self.seed}/{part}")
+        drawn = [random.sample(WORDS, self.num_words) for _ in range(count)]
+        return [
+            {"prompt": [{"role": "user", "content": PROMPT.format(", ".join(own))}], "answer": "", "words": own}
+            for own in drawn
+        ]
+
+
+def story_reward(completions: list[str], words: list[list[str]], **_: Any) -> list[float]:
+    """The share of the words that stand in a sentence of their own: at least five words long for each of at most two.
+
+    So a list of the words earns nothing, and neither does a longer story, or a sentence that is repeated.
+    """
+    return [len(told(text, own)) / len(own) for text, own in zip(completions, words, strict=True)]
+
+
+def told(story: str, wanted: list[str]) -> set[str]:
+    """The wanted words that a story has in such sentences."""
+    found = set[str]()
+    for sentence in re.split(r"[.!?\n]+", story.lower()):
+        spoken = re.findall(r"[a-z]+", sentence)
+        own = [word for word in wanted if word in spoken]
+        if len(own) <= 2 and len(spoken) >= 5 * len(own):
+            found |= {*own}
+    return found
