@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rows
-from sparse_rl_lightning.rollout import Progress, SamplingParams
-from sparse_rl_lightning.text import printable, say
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.text import printable
 
 ROWS_NAMED = 10
 
@@ -95,27 +93,3 @@ def problem_numbers(rows: Rows, *, whole: bool = False) -> Tensor:
     texts = [json.dumps(row if whole else [row.get("prompt"), row.get("answer")], default=str) for row in rows]
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8] for text in texts]
     return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
-
-
-class TimeLeft:
-    """Prints how far an evaluation is, with tqdm's estimate of the time left, at most every ``seconds``.
-
-    A sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for one short one;
-    ``total`` is the sum of these limits over all sequences to be drawn.
-    """
-
-    def __init__(self, total: int, seconds: float = 10.0) -> None:
-        self.total = total
-        self.seconds = seconds
-        self.done = 0
-        self._start = self._last = time.monotonic()
-
-    def report(self, where: str, progress: Progress, limit: int) -> None:
-        """Print a line if it is time, after a decode step of a rollout with at most ``limit`` tokens per completion."""
-        now = time.monotonic()
-        if now - self._last >= self.seconds:
-            self._last = now
-            done = self.done + progress.finished * limit
-            batch = f"{where}: {progress.finished}/{progress.total} sequences of this batch"
-            form = "{desc}, {percentage:.0f} % of the evaluation, {remaining} left"
-            say(tqdm.format_meter(done, self.total, now - self._start, prefix=batch, bar_format=form))

@@ -24,7 +24,6 @@ from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
     Problems,
-    TimeLeft,
     benchmark_name,
     benchmark_number,
     row_number,
@@ -37,6 +36,7 @@ from sparse_rl_lightning.evaluation.results import (
     judge_answers,
     name_caches,
 )
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.fingerprints import fingerprint, sources
 from sparse_rl_lightning.metrics import mean_accuracy

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from tiny_grpo import fit, module
@@ -39,6 +40,21 @@ def test_its_defaults_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None
 )
 def test_other_intervals_take_the_place_of_its_own(options: dict[str, Any], steps: int) -> None:
     assert RolloutCheckpoint(**options)._every_n_train_steps == steps
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(10.0, set()), (1e-9, {1, 2, 3})])
+def test_a_slow_run_saves_by_the_clock_behind_an_optimizer_step(
+    minutes: float, saved: set[int], tmp_path: Path
+) -> None:
+    callback = RolloutCheckpoint(dirpath=tmp_path / "own", minutes=minutes, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    fit(module(steps_per_generation=4), 3, [callback], accumulate_grad_batches=2, **options)
+    found = {path.name: path for path in (tmp_path / "own").glob("epoch*.ckpt")}
+    assert found.keys() == {f"epoch=0-step={step}.ckpt" for step in saved}
+    for step in saved:
+        content = torch.load(found[f"epoch=0-step={step}.ckpt"], weights_only=True)
+        batches = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        assert batches["ready"] == 2 * step
 
 
 def test_lightnings_own_last_is_found(tmp_path: Path) -> None:

@@ -185,6 +185,21 @@ def test_rejecting_most_is_told_once_and_not_counted() -> None:
         fit(module(), 4, [KeepFirst(), EmptyRollouts(warn_after=2, few=0.01)])
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_rewards_that_never_differ_are_told_once(spread: bool) -> None:
+    """Every sample gets 0.25, or one of each prompt gets more."""
+
+    def alike(completions: list[str], **_: Any) -> list[float]:
+        return [0.25 + (spread and not place % 2) for place in range(len(completions))]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(module(alike), 4, [EmptyRollouts(warn_after=2)])
+    found = [str(one.message) for one in told if "nothing is learned" in str(one.message)]
+    assert len(found) == (not spread)
+    assert spread or "in each of the last 2 rollouts, 0.25 on average in the last one" in found[0]
+
+
 def test_completions_that_were_all_cut_off_are_told() -> None:
     """Nothing is rejected, and still nothing is learned."""
 

@@ -19,8 +19,9 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.page import results_picture, results_table
-from sparse_rl_lightning.evaluation.problems import Problems, TimeLeft, row_number
+from sparse_rl_lightning.evaluation.problems import Problems, row_number
 from sparse_rl_lightning.evaluation.results import BenchmarkResult, completion_table, judge_answers, name_caches
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation

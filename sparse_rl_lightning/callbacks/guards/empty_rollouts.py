@@ -19,6 +19,12 @@ CUT_OFF = (
     "The others are of completions that were cut off, which mask_truncated_completions leaves out: raise "
     "max_completion_length, or name the tokens or strings that end an answer (end_tokens, stop_strings)."
 )
+ALIKE = (
+    "All samples of every prompt got the same reward in each of the last {count} rollouts, {reward:.3g} on average in "
+    "the last one, so nothing is learned from them. Look at the completions: where the reward is at its lowest, the "
+    "task is too hard, an answer is cut off, or the reward does not find it; at its highest, the task is learned. "
+    "Other prompts, more num_generations or a higher temperature bring differences."
+)
 UNREWARDED = (
     "The others got no reward: the reward functions returned None for them or failed. Look at "
     "rewards/{function}/failed and at the columns that the functions read."
@@ -26,15 +32,17 @@ UNREWARDED = (
 
 
 class EmptyRollouts(RolloutCallback):
-    """Count rollouts without a token for the loss, on any rank, and warn with advice if few tokens are left.
+    """Count rollouts without a token for the loss, on any rank, and warn with advice if little or nothing is learned.
 
     Tokens are removed by rejection, if a completion got no reward, and with ``mask_truncated_completions`` if one was
     cut off. A policy that learns from the few remaining samples can forget what it knew in a few steps. Steps on no
     tokens have a policy loss of zero, so only momentum, weight decay and the KL penalty move the weights. The count so
-    far is logged as ``empty_rollouts``. Modules that roll out add this callback themselves.
+    far is logged as ``empty_rollouts``. Where a prompt's samples all have one reward there is no advantage, and no
+    policy gradient. Modules that roll out add this callback themselves.
 
     Args:
-        warn_after: Number of empty rollouts in a row, or rollouts with few tokens, after which to warn, once per row.
+        warn_after: Number of rollouts in a row, empty, with few tokens, or without a difference of rewards, after which
+            to warn, once per row.
         few: Share of the completion tokens below which they are few.
 
     Raises:
@@ -45,14 +53,19 @@ class EmptyRollouts(RolloutCallback):
         check_number("warn_after", warn_after, least=1, owner="EmptyRollouts")
         check_number("few", few, least=0, most=1, owner="EmptyRollouts")
         self.warn_after, self.few = warn_after, few
-        self.count = self.in_a_row = self.few_in_a_row = 0
+        self.count = self.in_a_row = self.few_in_a_row = self.alike_in_a_row = 0
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
-        whole, finished, rewarded, kept = _tokens(trainer, module, scored.rollout)
+        whole, finished, rewarded, kept, led = _tokens(trainer, module, scored.rollout)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
         self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
+        self.alike_in_a_row = self.alike_in_a_row + 1 if rewarded and not led else 0
         self.count += kept == 0
+        if self.alike_in_a_row == self.warn_after:
+            rewards = scored.rollout.rewards
+            mean = float("nan") if rewards is None else float(rewards.nanmean())
+            warn_of_run(trainer, ALIKE.format(count=self.warn_after, reward=mean))
         empty = self.in_a_row == self.warn_after
         if empty or self.few_in_a_row == self.warn_after:
             seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
@@ -69,20 +82,22 @@ class EmptyRollouts(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
-        return {"count": self.count, "in_a_row": self.in_a_row, "few_in_a_row": self.few_in_a_row}
+        names = ("count", "in_a_row", "few_in_a_row", "alike_in_a_row")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
         for name in self.state_dict():
-            setattr(self, name, state_dict.get(name, 0))  # few_in_a_row is missing in older checkpoints
+            setattr(self, name, state_dict.get(name, 0))  # the last ones are missing in older checkpoints
 
 
 def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:
-    """Numbers of tokens of all ranks: of completions, those that count, those with a reward, and those not rejected."""
+    """Numbers of tokens of all ranks: of completions, counted, with a reward, not rejected, with an advantage."""
     mask = module.loss.mask(rollout)
     rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
     kept = rewarded if rollout.keep is None or module.learns_from_rejected else rewarded & rollout.keep
-    counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]).float()
+    led = mask if rollout.advantages is None else mask & (rollout.advantages.view(len(mask), -1) != 0)
+    counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept, led)]).float()
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
     found: list[float] = counts.tolist()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from sparse_rl_lightning.errors import check_number
 
 EVERY_N_TRAIN_STEPS = 40
 """Optimizer steps between two checkpoints: ten rollouts with the paper's settings."""
@@ -23,6 +26,8 @@ class RolloutCheckpoint(ModelCheckpoint):
         dirpath: Folder of the checkpoints, default ``checkpoints`` in ``trainer.default_root_dir``.
         every_n_train_steps: Optimizer steps between two checkpoints, default 40 unless ``every_n_epochs`` or
             ``train_time_interval`` is given.
+        minutes: Minutes after which a checkpoint is written in any case, behind an optimizer step; null for never, as
+            with ``every_n_epochs`` or ``train_time_interval``.
         save_last: Whether ``last.ckpt`` is written beside the newest checkpoint; ``link`` makes it a link.
         enable_version_counter: Whether an existing ``last.ckpt`` is kept and ``last-v1.ckpt`` is written.
     """
@@ -31,13 +36,17 @@ class RolloutCheckpoint(ModelCheckpoint):
         self,
         dirpath: str | Path | None = None,
         every_n_train_steps: int | None = None,
+        minutes: float | None = 10.0,
         save_last: bool | Literal["link"] = True,
         enable_version_counter: bool = False,
         **options: Any,
     ) -> None:
+        check_number("minutes", minutes, above=0, owner="RolloutCheckpoint", or_none=True)
         others = (options.get("every_n_epochs"), options.get("train_time_interval"))
         if every_n_train_steps is None and others == (None, None):
             every_n_train_steps = EVERY_N_TRAIN_STEPS
+        self.minutes = minutes if others == (None, None) else None
+        self._step, self._saved_at = 0, time.monotonic()  # optimizer steps seen; the last checkpoint
         super().__init__(
             dirpath=dirpath, every_n_train_steps=every_n_train_steps, save_last=save_last,
             enable_version_counter=enable_version_counter, **options,
@@ -47,6 +56,24 @@ class RolloutCheckpoint(ModelCheckpoint):
         """Determine the folder before Lightning would take the logger's."""
         self.dirpath = checkpoint_folder(self, trainer)
         super().setup(trainer, pl_module, stage)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save behind an optimizer step if it is one of those given, or if the last checkpoint is too old."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        is_new, self._step = trainer.global_step != self._step, trainer.global_step
+        if self.minutes is None or not is_new:
+            return
+        is_late = time.monotonic() - self._saved_at > 60 * self.minutes
+        if trainer.world_size > 1:
+            is_late = trainer.strategy.broadcast(is_late)
+        found = self._monitor_candidates(trainer)
+        if is_late and not self._should_skip_saving_checkpoint(trainer) and self.monitor in (None, *found):
+            self._save_topk_checkpoint(trainer, found)
+            self._save_last_checkpoint(trainer, found)
+        if self._last_global_step_saved == trainer.global_step:
+            self._saved_at = time.monotonic()
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning calls this before ``setup``."""

@@ -7,6 +7,7 @@ import time
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, draw_by_place, evaluate
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
@@ -58,7 +60,7 @@ class RunSummary(RolloutCallback):
         folder: Folder of the files, default ``trainer.default_root_dir``.
         batch_size: Number of problems to complete at the same time.
         title: Title of picture and page, default the module and its compressor.
-        progress_seconds: Minimum time between two writes of ``progress.json``.
+        progress_seconds: Minimum time between two writes of ``progress.json``, and two lines of an evaluation.
 
     Raises:
         ValueError: If a number is out of range; at the start of ``fit``, if the folder cannot be written (later on, a
@@ -238,7 +240,7 @@ class RunSummary(RolloutCallback):
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        found = self._greedy_scores(module, rows) if rows else {}
+        found = self._greedy_scores(module, rows, trainer.is_global_zero) if rows else {}
         means = {cache: scores.mean for cache, scores in found.items() if scores.mean is not None}
         record = self.record
         record.num_problems = len(rows)
@@ -248,12 +250,15 @@ class RunSummary(RolloutCallback):
         record.measure = "accuracy" if is_accuracy else "reward"
         return means
 
-    def _greedy_scores(self, module: RolloutModule, rows: Rows) -> dict[str, Scores]:
+    def _greedy_scores(self, module: RolloutModule, rows: Rows, tells: bool) -> dict[str, Scores]:
         greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
-        found = {}
-        for cache in ("dense", "sparse") if module.generator.is_sparse else ("dense",):
-            draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense")
-            found[cache] = evaluate(draw, rows, module.rewards, self.batch_size)
+        names = {"dense": "full cache", "sparse": "compressed cache"}
+        caches = names if module.generator.is_sparse else {"dense": names["dense"]}
+        left, found = TimeLeft(len(caches) * len(rows), self.progress_seconds), {}
+        for cache, name in caches.items():
+            told = partial(left.report, name, limit=1) if tells else None
+            draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense", progress=told)
+            found[cache] = evaluate(left.counted(draw), rows, module.rewards, self.batch_size)
             module.rewards.settle()
             module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
         return found
