@@ -1,4 +1,4 @@
-"""A task that a small instruct model can learn: a short story in which six given words stand in real sentences.
+"""A task that a small instruct model can learn: a short story in which six given words stand in whole sentences.
 
 ``make real`` trains on it (``configs/real.yaml``). It is also what data and a reward of one's own look like: a class
 with two methods, and a function of completions.
@@ -52,19 +52,21 @@ class Stories(PromptDataModule):
 
 
 def story_reward(completions: list[str], words: list[list[str]], **_: Any) -> list[float]:
-    """The share of the words that stand in a sentence of their own: at least five words long for each of at most two.
+    """The share of the words that stand in whole sentences, among the first 60 words of the story.
 
-    So a list of the words earns nothing, and neither does a longer story, or a sentence that is repeated.
+    A sentence has at least four words for each of at most three wanted ones. So a list of the words earns nothing, and
+    neither does a longer story, a sentence that is cut off, or one that is said twice.
     """
     return [len(told(text, own)) / len(own) for text, own in zip(completions, words, strict=True)]
 
 
 def told(story: str, wanted: list[str]) -> set[str]:
     """The wanted words that a story has in such sentences."""
-    found = set[str]()
-    for sentence in re.split(r"[.!?\n]+", story.lower()):
+    found, length = set[str](), 0
+    for sentence in re.findall(r"[^.!?\n]+[.!?]", story.lower()):
         spoken = re.findall(r"[a-z]+", sentence)
-        own = [word for word in wanted if word in spoken]
-        if len(own) <= 2 and len(spoken) >= 5 * len(own):
-            found |= {*own}
+        length += len(spoken)
+        own = {word for word in wanted if word in spoken}
+        if length <= 60 and len(own) <= 3 and len(spoken) >= 4 * len(own):
+            found |= own
     return found

@@ -82,6 +82,7 @@ GEOMETRIC = 4 ** (-1 / 3)
         ("token_truncate", None, None, [2, 0.125, 1, 0], [3, 3, 0, 0]),
         ("token_truncate", 0.5, 2.5, [2, 0.5, 1, 0], [2.5, 2.5, 0, 0]),
         ("token_mask", 0.5, 2.5, [2, 0, 1, 0], [0, 0, 0, 0]),
+        ("token_truncate", 1.0, 1.0, [1, 1, 1, 0], [1, 1, 0, 0]),
         ("token_mask", None, 2.5, [2, 0.125, 1, 0], [0, 0, 0, 0]),
         ("sequence_truncate", None, None, [0.25] * 3 + [0], [9, 9, 0, 0]),
         ("sequence_truncate", 0.5, 4.0, [0.5] * 3 + [0], [4, 4, 0, 0]),

@@ -196,6 +196,11 @@ def test_k3_of_extreme_differences_is_finite_and_still_pulls_back() -> None:
     assert gradient.tolist() == [[0.0, 1.0]]
 
 
+def test_shares_of_a_single_token_are_whole() -> None:
+    ratio, mask = tensor([[0.5, 0.0]]), torch.tensor([[True, False]])
+    assert policy_loss(ratio, torch.zeros_like(ratio), tensor([1.0]), mask).metrics["clip_ratio/high_mean"] == 1
+
+
 # --- Bad input
 
 

@@ -169,6 +169,7 @@ def test_a_method_whose_network_was_built_can_be_given_to_another_module() -> No
     method = LearnedScore(**SIZES)
     method.build(ModelSizes(num_layers=2, num_kv_heads=2, head_dim=4, hidden_size=8), anew=True)
     assert Drawn(method).has_gradient
+    assert Drawn(LearnedScore(60, buffer=4, num_sinks=1, window=40)).has_gradient
 
 
 def test_what_has_no_network_has_no_rate_and_only_one_is_learned() -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from sparse_rl_lightning.environments import calls
 from sparse_rl_lightning.environments.calls import CallFailure, CallTimeout, start
@@ -44,6 +45,13 @@ def returns_raising(error: BaseException) -> Any:
 def test_results_come_back(function: Any, timeout: float | None) -> None:
     running = [start(function, n, timeout=timeout) for n in range(200)]
     assert [call.result() for call in running] == list(range(200))
+
+
+def test_a_call_in_this_thread_puts_back_what_it_changed_at_once() -> None:
+    """Of threads it is put back behind all calls, by those who wait for them."""
+    default = torch.get_default_dtype()
+    start(torch.set_default_dtype, torch.float64)
+    assert torch.get_default_dtype() == default
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])

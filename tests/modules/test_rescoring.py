@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ from sparse_rl_lightning.callbacks import (
     SequenceMIS,
     SparsityAwareRejection,
 )
+from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -352,3 +355,30 @@ def test_baseline_of_what_is_kept_leaves_rejected_rewards_out() -> None:
         else:
             assert not advantages.any()
     assert not torch.equal(everything.advantages[alive], kept.advantages[alive])
+
+
+def test_a_rollout_of_an_interrupted_fit_is_not_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = list[Any]()
+    monkeypatch.setattr(
+        "sparse_rl_lightning.modules.old_logprobs.report", lambda module, scored: reported.append(scored)
+    )
+    old, block, scored = OldLogprobs(None), SimpleNamespace(store=lambda part: True), SimpleNamespace(is_complete=False)
+    for forgets in (True, False):
+        old.report(scored)  # type: ignore[arg-type]
+        if forgets:
+            old.forget()
+        old.store(block, None)  # type: ignore[arg-type]
+        assert reported == [] if forgets else [scored]
+
+
+def test_a_correction_of_a_users_own_looks_at_every_sequence_by_itself() -> None:
+    class Halves(CorrectionCallback):
+        """Count every second token half."""
+
+        def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+            self.sizes.append(len(part))
+
+    own = Halves()
+    own.sizes = []  # type: ignore[attr-defined]
+    fit(module(steps_per_generation=2), 2, [own])
+    assert own.sizes == [8, 8]  # type: ignore[attr-defined]

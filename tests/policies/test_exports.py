@@ -159,6 +159,18 @@ def test_weights_that_stay_float32_are_not_rounded(tmp_path: Path) -> None:
     assert torch.equal(found, bias)
 
 
+def test_a_tokenizer_that_transformers_5_wrote_is_named_as_4_knows_it(tmp_path: Path) -> None:
+    save_folder(tmp_path / "a", tiny().load()[0], character_tokenizer(ALPHABET))
+    place = tmp_path / "a" / "tokenizer_config.json"
+    for written, named in [("TokenizersBackend", "PreTrainedTokenizerFast"), (7, "PreTrainedTokenizerFast")]:
+        tokenizer = character_tokenizer(ALPHABET)
+        tokenizer.name_or_path = str(tmp_path / "a")
+        place.write_text(json.dumps(json.loads(place.read_text()) | {"tokenizer_class": written}))
+        save_folder(tmp_path / "b", tiny().load()[0], tokenizer)
+        found = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+        assert found["tokenizer_class"] == named
+
+
 def test_the_callback_and_the_command_take_a_type(used_folder: Path) -> None:
     (run_config,) = used_folder.rglob("run_config.yaml")
     main(["export", "--config", str(run_config), "--ckpt_path", "last", "--folder", "out", "--dtype", "bfloat16"])

@@ -466,6 +466,34 @@ def test_a_function_that_applies_to_some_is_not_complained_of() -> None:
         fit(module([likes_a, of(lambda texts: [None if text.startswith("b") else 1.0 for text in texts])]), 2)
 
 
+class Counting:
+    """Counts what it was asked for, wherever it runs."""
+
+    __name__ = "counting"
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        """0 for all."""
+        self.seen += len(completions)
+        return [0.0] * len(completions)
+
+    def take_counters(self) -> dict[str, float]:
+        """The count since the last call."""
+        found, self.seen = {"seen": float(self.seen)}, 0
+        return found
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_counters_come_from_where_the_function_runs(timeout: float | None) -> None:
+    guard = GuardedReward(Counting(), timeout)
+    for batch in (["a", "b"], ["c"]):
+        guard.judge(reward_batch(batch, batch, [[1]] * len(batch), {}))
+        assert guard.take_counters() == {"seen": len(batch)}
+    guard.close()
+
+
 @pytest.mark.parametrize(("pays", "size"), [
     (lambda text: 1e8 + text.count("a"), "1e+08"), (lambda text: 3e9 + 100 * len(text), "3e+09"),
     (lambda text: float(text.count("a")), None), (lambda text: 0.1 + 0.2 if "a" in text else 0.3, None),

@@ -118,7 +118,8 @@ def test_most_likely_tokens_are_those_of_a_plain_forward_pass() -> None:
         torch.testing.assert_close(rollout.topk_logprobs[row, own], want.values[own - 1], atol=2e-5, rtol=0)
         assert (rollout.topk_ids[row, own] == want.indices[own - 1]).all()
     assert (rollout.topk_logprobs[~rollout.completion_mask] == 0).all()
-    assert RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS).topk_ids is None
+    plain = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
+    assert plain.topk_ids is plain.topk_logprobs is None
 
 
 TOKENIZER = character_tokenizer()

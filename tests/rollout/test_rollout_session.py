@@ -152,6 +152,23 @@ def test_a_restart_draws_unfinished_sequences_again() -> None:
     assert_same(session.take(numbers), resumed.take(numbers))
 
 
+def test_a_version_begins_with_new_weights_where_nothing_else_is_said() -> None:
+    """Whole rollouts take the weights at every call; conversations keep those they began with."""
+
+    def versions(turns: bool, *new_weights: bool | None) -> list[int]:
+        params = replace(PARAMS, max_completion_length=8, num_generations=1)
+        session = RolloutSession(RolloutSampler(model(), FullKV(), 2), params, 40, turns=turns)
+        session.add([[3, 4, 5]], range(1))
+        found = []
+        for one in new_weights:
+            session.advance(1, new_weights=one)
+            found.append(session._logs.version.unique().item())
+        return found
+
+    assert versions(False, None, None, False, None) == [1, 2, 2, 3]
+    assert versions(True, None, None, True) == [1, 1, 2]
+
+
 def size(state: Any) -> int:
     if isinstance(state, torch.Tensor):
         return state.nbytes
