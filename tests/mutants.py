@@ -347,26 +347,33 @@ def page(results: list[tuple[Mutant, str]], seed: int) -> str:
     """The table of kill rates, and the survivors with their sentences."""
     known: dict[str, str] = json.loads(JUDGED.read_text()) if JUDGED.exists() else {}
     rows, left = [], []
-    totals = [0, 0, 0]
+    totals = [0, 0, 0, 0]
     for area in AREAS:
         own = [(mutant, said) for mutant, said in results if mutant.area == area]
         same = sum(known.get(mutant.name, "").startswith("equivalent") for mutant, _ in own)
         caught = sum(said in ("caught", "too slow") for _, said in own)
-        rows.append(f"| {area} | {len(own)} | {same} | {caught} | {_share(caught, len(own) - same)} |")
-        totals = [total + one for total, one in zip(totals, (len(own), same, caught), strict=True)]
+        since = sum(known.get(mutant.name, "").startswith("caught") for mutant, _ in own)
+        totals = [total + one for total, one in zip(totals, (len(own), same, caught, since), strict=True)]
         left += [(mutant, said) for mutant, said in own if said not in ("caught", "too slow")]
-    count, same, caught = totals
-    rows.append(f"| all | {count} | {same} | {caught} | {_share(caught, count - same)} |")
+        rows.append(_row(area, len(own), same, caught, since))
+    rows.append(_row("all", *totals))
     lines = [f"- `{mutant.name}` ({said}): {known.get(mutant.name, 'not judged yet')}" for mutant, said in left]
     return "\n".join([
         "# Mutants", "",
         "<!-- written by tests/mutants.py -->", "",
-        f"{count} small mistakes, drawn with seed {seed} over all areas alike, put into the library one by one",
+        f"{totals[0]} small mistakes, drawn with seed {seed} over all areas alike, put into the library one by one",
         "(`make mutants`). Caught are those that make a fast test fail that covers their line. Equivalent ones change",
-        "nothing that can be seen; they do not count.", "",
-        "| area | mutants | equivalent | caught | rate |", "|---|---|---|---|---|", *rows, "",
+        "nothing that can be seen; they do not count. Caught since are those by a test that the sample led to: what",
+        "such tests are worth the next sample says, of another seed.", "",
+        "| area | mutants | equivalent | caught | rate | caught since | rate |", "|---|---|---|---|---|---|---|", *rows,
+        "",
         "## What survived", "", *lines, "",
     ])  # fmt: skip
+
+
+def _row(area: str, count: int, same: int, caught: int, since: int) -> str:
+    rates = (_share(part, count - same) for part in (caught, caught + since))
+    return f"| {area} | {count} | {same} | {caught} | {next(rates)} | {since} | {next(rates)} |"
 
 
 def _share(part: int, whole: int) -> str:

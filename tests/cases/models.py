@@ -165,7 +165,7 @@ WEIGHTS = [
     Case("a header that claims 100 MB", "pol/model.safetensors is cut off or no safetensors file", 1, slow=True,
          policy=raw(lambda b: (10**8).to_bytes(8, "little") + b[8:])),
     Case("pickled weights only", "Its weights are pickles (pytorch_model.bin)", 1, policy=only_pickles),
-    Case("GGUF only", "Its weights are GGUF (model.gguf), which is not read", 1,
+    Case("GGUF only", "Its weights are GGUF, which cannot be trained: sparse-rl import-gguf pol/model.gguf", 1,
          policy=lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf")),
     Case("an adapter only", "holds an adapter (adapter_config.json) and no model", 1,
          policy=lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),

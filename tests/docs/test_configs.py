@@ -162,6 +162,8 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
         path = source["init_args"]["path"].lower()
         name = next(family for family in ("llama", "qwen3", "qwen2") if family in path)
         changes["model.init_args.policy.init_args.path"] = policy(name)
+    elif source["class_path"] == "LoraPolicy" and isinstance(source["init_args"]["policy"], str):
+        changes["model.init_args.policy.init_args.policy"] = policy("qwen2")
     elif source["class_path"] == "LoraPolicy":
         changes["model.init_args.policy.init_args.policy.init_args.path"] = policy("qwen3")
     if config["data"]["init_args"].get("answer_pattern") == "gsm8k":

@@ -23,7 +23,6 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, Combined, Drawn, LearnedScore, SnapKV
 from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, LearnedEvictionGRPO, SparseGRPO
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_settings import _seeds_in
@@ -252,10 +251,3 @@ def test_seeds_inside_others_are_named_by_their_place() -> None:
     found = dict(_seeds_in("compressor", Combined([second, first])))
     assert found == {"compressor.compressors.0.seed": 7}
     assert dict(_seeds_in("compressor", Drawn(second))) == {"compressor.compressor.seed": 7}
-
-
-def test_the_state_of_a_gpus_generators_is_left_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    state, drawn = random_state(), torch.rand(3)
-    restore_random_state(state | {"cuda": [torch.get_rng_state()]})
-    assert torch.equal(torch.rand(3), drawn)
