@@ -35,6 +35,19 @@ def benchmark() -> Parser:
     data = command.add_mutually_exclusive_group()
     data.add_argument("--data", metavar="FILE", help="JSONL with prompt, and answer if accuracy is to be measured")
     data.add_argument("--tasks", nargs="+", default=["sum"], metavar="TASK", help="of ArithmeticTasks, default sum")
+    add(
+        "--prompt_column",
+        default="prompt",
+        metavar="NAME",
+        help="column of --data with the prompt, default %(default)s",
+    )
+    add("--answer_column", metavar="NAME", help="column with the answer, default answer where there is one")
+    add("--answer_pattern", metavar="REGEX", help="finds the bare answer in its column; gsm8k is that of GSM8K")
+    add("--prompt_template", metavar="TEXT", help="text around {prompt}, such as '{prompt} Answer in \\boxed{{}}.'")
+    add("--as_chat", action="store_true", help="text prompts are messages of a user, rendered by the chat template")
+    add("--temperature", type=float, default=1.0, help="of the draws, default %(default)s")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+        help="type of the weights, default the folder's; numbers of 16 bits have their rounding in them")  # fmt: skip
     add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
     add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
         "for rows without a task")  # fmt: skip

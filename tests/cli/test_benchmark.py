@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.compressors.forced import forced_logits
 from sparse_rl_lightning import RolloutSampler, SamplingParams
-from sparse_rl_lightning.cli.benchmark import main
+from sparse_rl_lightning.cli.benchmark import _bench, main
 from sparse_rl_lightning.cli.options import benchmark as parser
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -318,6 +319,27 @@ def test_rows_of_a_file(folder: Path) -> None:
     *_, bare = main(["SnapKV", *options("policy", "--data", "bare.jsonl", "--output", "bare")])
     assert bare.accuracy is None
     assert (bare.tail, bare.agreement) == (judged.tail, judged.agreement)
+
+
+def test_questions_are_made_prompts_of_a_chat(folder: Path) -> None:
+    """Columns, pattern, template and temperature are those of the data and the sampler."""
+    tokenizer = character_tokenizer(string.printable)
+    for part in (tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.3), tokenizer):
+        part.save_pretrained("policy")
+    rows = [{"question": f"What is {n} + {n}?", "solution": f"It is\n#### {2 * n}"} for n in range(6)]
+    Path("gsm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--prompt_column=question", "--answer_column=solution", "--answer_pattern=gsm8k", "--as_chat"]
+    more = [*given, "--prompt_template={prompt} Think.", "--temperature=0.7", "--dtype=float32"]
+    found = parser().parse_args(["SnapKV", *options("policy", "--data", "gsm.jsonl", *more)])
+    bench = _bench(found)
+    assert bench.rows[3]["prompt"] == [{"role": "user", "content": "What is 3 + 3? Think."}]
+    assert [row["answer"] for row in bench.rows] == [str(2 * n) for n in range(6)]
+    assert (bench.params.temperature, bench.model.dtype) == (0.7, torch.float32)
+    full, cell = main(["SnapKV", *options("policy", "--data", "gsm.jsonl", *more)])[1:]
+    assert (full.agreement, cell.reason) == (1.0, "")
+    assert cell.agreement < 1
+    with pytest.raises(UserError, match="--as_chat is about the rows of a file: add --data FILE"):
+        main(["SnapKV", *options("policy", "--as_chat")])
 
 
 @pytest.mark.parametrize(

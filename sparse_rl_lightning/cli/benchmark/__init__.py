@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PACKAGE = "sparse_rl_lightning"
 FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction")
 FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV")
+OF_DATA = ("prompt_column", "answer_column", "answer_pattern", "prompt_template", "as_chat")
 PROBE = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 """Sizes at which a class of the user's is held to the contract."""
 
@@ -103,7 +104,7 @@ def _bench(given: argparse.Namespace) -> Bench:
     from sparse_rl_lightning.rewards.scoring import Rewards
 
     rows = _rows(given)
-    model, tokenizer = load_pretrained(given.policy)
+    model, tokenizer = load_pretrained(given.policy, given.dtype)
     model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
     try:
@@ -113,7 +114,7 @@ def _bench(given: argparse.Namespace) -> Bench:
     if judge is not None:
         judge.check(rows)
     length = given.max_completion_length or (512 if given.data else 64)
-    params = SamplingParams(num_generations=given.samples, max_completion_length=length, seed=given.seed)
+    params = SamplingParams(given.samples, length, temperature=given.temperature, seed=given.seed)
     return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots)
 
 
@@ -123,8 +124,12 @@ def _rows(given: argparse.Namespace) -> Rows:
 
     if given.data:
         columns = [name for _, row in read_table(given.data)[:1] for name in row]
-        data = JsonlPrompts(given.data, answer_column="answer" if "answer" in columns else None)
-        return data.train_rows()[: given.problems]
+        answer = given.answer_column or ("answer" if "answer" in columns else None)
+        own = {name: getattr(given, name) for name in OF_DATA} | {"answer_column": answer}
+        return JsonlPrompts(given.data, **own).train_rows()[: given.problems]
+    for name in OF_DATA:
+        if getattr(given, name) not in (None, False, "prompt"):
+            raise UserError(f"--{name} is about the rows of a file: add --data FILE, or leave it out.")
     tasks = ArithmeticTasks(given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed)
     return tasks.val_rows()
 
