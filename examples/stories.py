@@ -54,8 +54,8 @@ class Stories(PromptDataModule):
 def story_reward(completions: list[str], words: list[list[str]], **_: Any) -> list[float]:
     """The share of the words that stand in whole sentences, among the first 60 words of the story.
 
-    A sentence has at least four words for each of at most three wanted ones. So a list of the words earns nothing, and
-    neither does a longer story, a sentence that is cut off, or one that is said twice.
+    A sentence has at least four different words for each of at most three wanted ones. So a list of the words earns
+    nothing, and neither does a longer story, a sentence that is cut off, or one that is said twice.
     """
     return [len(told(text, own)) / len(own) for text, own in zip(completions, words, strict=True)]
 
@@ -63,10 +63,10 @@ def story_reward(completions: list[str], words: list[list[str]], **_: Any) -> li
 def told(story: str, wanted: list[str]) -> set[str]:
     """The wanted words that a story has in such sentences."""
     found, length = set[str](), 0
-    for sentence in re.findall(r"[^.!?\n]+[.!?]", story.lower()):
+    for sentence, end in re.findall(r"([^.!?\n]+)([.!?]?)", story.lower()):
         spoken = re.findall(r"[a-z]+", sentence)
         length += len(spoken)
         own = {word for word in wanted if word in spoken}
-        if length <= 60 and len(own) <= 3 and len(spoken) >= 4 * len(own):
+        if end and length <= 60 and len(own) <= 3 and len({*spoken}) >= 4 * len(own):
             found |= own
     return found

@@ -240,8 +240,7 @@ def aggregate(
         ValueError: If an option is unknown, dr_grpo has no length, or shapes differ.
     """
     _check_shapes(mask, per_token=per_token, keep=keep)
-    if loss_type not in LOSS_TYPES or denominator not in DENOMINATORS:
-        _check_family(loss_type, denominator)
+    _check_family(loss_type, denominator)
     kept = mask if keep is None else mask & keep
     items = torch.as_tensor(
         count_items(mask, kept, loss_type, denominator) if num_items is None else num_items,
@@ -276,8 +275,7 @@ def count_items(
     Raises:
         ValueError: If an option is unknown.
     """
-    if loss_type not in LOSS_TYPES or denominator not in DENOMINATORS:
-        _check_family(loss_type, denominator)
+    _check_family(loss_type, denominator)
     kept = mask if keep is None else mask & keep
     alive = kept.any(dim=1)
     if loss_type in ("grpo", "dr_grpo"):
@@ -337,8 +335,9 @@ def check_options(loss_type: str, level: str, epsilon: float, epsilon_high: floa
 
 
 def _check_family(loss_type: str, denominator: str) -> None:
-    check_choice("loss_type", loss_type, LossType)
-    check_choice("denominator", denominator, Denominator)
+    if loss_type not in LOSS_TYPES or denominator not in DENOMINATORS:
+        check_choice("loss_type", loss_type, LossType)
+        check_choice("denominator", denominator, Denominator)
 
 
 def _check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:

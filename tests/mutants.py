@@ -230,7 +230,7 @@ context = ${{MUTANTS_FILE}}
 patch = _exit
 """
 """What processes that tests start measure: their lines are covered by the file of the test."""
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not real"]
 
 
 def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
@@ -352,7 +352,7 @@ def page(results: list[tuple[Mutant, str]], seed: int) -> str:
         own = [(mutant, said) for mutant, said in results if mutant.area == area]
         same = sum(known.get(mutant.name, "").startswith("equivalent") for mutant, _ in own)
         caught = sum(said in ("caught", "too slow") for _, said in own)
-        since = sum(known.get(mutant.name, "").startswith("caught") for mutant, _ in own)
+        since = sum(known.get(mutant.name, "").startswith("caught since") for mutant, _ in own)
         totals = [total + one for total, one in zip(totals, (len(own), same, caught, since), strict=True)]
         left += [(mutant, said) for mutant, said in own if said not in ("caught", "too slow")]
         rows.append(_row(area, len(own), same, caught, since))

@@ -21,6 +21,8 @@ WORDS = ["apple", "castle", "river", "rope", "ship", "queen"]
         ("The apple castle river rope in one long sentence that has many more words than it needs to have.", 0),
         (f"{'So the story goes on and on. ' * 9}A red apple lay on the old table.", 0),  # too late
         ("A pineapple lay there and the castles fell.", 0),  # other words
+        ("Apple apple apple apple castle castle castle castle river river river river.", 0),  # the same words
+        (f"{'on and on ' * 19}\nA red apple lay on the old table.", 0),
         ("", 0),
     ],
 )

@@ -109,6 +109,6 @@ def _probe(compressor: Drawn) -> LayerState:
         lengths=torch.full((1, 1), count), token_ids=torch.zeros(shape, dtype=torch.int64),
         prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, 1, queries, 2, requires_grad=True),
         query_positions=(count - 1 - torch.arange(queries))[None], sequence_keys=torch.zeros(1, dtype=torch.int64),
-        prompt_keys=torch.zeros(1, dtype=torch.int64), layer_index=0, scale=1.0, inv_freq=torch.zeros(0),
+        prompt_keys=torch.zeros(1, dtype=torch.int64), layer_index=-1, scale=1.0, inv_freq=torch.zeros(0),
         attention_scaling=1.0, state={name: torch.zeros(shape, requires_grad=True) for name in compressor.state_fields},
     )  # fmt: skip

@@ -145,12 +145,10 @@ class LearnedScore(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """What each entry was found worth, minus the learned rate times the logarithm of its age: (S, H, N)."""
-        if self._network is None:  # a probe: what is not learned has no rate
+        if self._network is None or layer.layer_index < 0:  # a probe, which is of no layer
             return layer.state["worth"]
         age = (newest_position(layer)[:, None, None] - layer.positions).clamp(min=0)
-        # a probe has one head, and is not where the network is
-        recency = self._network.recency[layer.layer_index, : age.shape[1], None].to(age.device)
-        return layer.state["worth"] - recency * torch.log1p(age.float())
+        return layer.state["worth"] - self._network.recency[layer.layer_index][:, None] * torch.log1p(age.float())
 
     def _learned(self) -> ScoreNetwork:
         if self._network is None:

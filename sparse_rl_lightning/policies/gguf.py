@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import check_regular
-from sparse_rl_lightning.policies.pretrained import check_finite, reason, without_reports
+from sparse_rl_lightning.policies.pretrained import check_finite, check_whole, reason, without_reports
 
 MAGIC = b"GGUF"
 
@@ -26,7 +27,7 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
 
     Args:
         file: The file.
-        dtype: Type of the weights; a quantized number is the product of two 16-bit ones, which float32 holds exactly.
+        dtype: Type of the weights; the packed ones are unpacked in float32, and rounded to it.
 
     Raises:
         ValueError: If it is no GGUF, the package gguf is missing, or transformers does not read it.
@@ -40,15 +41,24 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
             raise UserError(f"{str(file)!r} is no GGUF file: it does not begin with {MAGIC.decode()}.")
     if importlib.util.find_spec("gguf") is None:
         raise UserError("reading GGUF needs the package gguf: pip install 'sparse-rl-lightning[gguf]'.")
-    options: dict[str, Any] = {"dtype": dtype, "gguf_file": path.name}
+    options: dict[str, Any] = {"trust_remote_code": False, "gguf_file": MAGIC.decode()}
+    packed: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # newer ones would leave the weights packed
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with without_reports():
+        packed["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # alone in a folder: what else is beside the file, or in the working directory, is not of it
+    with TemporaryDirectory() as alone, without_reports():
+        (Path(alone) / MAGIC.decode()).symlink_to(path.resolve())
         try:
-            model = AutoModelForCausalLM.from_pretrained(path.parent, **options)
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                alone, dtype=dtype, output_loading_info=True, **packed, **options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(alone, **options)
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise UserError(f"{str(file)!r} cannot be read. {reason(str(path), error)}") from error
+            raise UserError(f"{str(file)!r} cannot be read. {reason(alone, error)}") from error
+    model, found = loaded
+    check_whole(found, str(file))
+    wrapped: Any = model
+    wrapped.config._name_or_path = tokenizer.name_or_path = ""
     check_finite(model.named_parameters(), str(file))
     _forget(model)
     return model, tokenizer

@@ -65,7 +65,7 @@ def load_pretrained(
         except Exception as error:
             raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     model, found = loaded
-    _check_whole(found, where)
+    check_whole(found, where)
     check_finite(model.named_parameters(), where)
     vocabulary = tokenizer.get_vocab()
     if not vocabulary.keys() - set(tokenizer.all_special_tokens):
@@ -150,7 +150,7 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
         )
 
 
-def _check_whole(found: dict[str, Any], where: str) -> None:
+def check_whole(found: dict[str, Any], where: str) -> None:
     """Refuse missing weights, which would be random, and warn about unused ones."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     mismatched = sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
@@ -194,10 +194,12 @@ def other_weights(path: str) -> str:
             "them, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) of transformers writes "
             "safetensors beside them."
         )
-    if ggufs := [name for name in [*names, path] if name.endswith(".gguf")]:
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    file = path if path.endswith(".gguf") and Path(path).is_file() else str(Path(path, *ggufs[:1])) if ggufs else ""
+    if file:
         return (
-            f"Its weights are GGUF, which cannot be trained: sparse-rl import-gguf {Path(path) / ggufs[0]} FOLDER "
-            "writes them as a folder that can."
+            "Its weights are GGUF, which cannot be trained: "
+            f"sparse-rl import-gguf {file} FOLDER writes them as a folder that can."
         )
     return ""
 

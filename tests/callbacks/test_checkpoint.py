@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from tiny_grpo import fit, module
 from tiny_run import config, write
@@ -42,19 +42,43 @@ def test_other_intervals_take_the_place_of_its_own(options: dict[str, Any], step
     assert RolloutCheckpoint(**options)._every_n_train_steps == steps
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [(10.0, set()), (1e-9, {1, 2, 3})])
-def test_a_slow_run_saves_by_the_clock_behind_an_optimizer_step(
-    minutes: float, saved: set[int], tmp_path: Path
+class Watch(Callback):
+    """Notes the optimizer steps done, and the step and the batches of last.ckpt, before every batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, list[tuple[int, int | None, int | None]]()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not self.path.exists():
+            self.seen.append((trainer.global_step, None, None))
+            return
+        saved = torch.load(self.path, weights_only=True)
+        batches = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+        self.seen.append((trainer.global_step, saved["global_step"], batches))
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize(("minutes", "saves"), [(10.0, False), (1e-9, True), (None, False)])
+def test_a_slow_run_writes_last_by_the_clock_behind_an_optimizer_step(
+    minutes: float | None, saves: bool, save_last: Any, tmp_path: Path
 ) -> None:
-    callback = RolloutCheckpoint(dirpath=tmp_path / "own", minutes=minutes, save_top_k=-1)
+    callback = RolloutCheckpoint(dirpath=tmp_path, minutes=minutes, save_last=save_last)
+    watch = Watch(tmp_path / "last.ckpt")
     options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    fit(module(steps_per_generation=4), 3, [callback], accumulate_grad_batches=2, **options)
-    found = {path.name: path for path in (tmp_path / "own").glob("epoch*.ckpt")}
-    assert found.keys() == {f"epoch=0-step={step}.ckpt" for step in saved}
-    for step in saved:
-        content = torch.load(found[f"epoch=0-step={step}.ckpt"], weights_only=True)
-        batches = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-        assert batches["ready"] == 2 * step
+    fit(module(steps_per_generation=4), 3, [callback, watch], accumulate_grad_batches=2, **options)
+    steps = [0, 0, 1, 1, 2, 2]
+    assert watch.seen == [(step, step, 2 * step) if saves and step else (step, None, None) for step in steps]
+    assert callback.state_key == RolloutCheckpoint(dirpath=tmp_path).state_key  # that of older checkpoints
+
+
+def test_the_clock_leaves_the_best_to_their_metric(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    kinds = {"monitor": "reward", "mode": "max", "save_top_k": 2, "every_n_train_steps": 2}
+    for name, minutes in (("plain", None), ("clock", 1e-9)):
+        callback = RolloutCheckpoint(dirpath=tmp_path / name, minutes=minutes, **kinds)
+        fit(module(), 5, [callback], **options)
+    names = [sorted(path.name for path in (tmp_path / name).glob("epoch*.ckpt")) for name in ("plain", "clock")]
+    assert names[0] == names[1]
 
 
 def test_lightnings_own_last_is_found(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ IDS = torch.tensor([[5, 77, 30, 200, 3, 5]])
 TEMPLATE = "{% for m in messages %}<|s|>{{ m['content'] }}<|e|>{% endfor %}"
 
 
-def written(path: Path, quantized: bool = True) -> Path:
+def written(path: Path, quantized: bool = True, without: str = "none") -> Path:
     """A tiny Llama as llama.cpp has it, quantized to eight bits or not, with a tokenizer of bytes."""
+    path.parent.mkdir(exist_ok=True)
     file, random = gguf.GGUFWriter(str(path), "llama"), torch.Generator().manual_seed(1)
     file.add_context_length(128)
     file.add_embedding_length(HIDDEN)
@@ -52,6 +53,8 @@ def written(path: Path, quantized: bool = True) -> Path:
         shapes |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
         shapes |= {f"blk.{layer}.{name}": (HIDDEN,) for name in ("attn_norm", "ffn_norm")}
     for name, shape in shapes.items():
+        if without in name:
+            continue
         values = torch.randn(shape, generator=random).numpy() * 0.3
         kind = gguf.GGMLQuantizationType.Q8_0 if quantized and len(shape) == 2 else gguf.GGMLQuantizationType.F32
         file.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -105,8 +108,32 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
         load_gguf(tmp_path / "cut.gguf")
 
 
-def test_a_policy_that_is_a_gguf_is_told_what_to_do(tmp_path: Path) -> None:
-    file = written(tmp_path / "tiny.gguf")
-    for path in (tmp_path, file):
-        with pytest.raises(UserError, match=f"sparse-rl import-gguf {file} FOLDER"):
-            PretrainedPolicy(str(path)).load()
+def test_weights_that_are_missing_are_refused(tmp_path: Path) -> None:
+    """As those of a file in parts; transformers would draw them."""
+    with pytest.raises(UserError, match=r"does not hold this model: 2 weights are missing.*ffn|mlp"):
+        load_gguf(written(tmp_path / "part.gguf", without="ffn_up"))
+
+
+def test_nothing_beside_the_file_or_in_the_working_directory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "own" / "tiny.gguf")
+    for name, text in {
+        "adapter_config.json": "{}",
+        "tokenizer_config.json": '{"auto_map": {"AutoTokenizer": "x.Y"}}',
+    }.items():
+        (file.parent / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF, but another")
+    one, other = load_gguf(file)[0], load_gguf(Path("own/tiny.gguf"))[0]
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_policy_that_is_a_gguf_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "own" / "tiny.gguf")
+    monkeypatch.chdir(tmp_path)
+    for path in ("own", "own/tiny.gguf", "./own", str(tmp_path / "own")):
+        with pytest.raises(UserError, match=r"sparse-rl import-gguf \S*own/tiny.gguf FOLDER"):
+            PretrainedPolicy(path).load()
+    with pytest.raises(UserError, match=r"no model at './missing.gguf'.*Give a Hugging Face folder"):
+        PretrainedPolicy("./missing.gguf").load()

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, warn_of_run
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.records import Rollout, ScoredRollout
+from sparse_rl_lightning.records import ScoredRollout
 
 REJECTED = (
     "Rejection takes the others: the compressed cache's policy is too far from the dense one. Stop and raise the "
@@ -20,10 +20,10 @@ CUT_OFF = (
     "max_completion_length, or name the tokens or strings that end an answer (end_tokens, stop_strings)."
 )
 ALIKE = (
-    "All samples of every prompt got the same reward in each of the last {count} rollouts, {reward:.3g} on average in "
-    "the last one, so nothing is learned from them. Look at the completions: where the reward is at its lowest, the "
-    "task is too hard, an answer is cut off, or the reward does not find it; at its highest, the task is learned. "
-    "Other prompts, more num_generations or a higher temperature bring differences."
+    "The samples of every prompt had one reward in each of the last {count} rollouts, {reward:.3g} on average in the "
+    "last one, so there is no policy gradient. Look at the completions: where the reward is at its lowest, the task is "
+    "too hard, an answer is cut off, or the reward does not find it; at its highest, the task is learned. Other "
+    "prompts, more num_generations or a higher temperature bring differences."
 )
 UNREWARDED = (
     "The others got no reward: the reward functions returned None for them or failed. Look at "
@@ -57,15 +57,13 @@ class EmptyRollouts(RolloutCallback):
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
-        whole, finished, rewarded, kept, led = _tokens(trainer, module, scored.rollout)
+        whole, finished, rewarded, kept, differing, total, judged = _numbers(trainer, module, scored)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
         self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
-        self.alike_in_a_row = self.alike_in_a_row + 1 if rewarded and not led else 0
+        self.alike_in_a_row = self.alike_in_a_row + 1 if judged and not differing else 0
         self.count += kept == 0
         if self.alike_in_a_row == self.warn_after:
-            rewards = scored.rollout.rewards
-            mean = float("nan") if rewards is None else float(rewards.nanmean())
-            warn_of_run(trainer, ALIKE.format(count=self.warn_after, reward=mean))
+            warn_of_run(trainer, ALIKE.format(count=self.warn_after, reward=total / judged))
         empty = self.in_a_row == self.warn_after
         if empty or self.few_in_a_row == self.warn_after:
             seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
@@ -91,13 +89,22 @@ class EmptyRollouts(RolloutCallback):
             setattr(self, name, state_dict.get(name, 0))  # the last ones are missing in older checkpoints
 
 
-def _tokens(trainer: Trainer, module: RolloutModule, rollout: Rollout) -> list[float]:
-    """Numbers of tokens of all ranks: of completions, counted, with a reward, not rejected, with an advantage."""
+def _numbers(trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> list[float]:
+    """Numbers of all ranks: of tokens, of prompts whose rewards differ, the sum of the rewards, and their number.
+
+    Tokens are those of completions, those that count, those with a reward, and those not rejected.
+    """
+    rollout = scored.rollout
     mask = module.loss.mask(rollout)
-    rewarded = mask if rollout.rewards is None else mask & ~rollout.rewards.isnan()[:, None]
+    rewards = torch.full((len(mask),), torch.nan) if rollout.rewards is None else rollout.rewards.float()
+    is_judged = ~rewards.isnan()
+    rewarded = mask if rollout.rewards is None else mask & is_judged[:, None]
     kept = rewarded if rollout.keep is None or module.learns_from_rejected else rewarded & rollout.keep
-    led = mask if rollout.advantages is None else mask & (rollout.advantages.view(len(mask), -1) != 0)
-    counts = torch.stack([part.sum() for part in (rollout.completion_mask, mask, rewarded, kept, led)]).float()
+    tokens = [part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]
+    groups = rewards.view(len(scored.rows), -1)
+    differing = groups.nan_to_num(nan=-torch.inf).amax(dim=1) > groups.nan_to_num(nan=torch.inf).amin(dim=1)
+    numbers = [*tokens, differing.sum(), rewards.nansum(), is_judged.sum()]
+    counts = torch.stack([number.to(mask.device).float() for number in numbers])
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
     found: list[float] = counts.tolist()

@@ -26,19 +26,19 @@ class RolloutCheckpoint(ModelCheckpoint):
         dirpath: Folder of the checkpoints, default ``checkpoints`` in ``trainer.default_root_dir``.
         every_n_train_steps: Optimizer steps between two checkpoints, default 40 unless ``every_n_epochs`` or
             ``train_time_interval`` is given.
-        minutes: Minutes after which a checkpoint is written in any case, behind an optimizer step; null for never, as
-            with ``every_n_epochs`` or ``train_time_interval``.
         save_last: Whether ``last.ckpt`` is written beside the newest checkpoint; ``link`` makes it a link.
         enable_version_counter: Whether an existing ``last.ckpt`` is kept and ``last-v1.ckpt`` is written.
+        minutes: Minutes after which ``last.ckpt`` is written although no checkpoint is due, behind an optimizer step;
+            null for never, as without ``save_last``, and with ``every_n_epochs`` or ``train_time_interval``.
     """
 
     def __init__(
         self,
         dirpath: str | Path | None = None,
         every_n_train_steps: int | None = None,
-        minutes: float | None = 10.0,
         save_last: bool | Literal["link"] = True,
         enable_version_counter: bool = False,
+        minutes: float | None = 10.0,
         **options: Any,
     ) -> None:
         check_number("minutes", minutes, above=0, owner="RolloutCheckpoint", or_none=True)
@@ -57,6 +57,11 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.dirpath = checkpoint_folder(self, trainer)
         super().setup(trainer, pl_module, stage)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock: what came before is no training."""
+        super().on_train_start(trainer, pl_module)
+        self._step, self._saved_at = trainer.global_step, time.monotonic()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -65,15 +70,23 @@ class RolloutCheckpoint(ModelCheckpoint):
         is_new, self._step = trainer.global_step != self._step, trainer.global_step
         if self.minutes is None or not is_new:
             return
+        if self._last_global_step_saved == trainer.global_step:
+            self._saved_at = time.monotonic()
         is_late = time.monotonic() - self._saved_at > 60 * self.minutes
         if trainer.world_size > 1:
             is_late = trainer.strategy.broadcast(is_late)
-        found = self._monitor_candidates(trainer)
-        if is_late and not self._should_skip_saving_checkpoint(trainer) and self.monitor in (None, *found):
-            self._save_topk_checkpoint(trainer, found)
-            self._save_last_checkpoint(trainer, found)
-        if self._last_global_step_saved == trainer.global_step:
+        if is_late and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_by_the_clock(trainer)
             self._saved_at = time.monotonic()
+
+    def _save_last_by_the_clock(self, trainer: Trainer) -> None:
+        """Write ``last.ckpt``, and no link; a validation at this step may save another, of its score."""
+        asked, before = self.save_last, self._last_global_step_saved
+        self.save_last = bool(asked)
+        try:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        finally:
+            self.save_last, self._last_global_step_saved = asked, before
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning calls this before ``setup``."""
