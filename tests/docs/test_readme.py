@@ -141,7 +141,10 @@ def own_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-PLAIN = {"benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor}
+PLAIN: dict[str, Callable[[], options.Parser]] = {
+    "benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor,
+    "import-gguf": options.import_gguf,
+}  # fmt: skip
 
 
 def parse(arguments: list[str]) -> None:
