@@ -141,7 +141,7 @@ def own_arguments(words: list[str]) -> list[str] | None:
     return None
 
 
-PLAIN: dict[str, Callable[[], options.Parser]] = {
+PLAIN = {
     "benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor,
     "import-gguf": options.import_gguf,
 }  # fmt: skip
