@@ -37,7 +37,9 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> str:
     """Execute the notebook in place and return all it printed; the first error of a cell is raised."""
     # without folders of kernel specs, python3 is the interpreter that runs this test, whatever else is installed
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-    NotebookClient(notebook, km=manager, timeout=550, resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(notebook, km=manager, timeout=550, resources={"metadata": {"path": str(folder)}})
+    client.owns_km = True  # ends the kernel, which holds most of a gigabyte
+    client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     size = sum(len(str(output)) for output in outputs)
     assert size < 1_000_000, f"{size:,} characters of output: too much for a notebook that people save"
