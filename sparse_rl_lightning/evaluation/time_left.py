@@ -26,11 +26,11 @@ class TimeLeft:
         self._start = self._last = time.monotonic()
 
     def counted(self, draw: Draw, limit: int = 1) -> Draw:
-        """A function that draws the same, and counts the rows as done."""
+        """A function that draws the same, and counts what it has drawn as done."""
 
         def drawn(rows: Rows) -> ScoredRollout:
             scored = draw(rows)
-            self.done += len(rows) * limit
+            self.done += len(scored.rollout) * limit
             return scored
 
         return drawn

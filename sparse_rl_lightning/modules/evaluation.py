@@ -278,14 +278,13 @@ class Evaluation(PolicyModule):
             self._clock.report(f"{problems.name}, {cache}", progress, limit)
 
         def judge(scored: ScoredRollout) -> Tensor:
-            self._clock.done += len(scored.rollout) * limit
             failed.extend(one for one in scored.conversations or () if one.has_failed)
             return judge_answers(scored, self.checker)
 
         self.checker.take_counters()
         with self.caching(cache) as sampler:
             draw = draw_from(sampler, self.generator.texts, params, problems.prompts, starts, report, self._talk)
-            scores = evaluate(draw, problems.sampled, judge, self.batch_size)
+            scores = evaluate(self._clock.counted(draw, limit), problems.sampled, judge, self.batch_size)
         seconds, counters = time.perf_counter() - start, self.checker.take_counters()
         result = BenchmarkResult.of(problems, cache, self._fingerprint(problems, cache), scores, seconds, counters)
         if failed:

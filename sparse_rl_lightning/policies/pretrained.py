@@ -194,12 +194,12 @@ def other_weights(path: str) -> str:
             "them, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder) of transformers writes "
             "safetensors beside them."
         )
-    ggufs = [name for name in names if name.endswith(".gguf")]
-    file = path if path.endswith(".gguf") and Path(path).is_file() else str(Path(path, *ggufs[:1])) if ggufs else ""
-    if file:
+    is_file = path.endswith(".gguf") and Path(path).is_file()
+    ggufs = [path] if is_file else [str(Path(path, name)) for name in names if name.endswith(".gguf")]
+    if ggufs:
         return (
             "Its weights are GGUF, which cannot be trained: "
-            f"sparse-rl import-gguf {file} FOLDER writes them as a folder that can."
+            f"sparse-rl import-gguf {ggufs[0]} FOLDER writes them as a folder that can."
         )
     return ""
 
