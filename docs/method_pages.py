@@ -12,7 +12,7 @@ import yaml
 from docs import docstrings, listing
 from sparse_rl_lightning.cli.benchmark import FULL
 from sparse_rl_lightning.quality.cells import Cell
-from sparse_rl_lightning.quality.page import LEGEND, markdown_table
+from sparse_rl_lightning.quality.page import explained, markdown_table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "methods.json"
 LETTERS = (
@@ -48,7 +48,7 @@ def index_page(kept: dict[str, Any], cells: list[Cell]) -> str:
         f"{place} {policy} Buffer 4, one sink, a window of 4; LagKV's chunks are 5 tokens, `Combined` is `SnapKV` and "
         "`KeyDiff`, `Drawn` is around `SnapKV`. The first row never evicts the prompt, the others may.",
         markdown_table(cells),
-        LEGEND.replace("\n", " "),
+        explained(),
         f"## Letters\n\n{LETTERS}",
         "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",
     ]

@@ -56,6 +56,7 @@ def benchmark() -> Parser:
     add("--output", default="runs/benchmark", metavar="FOLDER", help="where the table is written, default %(default)s")
     add("--problems", type=int, default=128, help="number of problems, default %(default)s")
     add("--samples", type=int, default=1, help="completions per problem that the tail is of, default %(default)s")
+    add("--timed", type=int, default=32, help="completions that both caches are timed on, default %(default)s; 0: none")
     add("--max_completion_length", type=int, help="tokens of a completion, default 64 for tasks and 512 for data")
     add("--num_slots", type=int, help="sequences drawn at once, default all: lower it where memory is short")
     add("--buffer", type=int, help="tokens between two compressions; default: a third of the least budget, at most 128")

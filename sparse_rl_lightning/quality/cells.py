@@ -1,11 +1,11 @@
-"""One method at one budget: tail of the acceptance, agreement, accuracy, cost and exactness of replay.
+"""One method at one budget: how far it takes the policy from itself, accuracy, cost and exactness of replay.
 
 Letters: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.acceptance import AcceptanceTail, rollout_acceptance
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.evaluation.evaluate import Judge, draw_from, evaluate
+from sparse_rl_lightning.learner.packing import trimmed
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.quality.clock import Clock, TimedCompression, now
+from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, tail
+from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
-from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.rollout.teacher_forcing import force
 
-TOP_LOGPROBS = 64
-"""Most likely tokens that bound the acceptance from below; with a smaller vocabulary it is exact."""
 MICRO_BATCH = 8
 """Sequences per dense or replayed forward pass."""
-LEAST_PAIRS, MOST_TEXTS = 4, 32
-"""Texts are forced through both caches in this many parts at least, and at most so many texts at once."""
+LEAST_PAIRS = 4
+"""Texts are forced through both caches in this many parts at least."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Cell:
     fingerprint: str = ""  # of what was measured
     tail: float | None = None  # 5th percentile of the acceptance, over the sampled tokens
     agreement: float | None = None  # share of these tokens for which both caches have the same favorite
+    kl: float | None = None  # KL(sparse || dense) per token
+    rejected: float | None = None  # share of sequences that rejection at 1e-4 is expected to take
+    length: float | None = None  # of completions, over that with the full cache on the same problems
+    intervals: dict[str, list[float]] = field(default_factory=dict)  # 95 % over problems, of the five above
     accuracy: float | None = None  # of greedy answers, with 95 % confidence from low to high; None without answers
     low: float | None = None
     high: float | None = None
@@ -64,6 +68,8 @@ class Bench:
         judge: Judge of answers, which pays 1 for a right one; None without answers.
         params: How completions for the acceptance are drawn; the accuracy is of greedy ones.
         num_slots: Sequences drawn at once, None for all.
+        num_timed: Completions that both caches are timed on, 0 for no times.
+        full_lengths: Completion tokens (B,) with the full cache, that others are compared with; None for no comparison.
     """
 
     model: PreTrainedModel
@@ -72,6 +78,8 @@ class Bench:
     judge: Judge | None
     params: SamplingParams
     num_slots: int | None = None
+    num_timed: int = 32
+    full_lengths: Tensor | None = None
 
     def sampler(self, compressor: Compressor) -> RolloutSampler:
         """Sampler under a cache."""
@@ -83,26 +91,37 @@ class Bench:
 
     def draw(self, compressor: Compressor, seed: int = 0) -> Rollout:
         """Completions of every problem under a cache; ``seed`` is added to that of the parameters."""
-        top = min(TOP_LOGPROBS, self.model.config.vocab_size)
-        params = replace(self.params, top_logprobs=top, seed=(self.params.seed or 0) + seed)
+        params = replace(self.params, seed=(self.params.seed or 0) + seed)
         return self.sampler(compressor).generate(self.prompts(), params)
 
     def measure(self, compressor: Compressor) -> dict[str, Any]:
         """Everything that a cell says of a compressor."""
         rollout = self.draw(compressor)
-        parts = rollout.parts(-(-len(rollout) // MICRO_BATCH))
-        lower = torch.cat([rollout_acceptance(self.model, part, self.params.temperature)[0] for part in parts])
+        by_length = torch.split(rollout.lengths.argsort(), MICRO_BATCH)
+        parts = [trimmed(rollout[rows]) for rows in by_length]
+        found = Mismatch.join([Mismatch.of(self.model, part, self.params.temperature) for part in parts])
+        lengths = torch.cat([part.completion_lengths for part in parts]).cpu()
+        estimates = self._estimates(found, lengths, torch.cat(by_length).cpu() // self.params.num_generations)
         assert rollout.kv is not None
         return {
-            "tail": AcceptanceTail.of(lower, rollout.completion_mask).overall, "kv_saving": rollout.kv.saving_final,
-            "replay_difference": max(map(self._replay_difference, parts)),
-            **self._beside_full(compressor, rollout), **self._accuracy(compressor),
+            **{name: own.value for name, own in estimates.items()},
+            "intervals": {name: [own.low, own.high] for name, own in estimates.items()},
+            "kv_saving": rollout.kv.saving_final, "replay_difference": float(found.replay_difference.max()),
+            **self._times(compressor, rollout[: self.num_timed]), **self._accuracy(compressor),
         }  # fmt: skip
 
-    def _replay_difference(self, part: Rollout) -> float:
-        with torch.no_grad():
-            replayed = replay_logprobs(self.model, part, self.params.temperature)
-        return float((replayed - part.sampler_logprobs)[part.completion_mask].abs().max())
+    def _estimates(self, found: Mismatch, lengths: Tensor, problems: Tensor) -> dict[str, Estimate]:
+        """Numbers with intervals, of completions with these lengths (B,) of these problems (B,)."""
+        of_tokens = problems.repeat_interleave(lengths)
+        kept = torch.stack([own.sum().exp() for own in torch.split(found.log_kept, lengths.tolist())])
+        estimates = {
+            "tail": tail(found.acceptance, of_tokens), "agreement": mean(found.agrees, of_tokens),
+            "kl": mean(found.kl, of_tokens), "rejected": mean(1 - kept, problems),
+        }  # fmt: skip
+        if self.full_lengths is not None:
+            by_problem = self.full_lengths.view(-1, self.params.num_generations).double().mean(dim=1)
+            estimates["length"] = ratio(lengths, by_problem[problems], problems)
+        return estimates
 
     def _accuracy(self, compressor: Compressor) -> dict[str, float]:
         """Accuracy of greedy answers with its interval; nothing without answers."""
@@ -117,38 +136,26 @@ class Bench:
     def _texts(self, rollout: Rollout) -> list[str]:
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
 
-    def _beside_full(self, compressor: Compressor, rollout: Rollout) -> dict[str, float | None]:
-        """The rollout's own texts token by token through both caches in turns: favorites and times.
-
-        The sparse favorites are those of the sampler.
-        """
-        assert rollout.topk_ids is not None
-        layers = CacheGeometry.of(self.model).num_layers
-        clock, agrees, ratios = Clock(num_layers=layers), [], []
-        size = max(1, min(MOST_TEXTS, len(rollout) // LEAST_PAIRS))
-        for start in range(0, len(rollout), size):
-            part = rollout[start : start + size]
+    def _times(self, compressor: Compressor, rollout: Rollout) -> dict[str, float | None]:
+        """What cutting takes, and the rollout's own texts token by token, through both caches in turns."""
+        layers, ratios = CacheGeometry.of(self.model).num_layers, []
+        clock = Clock(num_layers=layers)
+        for part in rollout.parts(LEAST_PAIRS) if len(rollout) else []:
             if not clock.cuts:  # alone, since reading the clock holds up a GPU
                 self._forced(TimedCompression(compressor, layers, clock), part)
-            _, seconds = self._forced(Compression(compressor, layers), part)
-            dense, full_seconds = self._forced(Compression(FullKV(), layers), part)
-            ratios.append(seconds / full_seconds)
-            sparse = rollout.topk_ids[start : start + size, :, 0]
-            agrees.append((sparse == dense)[part.completion_mask])
+            seconds = self._forced(Compression(compressor, layers), part)
+            ratios.append(seconds / self._forced(Compression(FullKV(), layers), part))
         event = 1e3 / clock.events_per_second(compressor.buffer) if clock.cuts else None
-        agreement = float(torch.cat(agrees).double().mean())
-        return {"agreement": agreement, "time_ratio": median(ratios), "event_ms": event}
+        return {"time_ratio": median(ratios) if ratios else None, "event_ms": event}
 
-    def _forced(self, compression: Compression, part: Rollout) -> tuple[Tensor, float]:
-        """Favorites (B, T) of a cache at the tokens of given completions, and the seconds that all of them took."""
-        counts, favorites = part.completion_lengths, torch.zeros_like(part.sequences)
+    def _forced(self, compression: Compression, part: Rollout) -> float:
+        """Seconds that given completions take, token by token through a cache."""
         last = part.lengths - 1
-        params = replace(self.params, max_completion_length=int(counts.max()), num_generations=1)
+        params = replace(self.params, max_completion_length=int(part.completion_lengths.max()), num_generations=1)
 
         def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
-            favorites[slots, at] = logits.argmax(dim=-1)
             logs.record_end(slots, at, at == last[slots])
 
         start = now(self.model.device)
         force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)
-        return favorites, now(self.model.device) - start
+        return now(self.model.device) - start

@@ -13,38 +13,49 @@ from sparse_rl_lightning.report.charts import LIGHT, STYLE
 from sparse_rl_lightning.text import DASH, number, printable, table
 
 HEAD = (
-    "method", "budget", "tail", "agreement", "accuracy [95 %]", "KV saved", "ms/event", "time/token", "replay",
+    "method", "budget", "tail", "agreement", "KL", "rejected", "length", "accuracy [95 %]", "KV saved", "ms/event",
+    "time", "replay",
 )  # fmt: skip
+ON_THE_PAGE = ("KV saved", "replay")  # and not in a terminal, which is narrow
 LEGEND = (
-    "tail: 5th percentile of the acceptance of sampled tokens. agreement: share of them where both caches have the\n"
-    "same favorite. accuracy: of greedy answers, in %. KV saved: share not stored at the end. ms/event: cutting one\n"
-    "sequence in all layers. time/token: over that of the full cache, the same texts in turns. replay: largest\n"
-    "difference between the log-probabilities of sampler and replay."
+    "tail: 5th percentile of the acceptance of sampled tokens. agreement: share of them where both policies have the\n"
+    "same favorite. KL: of sparse to dense policy, nats per token. rejected: share of sequences expected to have a\n"
+    "token with a ratio below 1e-4. length: of completions, over the full cache's. accuracy: of greedy answers, in %.\n"
+    "ms/event: cutting one sequence in all layers. time: per token over the full cache's, the same texts in turns."
 )
 WIDTH, COLUMNS = 30, 120
 
 
-def rows(cells: Sequence[Cell]) -> list[list[str]]:
-    """The head and a row per cell; a method is named in its first row."""
+def rows(cells: Sequence[Cell], intervals: bool = False) -> list[list[str]]:
+    """The head and a row per cell; a method is named in its first row. Five numbers may have their intervals."""
     found = [list(HEAD)]
     for place, cell in enumerate(cells):
         is_first = place == 0 or cells[place - 1].method != cell.method
         name = printable(cell.method, WIDTH) if is_first else ""
-        found.append([name, "full" if cell.budget is None else str(cell.budget), *_numbers(cell)])
+        found.append([name, "full" if cell.budget is None else str(cell.budget), *_numbers(cell, intervals)])
     return found
 
 
-def _numbers(cell: Cell) -> list[str]:
-    interval, replay = DASH, DASH
+def _numbers(cell: Cell, intervals: bool) -> list[str]:
+    accuracy = DASH
     if cell.accuracy is not None and cell.low is not None and cell.high is not None:
-        interval = f"{100 * cell.accuracy:.1f} [{100 * cell.low:.1f}, {100 * cell.high:.1f}]"
-    if cell.replay_difference is not None:
-        replay = f"{cell.replay_difference:.0e}"
-    saving = DASH if cell.kv_saving is None else f"{100 * cell.kv_saving:.0f} %"
+        accuracy = f"{100 * cell.accuracy:.1f} [{100 * cell.low:.1f}, {100 * cell.high:.1f}]"
+    saved = DASH if cell.kv_saving is None else f"{100 * cell.kv_saving:.0f} %"
+    replay = DASH if cell.replay_difference is None else f"{cell.replay_difference:.0e}"
     return [
-        number(cell.tail), number(cell.agreement), interval, saving, number(cell.event_ms), number(cell.time_ratio, 2),
-        replay,
+        *(_estimate(cell, name, intervals) for name in ("tail", "agreement", "kl", "rejected", "length")),
+        accuracy, saved, number(cell.event_ms), number(cell.time_ratio, 2), replay,
     ]  # fmt: skip
+
+
+def _estimate(cell: Cell, name: str, intervals: bool) -> str:
+    """A number that has an interval, with it or without."""
+    value, bounds = getattr(cell, name), cell.intervals.get(name) if intervals else None
+    if value is None:
+        return DASH
+    digits, scale, unit = {"rejected": (1, 100, " %"), "length": (2, 1, "")}.get(name, (3, 1, ""))
+    around = f" [{', '.join(number(scale * bound, digits) for bound in bounds)}]" if bounds else ""
+    return f"{number(scale * value, digits)}{around}{unit}"
 
 
 def reasons(cells: Sequence[Cell]) -> list[str]:
@@ -59,19 +70,31 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
 def terminal(cells: Sequence[Cell]) -> str:
     """The table for a terminal, what its columns mean, and why some are empty."""
     said = "\n".join(textwrap.fill(printable(reason), COLUMNS, subsequent_indent="  ") for reason in reasons(cells))
-    return "\n\n".join(filter(None, [table(rows(cells), "l" + "r" * 8), LEGEND, said]))
+    kept = [place for place, name in enumerate(HEAD) if name not in ON_THE_PAGE]
+    narrow = [[row[place] for place in kept] for row in rows(cells)]
+    return "\n\n".join(filter(None, [table(narrow, "l" + "r" * (len(kept) - 1)), LEGEND, said]))
 
 
 def markdown_table(cells: Sequence[Cell]) -> str:
-    """The table in Markdown."""
-    head, *others = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows(cells)]
+    """The table in Markdown, with intervals."""
+    given = rows(cells, intervals=True)
+    head, *others = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in given]
     return "\n".join([head, "|---|" + "---:|" * (len(HEAD) - 1), *others])
+
+
+def explained() -> str:
+    """What the columns of the table in Markdown are."""
+    more = (
+        "KV saved: share not stored at the end. replay: largest difference between the log-probabilities of sampler "
+        "and replay. In brackets: 95 % intervals over the problems."
+    )
+    return f"{LEGEND.replace(chr(10), ' ')} {more}"
 
 
 def markdown(cells: Sequence[Cell]) -> str:
     """The table, what its columns mean and the reasons, in Markdown."""
     said = [f"- {reason}" for reason in reasons(cells)]
-    return "\n\n".join([markdown_table(cells), LEGEND.replace("\n", " "), *said]) + "\n"
+    return "\n\n".join([markdown_table(cells), explained(), *said]) + "\n"
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:

@@ -26,7 +26,7 @@ class Results:
 
     def __init__(self, path: Path, settings: dict[str, str]) -> None:
         self.path = path
-        self.content: dict[str, Any] = {"settings": settings, "lengths": None, "cells": []}
+        self.content: dict[str, Any] = {"settings": settings, "lengths": None, "completions": None, "cells": []}
         try:
             self.content = json.loads(whole_file(path, 2**30)) if path.exists() else self.content
             other = [name for name in settings if self.content["settings"].get(name) != settings[name]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.logprobs import hidden_states, sequence_logprobs
 from sparse_rl_lightning.policies.support import check_length
 from sparse_rl_lightning.policies.windows import deaths_by_layer
 from sparse_rl_lightning.records import EvictionRecord, Rollout
@@ -54,6 +54,13 @@ def replay_statistics(
             model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
             rollout.routing, death=death,
         )  # fmt: skip
+
+
+def replay_states(model: PreTrainedModel, rollout: Rollout) -> Tensor:
+    """The decoder's last hidden states (B, T, C) under the sampler's own evictions, as in :func:`replay_logprobs`."""
+    death = deaths_by_layer(model.config, replayable(model, rollout))
+    with attention_implementation(model, REPLAY):
+        return hidden_states(model, rollout.sequences, rollout.routing, death=death)
 
 
 def replayable(model: PreTrainedModel, rollout: Rollout) -> EvictionRecord:

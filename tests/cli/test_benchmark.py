@@ -24,7 +24,7 @@ from benchmarks.compressors.forced import forced_logits
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.cli.benchmark import _bench, main
 from sparse_rl_lightning.cli.options import benchmark as parser
-from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
@@ -121,6 +121,19 @@ def test_a_cell_against_independent_numbers(tiny: Any, policy: str, own: Path) -
     agreement = (p.argmax(axis=-1) == q.argmax(axis=-1)).mean()
     assert agreement < 1
     assert cell.agreement == pytest.approx(agreement, abs=1e-9)
+    assert cell.kl == pytest.approx((q * (np.log(q) - np.log(p))).sum(axis=-1).mean(), abs=1e-5)
+    low = torch.zeros(mask.shape, dtype=torch.float64)
+    low[mask] = torch.from_numpy(np.where(p < 1e-4 * q, q, 0).sum(axis=-1))
+    rejected = 1 - (1 - low).prod(dim=1)
+    assert 0 < rejected.mean() < 1, "nothing to measure"
+    assert cell.rejected == pytest.approx(float(rejected.mean()), abs=1e-5)
+    full = RolloutSampler(model, FullKV(), end_token_ids=[tokenizer.eos_token_id])
+    beside = full.generate(prompts, SamplingParams(num_generations=2, max_completion_length=LENGTH, seed=3))
+    assert cell.length == pytest.approx(float(mask.sum() / beside.completion_mask.sum()))
+    assert cell.length != 1
+    for name, (bottom, top) in cell.intervals.items():
+        assert bottom <= getattr(cell, name) <= top, name
+    assert sorted(cell.intervals) == ["agreement", "kl", "length", "rejected", "tail"]
 
     greedy = sampler.generate(prompts, SamplingParams(max_completion_length=LENGTH, temperature=0))
     texts = tokenizer.batch_decode(greedy.completion_ids, skip_special_tokens=True)
@@ -157,12 +170,14 @@ def test_first_rows_are_random_eviction_and_the_full_cache(
         *((floor, budget) for budget in budgets), (full, None), *(("SnapKV", budget) for budget in budgets)
     ]  # fmt: skip
     assert cells[3]["tail"] > 0.9999
-    assert cells[3]["agreement"] == 1
+    assert (cells[3]["agreement"], cells[3]["length"]) == (1, 1)
+    assert (cells[3]["kl"], cells[3]["rejected"]) == pytest.approx((0, 0), abs=1e-6)
     assert cells[3]["kv_saving"] == 0
     assert cells[3]["event_ms"] is None
     printed = capsys.readouterr().out
     head = next(line for line in printed.splitlines() if line.startswith("method"))
-    assert head.split() == "method budget tail agreement accuracy [95 %] KV saved ms/event time/token replay".split()
+    names = "method budget tail agreement KL rejected length accuracy [95 %] ms/event time"
+    assert head.split() == names.split()
     assert all(len(line) <= 120 for line in printed.partition("Written")[0].splitlines())
     assert Path("out/table.md").read_text().startswith("| method | budget |")
     assert Path("out/table.png").read_bytes().startswith(b"\x89PNG")
@@ -210,11 +225,11 @@ def test_own_classes_from_the_working_directory(
     names = [f"mine.{name}" for name in ("Raises", "Grows", "LargeValues")]
     assert run_console(monkeypatch, "benchmark", *names, "LagKV", *options(policy)) is None
     raises, grows, large, lag = page.rows([Cell(**c) for c in stored()])[3:]
-    assert raises == ["Raises", "16", *["–"] * 7]
-    assert grows == ["Grows", "16", *["–"] * 7]
+    assert raises == ["Raises", "16", *["–"] * 10]
+    assert grows == ["Grows", "16", *["–"] * 10]
     assert large[0] == "LargeValues"
     assert "–" not in large[2:]
-    assert lag == ["LagKV", "16", *["–"] * 7]
+    assert lag == ["LagKV", "16", *["–"] * 10]
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "Raises, budget 16: Raises raised an error while the rule 'shape' was checked. Found: KeyError: 'no such"

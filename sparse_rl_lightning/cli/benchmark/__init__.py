@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli import options
@@ -51,6 +54,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     given = options.benchmark().parse_args(args)
     methods = _methods(given.methods)
     check_seed(given.seed, "--seed")
+    check_number("--timed", given.timed, least=0)
     for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
         check_number(f"--{name}", getattr(given, name), least=1, or_none=True)
     bench = _bench(given)
@@ -62,7 +66,8 @@ def main(args: Sequence[str]) -> list[Cell]:
         "version": __version__,
     }  # fmt: skip
     results = Results(folder / "table.json", settings)
-    budgets, sizes = _sizes(given, *_lengths(bench, results))
+    bench, mean, longest = _beside(bench, results)
+    budgets, sizes = _sizes(given, mean, longest)
     cells: list[Cell] = []
     with progress_bar(1 + len(budgets) * (len(methods) - 1)) as progress:
         for method in methods:
@@ -115,7 +120,7 @@ def _bench(given: argparse.Namespace) -> Bench:
         judge.check(rows)
     length = given.max_completion_length or (512 if given.data else 64)
     params = SamplingParams(given.samples, length, temperature=given.temperature, seed=given.seed)
-    return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots)
+    return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots, given.timed)
 
 
 def _rows(given: argparse.Namespace) -> Rows:
@@ -134,13 +139,14 @@ def _rows(given: argparse.Namespace) -> Rows:
     return tasks.val_rows()
 
 
-def _lengths(bench: Bench, results: Results) -> tuple[int, int]:
-    """Mean and largest number of tokens of texts drawn with the full cache, noted for a run that goes on."""
-    if results.content["lengths"] is None:
+def _beside(bench: Bench, results: Results) -> tuple[Bench, int, int]:
+    """The bench that knows lengths of the full cache, their mean and the largest, noted for a run that goes on."""
+    if results.content.get("completions") is None:
         rollout = bench.draw(FullKV())
-        results.write(lengths=[round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())])
+        lengths = [round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())]
+        results.write(lengths=lengths, completions=rollout.completion_lengths.tolist())
     mean, longest = results.content["lengths"]
-    return mean, longest
+    return replace(bench, full_lengths=torch.tensor(results.content["completions"])), mean, longest
 
 
 def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int], dict[str, Any]]:

@@ -1,0 +1,59 @@
+"""Numbers of texts with their 95 % intervals over the problems, whose texts are not independent of each other.
+
+Letters: N sequences or tokens, P problems.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_rl_lightning.acceptance import TAIL, percentile
+
+SPREADS = 1.959964
+"""Standard errors on each side of a value."""
+
+
+class Estimate(NamedTuple):
+    """A value, and the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio(numerators: Tensor, denominators: Tensor, problems: Tensor) -> Estimate:
+    """Sum of numerators over sum of denominators, with the linearized error of a ratio of totals over problems.
+
+    Args:
+        numerators: Numbers (N,) of sequences, or of tokens, such as 1 where both caches agree.
+        denominators: Numbers (N,), such as 1 for a token.
+        problems: The problem (N,) of each, from 0 to P - 1.
+    """
+    count = int(problems.max()) + 1
+    over, under = (
+        torch.zeros(count, dtype=torch.float64).index_add_(0, problems, part.double())
+        for part in (numerators, denominators)
+    )
+    value = float(over.sum() / under.sum())
+    if count == 1:
+        return Estimate(value, -math.inf, math.inf)
+    spread = (over - value * under).square().sum() * count / (count - 1)
+    error = SPREADS * float(spread.sqrt() / under.sum())
+    return Estimate(value, value - error, value + error)
+
+
+def mean(values: Tensor, problems: Tensor) -> Estimate:
+    """The mean of values (N,)."""
+    return ratio(values, torch.ones(len(values)), problems)
+
+
+def tail(values: Tensor, problems: Tensor, share: float = TAIL) -> Estimate:
+    """The percentile of values (N,); its bounds are the percentiles at the bounds of the share of values below it."""
+    value = percentile(values, share)
+    below, low, high = mean(values < value, problems)
+    around = (share + bound - below for bound in (low, high))
+    return Estimate(value, *(percentile(values, min(1.0, max(0.0, bound))) for bound in around))
