@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ def sequence_logprobs(
     chunk_size: int = 512,
     head_in_float32: bool = False,
     routing: Tensor | None = None,
-    **attention_kwargs: object,
+    **attention_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
 
@@ -74,11 +74,19 @@ def sequence_logprobs(
             model's own forward does something that is bypassed here (soft prompts, a replaced ``forward``).
     """
     _check_mask(sequences, mask)
-    scaling = LogitScaling.of(model.config)
     hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
+    return logprobs_of_states(model, hidden, sequences, mask, temperature, chunk_size, head_in_float32)
+
+
+def logprobs_of_states(
+    model: PreTrainedModel, hidden: Tensor, sequences: Tensor, mask: Tensor, temperature: float = 1.0,
+    chunk_size: int = 512, head_in_float32: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result of :func:`sequence_logprobs` from the states (M, C) before each of the M tokens of ``mask``."""
     logprobs, entropy = token_logprobs(
-        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32, scaling
-    )
+        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32,
+        LogitScaling.of(model.config),
+    )  # fmt: skip
     empty = logprobs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
 
@@ -93,7 +101,7 @@ def logprobs_at(
     chunk_size: int = 512,
     head_in_float32: bool = False,
     routing: Tensor | None = None,
-    **attention_kwargs: object,
+    **attention_kwargs: Any,
 ) -> Tensor:
     """Log-probabilities of any K candidates for every token of ``mask``, without gradient.
 
@@ -134,14 +142,16 @@ def logprobs_at(
 
 
 def hidden_states(
-    model: PreTrainedModel, sequences: Tensor, routing: Tensor | None = None, **attention_kwargs: object
-) -> Tensor:
-    """The decoder's last hidden state at every position, with positions 0, 1, 2, ... and no cache.
+    model: PreTrainedModel, sequences: Tensor, routing: Tensor | None = None, positions: Tensor | None = None,
+    **attention_kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """The decoder's last hidden state at every position, without a cache.
 
     Args:
         model: Causal language model of transformers.
         sequences: Token ids (B, T), right-padded.
         routing: Recorded choices of experts (B, T, L, K), which the routers then make; None lets them choose.
+        positions: Positions (1, T), default 0, 1, 2, ...
         **attention_kwargs: Arguments for the decoder's forward.
 
     Returns:
@@ -152,7 +162,8 @@ def hidden_states(
             another model.
     """
     check_reachable(model)
-    positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
+    if positions is None:
+        positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
     experts = nullcontext() if routing is None else replayed_routing(model, routing)
     rounds = any(one.fp32_precision in ROUNDED for one in PRODUCTS)
     with experts, exact_angles(model) if rounds else nullcontext():

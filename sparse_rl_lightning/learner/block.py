@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import Denominators
-from sparse_rl_lightning.learner.packing import pack, token_counts, trimmed
+from sparse_rl_lightning.learner.packing import pack, pack_prompts, token_counts, trimmed
 from sparse_rl_lightning.ops.keyed_random import hash_bits
 from sparse_rl_lightning.records import Rollout
 
@@ -29,6 +29,7 @@ class BlockPlan:
         accumulate: Lightning's ``accumulate_grad_batches``.
         packs: Distribute the sequences of an optimizer step over its micro-batches by tokens instead of by number. No
             micro-batch is empty, and the loss of the step is the same.
+        shares: Bring samples of a prompt together in the micro-batches of an optimizer step.
 
     Raises:
         ValueError: If the numbers do not divide evenly.
@@ -40,6 +41,7 @@ class BlockPlan:
     num_iterations: int
     accumulate: int
     packs: bool = False
+    shares: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences % self.steps_per_generation:
@@ -85,7 +87,21 @@ class BlockPlan:
     def later(self, index: int, seed: int, device: torch.device) -> Sequence[Tensor]:
         """The sequences that the first optimizer step on rollout ``index`` does not train on, by micro-batches."""
         first_pass = self.order(index, seed, device)[: self.sequences]
-        return torch.split(first_pass, self.micro_batch)[self.accumulate :]
+        later = first_pass[self.accumulate * self.micro_batch :]
+        return torch.split(later.sort().values if self.shares else later, self.micro_batch) if len(later) else ()
+
+    def arranged(self, rows: Tensor, rollout: Rollout) -> list[Tensor]:
+        """The sequences ``rows`` of an optimizer step by micro-batches."""
+        rows = rows.sort().values if self.shares else rows
+        if not self.packs:
+            return list(torch.split(rows, self.micro_batch))
+        window = rollout[rows]
+        if self.shares:
+            own = (rows // self.num_generations).tolist(), token_counts(window), window.prompt_lengths.tolist()
+            bins = pack_prompts(*own, self.accumulate)
+        else:
+            bins = pack(token_counts(window), self.accumulate)
+        return [rows[torch.tensor(members, device=rows.device)] for members in bins]
 
     def __str__(self) -> str:
         share = "on average" if self.packs else "each"
@@ -186,11 +202,7 @@ class RolloutBlock:
         """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
         size, accumulate = self.plan.micro_batch, self.plan.accumulate
         rows = self._order()[start * size : (start + accumulate) * size]
-        window = self.rollout[rows]
-        if not self.plan.packs:
-            return list(torch.split(rows, size)), self._count(window)
-        bins = pack(token_counts(window), accumulate)
-        return [rows[torch.tensor(members, device=rows.device)] for members in bins], self._count(window)
+        return self.plan.arranged(rows, self.rollout), self._count(self.rollout[rows])
 
     def _order(self) -> Tensor:
         return self.plan.order(self.index, self.seed, self.rollout.sequences.device)

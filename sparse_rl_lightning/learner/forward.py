@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.learner.checkpointing import Checkpointing, check_checkpointing, checkpoint_layers
-from sparse_rl_lightning.learner.packing import Compute, in_parts
+from sparse_rl_lightning.learner.packing import Compute, in_parts, split, split_prompts, token_counts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_statistics
+from sparse_rl_lightning.replay.shared_prompts import check_shares, shared_statistics
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Retriever
 
@@ -36,6 +37,8 @@ class LearnerOptions:
             layer again there: less memory for a third more time. ``selective`` keeps the attention's output too and
             does not attend again, ``offload`` keeps the inputs in the host's memory, page-locked on a GPU. Rollouts
             and rescoring are not affected.
+        share_prompts: Read a prompt once for all its samples that share a micro-batch, where those of an optimizer step
+            are brought together: the same numbers but for rounding, in less time and memory the longer the prompts.
         disable_dropout: Set every dropout of the policy to zero. With dropout every sequence of a rollout is rescored,
             even those of the first optimizer step.
 
@@ -47,6 +50,7 @@ class LearnerOptions:
     head_chunk_size: int = 512
     head_in_float32: bool = False
     gradient_checkpointing: Checkpointing = False
+    share_prompts: bool = False
     disable_dropout: bool = True
 
     def __post_init__(self) -> None:
@@ -77,7 +81,13 @@ class Learner:
     replays: bool = False
 
     def prepare(self, policy: PreTrainedModel) -> None:
-        """Switch gradient checkpointing on; it works in training mode, which rollouts and rescoring never are in."""
+        """Switch gradient checkpointing on; it works in training mode, which rollouts and rescoring never are in.
+
+        Raises:
+            ValueError: If prompts cannot be shared.
+        """
+        if self.options.share_prompts:
+            check_shares(policy, self.retriever)
         checkpoint_layers(policy, self.options.gradient_checkpointing)
 
     def logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -86,6 +96,8 @@ class Learner:
 
     def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) under the full cache."""
+        if self.options.share_prompts:
+            return self._sharing(policy, part, replays=False)
         return self._in_parts(
             lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head, part.routing),
             part,
@@ -98,6 +110,8 @@ class Learner:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
         retriever = self.retriever
+        if retriever is None and self.options.share_prompts:
+            return self._sharing(policy, part, replays=True)
         if retriever is None:
             return self._in_parts(lambda part: replay_statistics(policy, part, *self._head), part)
         return self._in_parts(lambda part: retrieval_logprobs(policy, part, retriever, *self._head), part)
@@ -123,4 +137,9 @@ class Learner:
 
     def _in_parts(self, compute: Compute, part: Rollout) -> tuple[Tensor, Tensor]:
         most = self.options.micro_batch_tokens
-        return compute(part) if most is None else in_parts(compute, part, most)
+        return compute(part) if most is None else in_parts(compute, part, split(token_counts(part), most))
+
+    def _sharing(self, policy: PreTrainedModel, part: Rollout, replays: bool) -> tuple[Tensor, Tensor]:
+        most = self.options.micro_batch_tokens
+        compute = partial(shared_statistics, policy, replays, *self._head)
+        return compute(part) if most is None else in_parts(compute, part, split_prompts(part, most))

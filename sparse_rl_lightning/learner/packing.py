@@ -82,8 +82,47 @@ def trimmed(rollout: Rollout) -> Rollout:
     return replace(rollout, **changes)
 
 
-def in_parts(compute: Compute, rollout: Rollout, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """The result of ``compute`` for the whole rollout, from forward passes over at most ``max_tokens`` tokens.
+def pack_prompts(
+    prompts: Sequence[int], lengths: Sequence[int], prompt_lengths: Sequence[int], num_bins: int
+) -> list[list[int]]:
+    """As :func:`pack`, with samples of a prompt in one bin as far as that fills all bins: there the prompt counts once.
+
+    Args:
+        prompts: The prompt of every sequence, ascending.
+        lengths: Number of tokens of every sequence, prompt included.
+        prompt_lengths: Number of tokens of every sequence's prompt.
+        num_bins: Number of bins, at most that of the sequences.
+    """
+    most, units = len(prompts) // num_bins, list[list[int]]()
+    for index, prompt in enumerate(prompts):
+        if units and prompts[units[-1][0]] == prompt and len(units[-1]) < most:
+            units[-1].append(index)
+        else:
+            units.append([index])
+    tokens = [prompt_lengths[own[0]] + sum(lengths[i] - prompt_lengths[i] for i in own) for own in units]
+    return [[index for unit in members for index in units[unit]] for members in pack(tokens, num_bins)]
+
+
+def split_prompts(rollout: Rollout, max_tokens: int) -> list[list[int]]:
+    """As :func:`split`, of neighbors, where those with the same prompt count it once, and padding does not count."""
+    prompt_lengths = rollout.prompt_lengths
+    at = torch.arange(rollout.sequences.shape[1], device=prompt_lengths.device)
+    prompts = rollout.sequences.masked_fill(at >= prompt_lengths[:, None], -1)
+    same = [False, *(prompts[1:] == prompts[:-1]).all(dim=1).tolist()]
+    parts, used = list[list[int]](), 0
+    for index, (length, prompt) in enumerate(zip(token_counts(rollout), prompt_lengths.tolist(), strict=True)):
+        more = length - prompt if same[index] else length
+        if parts and used + more <= max_tokens:
+            parts[-1].append(index)
+            used += more
+        else:
+            parts.append([index])
+            used = length
+    return parts
+
+
+def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """The result of ``compute`` for the whole rollout, from a forward pass over each of its parts.
 
     With several parts each is checkpointed, so backward too stores the activations of one part at a time, at the cost
     of one more forward pass.
@@ -91,12 +130,11 @@ def in_parts(compute: Compute, rollout: Rollout, max_tokens: int) -> tuple[Tenso
     Args:
         compute: Function from a rollout to two (B, T) tensors.
         rollout: Sequences to process.
-        max_tokens: Limit as in :func:`split`.
+        parts: Indices of the sequences of every part.
 
     Returns:
         The two (B, T) tensors.
     """
-    parts = split(token_counts(rollout), max_tokens)
     if len(parts) < 2:
         return compute(rollout)
     width = rollout.sequences.shape[1]

@@ -75,10 +75,10 @@ class LearnedEvictionGRPO(ReplayGRPO):
                 "many each evicts, and no probability is known for that. Use the default, or Pyramid."
             )
         options = self.learner.options
-        if options.gradient_checkpointing or options.packs:
+        if options.gradient_checkpointing or options.packs or options.share_prompts:
             raise UserError(
-                "LearnedEvictionGRPO reads queries and keys out of whole forward passes: set "
-                "model.learner.gradient_checkpointing to false and model.learner.micro_batch_tokens to null."
+                "LearnedEvictionGRPO reads queries and keys out of whole forward passes: set model.learner."
+                "gradient_checkpointing and share_prompts to false and model.learner.micro_batch_tokens to null."
             )
         self.drawn = compressor
         self.eviction_weight, self.network_lr = eviction_weight, network_lr

@@ -52,7 +52,7 @@ _NAMES = {
             prompt_format train max_rows final_assistant
         : optimizer lr_scheduler network_lr""",
     Rule.FREE: """
-        learner: micro_batch_tokens head_chunk_size gradient_checkpointing
+        learner: micro_batch_tokens head_chunk_size gradient_checkpointing share_prompts
         rollout: num_slots memory_limit keep_pool cuda_graphs partial_checkpoint decoder
         sampling: top_logprobs
         data: val_batch_size max_val_prompts num_val val_path val_split val_benchmarks

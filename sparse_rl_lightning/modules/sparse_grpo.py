@@ -229,7 +229,7 @@ class SparseGRPO(PolicyModule):
             ValueError: If the numbers do not divide evenly.
         """
         sizes = (num_prompts, self.group_size, self.steps_per_generation, self.num_passes, self._accumulate)
-        return plan_of(*sizes, self.learner.options.packs)
+        return plan_of(*sizes, self.learner.options.packs, self.learner.options.share_prompts)
 
     def denominators(self, window: Rollout) -> Denominators:
         """The divisors of one optimizer step over all ranks; ``window`` holds this rank's sequences of it."""

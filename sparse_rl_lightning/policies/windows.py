@@ -66,6 +66,14 @@ def deaths_by_layer(config: Any, record: EvictionRecord) -> Tensor | list[Tensor
     return found
 
 
+def deaths_by_window(config: Any, sequences: Tensor) -> list[Tensor | None] | None:
+    """As :func:`deaths_by_layer` where nothing is evicted: None for a layer of full attention, or if all are."""
+    passed = torch.arange(sequences.shape[1], device=sequences.device, dtype=torch.int32)
+    windows = layer_windows(config)
+    heads = (len(sequences), config.num_key_value_heads, -1)
+    return [(passed + window).expand(heads) if window else None for window in windows] or None
+
+
 def rope_of(config: Any) -> dict[str, Any]:
     """The rotary parameters of the layers of full attention, or of all layers."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

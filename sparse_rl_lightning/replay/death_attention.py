@@ -26,15 +26,15 @@ MAX_COMPILES = 64
 
 
 def death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, sinks: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
     A single block has a mask on CUDA too: nothing could be skipped, and it would need kernels of its own.
 
-    ``death`` (B, H, T) is the first query that no longer sees each key, ``sinks`` (Hq) are the layer's learned ones, if
-    it has some; the other arguments are as in
-    :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
+    ``death`` (B, H, T) is the first query that no longer sees each key, None if all later ones do, ``sinks`` (Hq) are
+    the layer's learned ones, if it has some; the other arguments are as in
+    :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`. Queries may be the last of T alone.
     """
     if query.is_cuda and query.shape[2] > BLOCK:
         return flex_death_attention(query, key, value, death, scale, compiled=True, sinks=sinks)
@@ -42,7 +42,7 @@ def death_attention(
 
 
 def sdpa_death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, mask_bytes: int = MASK_BYTES,
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, mask_bytes: int = MASK_BYTES,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention by scaled_dot_product_attention under boolean masks of at most ``mask_bytes``; arguments as above."""
@@ -50,55 +50,66 @@ def sdpa_death_attention(
 
     def alive(start: int, stop: int) -> Tensor:
         queries, keys = step[start:stop, None], step[:stop]
-        return (keys <= queries) & (queries < death[:, :, None, None, :stop])
+        causal = keys <= queries
+        return causal[None, None, None] if death is None else causal & (queries < death[:, :, None, None, :stop])
 
     return masked_attention(query, key, value, alive, scale, mask_bytes, sinks)
 
 
 def flex_death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor, scale: float, compiled: bool,
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, compiled: bool,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """FlexAttention with the deaths as its ``mask_mod``; arguments as above.
 
     ``compiled=False`` runs PyTorch's slow version, which stores all scores and, on the CPU, has no backward pass.
     """
-    group = query.shape[1] // key.shape[1]
+    group, length = query.shape[1] // key.shape[1], key.shape[2]
+    first, more = divmod(length - query.shape[2], BLOCK)  # queries that are not asked for: whole blocks, and others
+    query = F.pad(query, (0, 0, more, 0)) if more else query
+    dies = key.new_full(key.shape[:3], length, dtype=torch.int32) if death is None else death
+    start = torch.tensor(first * BLOCK, device=key.device)  # no number: kernels would be compiled for each
 
     def alive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < death[b, h // group, k])
+        return (k <= q) & (q < dies[b, h // group, k])
 
-    blocks = death_blocks(death, group, alive)
+    def alive_later(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return alive(b, h, q + start, k)
+
+    blocks = death_blocks(dies, group, alive_later if first else alive, first)
     flex: Any = flex_attention
     if compiled:
         flex = _compiled_flex()
-        for tensor in (query, key, value, death, *blocks.as_tuple()):
+        for tensor in (query, key, value, dies, *blocks.as_tuple()):
             if isinstance(tensor, Tensor):  # or a batch of as many sequences as there are heads would be another case
                 torch._dynamo.mark_static(tensor, 1)
     options = {"block_mask": blocks, "scale": scale, "enable_gqa": group > 1}
     if sinks is None:
         plain: Tensor = flex(query, key, value, **options)
-        return plain
+        return plain[:, :, more:] if more else plain
     out, aux = flex(query, key, value, return_aux=AuxRequest(lse=True), **options)
     result: Tensor = out * entries_share(aux.lse, sinks[:, None]).unsqueeze(-1)
-    return result.to(out.dtype)
+    return result[:, :, more:].to(out.dtype)
 
 
-def death_blocks(death: Tensor, group: int, alive: Any) -> BlockMask:
+def death_blocks(death: Tensor, group: int, alive: Any, first: int = 0) -> BlockMask:
     """The blocks of queries and keys that FlexAttention computes, derived from deaths (B, H, T) without pairwise masks.
 
-    ``group`` is the number of query heads per KV head, ``alive`` the ``mask_mod`` of blocks neither dead nor visible.
+    ``group`` is the number of query heads per KV head, ``alive`` the ``mask_mod`` of blocks neither dead nor visible,
+    ``first`` the first block of queries.
     """
     length = death.shape[-1]
     count = -(-length // BLOCK)
     padded = F.pad(death, (0, count * BLOCK - length), value=0).view(*death.shape[:-1], count, BLOCK)
     latest, earliest = padded.amax(-1)[..., None, :], padded.amin(-1)[..., None, :]  # padding is never fully visible
     block = torch.arange(count, device=death.device)
-    key, query = block, block[:, None]
+    key, query = block, block[first:, None]
     some = (key == query) | ((key < query) & (latest > query * BLOCK))  # a token sees itself
     whole = (key < query) & (earliest >= (query + 1) * BLOCK)
     partial, full = (_listed(t.repeat_interleave(group, dim=1)) for t in (some & ~whole, whole & some))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=alive, seq_lengths=(length, length))
+    return BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=alive, seq_lengths=(length - first * BLOCK, length)
+    )
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ BYTES_PER_PAIR = 5
 """Bytes per query and key: a bool, and the float32 that scaled_dot_product_attention converts it to."""
 
 MaskOf = Callable[[int, int], Tensor]
-"""Function from the first and last query (exclusive) to (B, H, 1, queries, keys) bool, keys up to the last query."""
+"""Function from the first and last query (exclusive) to bool that broadcasts to (B, H, 1, queries, keys up to them)."""
 
 
 def masked_attention(
@@ -28,7 +28,7 @@ def masked_attention(
     A mask is shared only by the query heads of a KV head. At least one query is processed at a time.
 
     Args:
-        query: Queries (B, Hq, T, D).
+        query: Queries (B, Hq, T, D), or the last of them.
         key: Keys (B, H, T, D); H divides Hq.
         value: Values (B, H, T, D).
         mask_of: Function that gives the mask of a range of queries; called again in the backward pass.
@@ -37,6 +37,7 @@ def masked_attention(
         sinks: Learned sinks (Hq).
     """
     batch, heads, length, _ = key.shape
+    first = length - query.shape[2]
     grouped, keys, values = group_heads(query, key, value)
     own = None if sinks is None else sinks.view(heads, -1).repeat(batch, 1)  # (B x H, Hq / H)
 
@@ -45,12 +46,12 @@ def masked_attention(
         return torch_attention(query, key, value, mask, scale, own)
 
     size = max(1, mask_bytes // (BYTES_PER_PAIR * batch * heads * length))
-    if size >= length:
-        return attend(grouped, keys, values, 0).reshape(query.shape)
+    if size >= length - first:
+        return attend(grouped, keys, values, first).reshape(query.shape)
     chunks = []
-    for start in range(0, length, size):
+    for start in range(first, length, size):
         stop = min(start + size, length)
-        args = grouped[:, :, start:stop], keys[:, :, :stop], values[:, :, :stop], start
+        args = grouped[:, :, start - first : stop - first], keys[:, :, :stop], values[:, :, :stop], start
         # the graph would keep every mask until the backward pass
         chunks.append(checkpoint(attend, *args, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(chunks, dim=2).reshape(query.shape)
@@ -62,6 +63,7 @@ def group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     One mask then serves all query heads of a KV head.
     """
     batch, heads, length, width = key.shape
-    grouped = query.reshape(batch * heads, -1, length, width)
-    keys, values = (t.reshape(batch * heads, 1, length, width).expand_as(grouped) for t in (key, value))
+    grouped = query.reshape(batch * heads, -1, query.shape[2], width)
+    shape = (*grouped.shape[:2], length, width)
+    keys, values = (t.reshape(batch * heads, 1, length, width).expand(shape) for t in (key, value))
     return grouped, keys, values

@@ -18,7 +18,15 @@ from sparse_rl_lightning.evictions import NEVER, EvictionRecord
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
-from sparse_rl_lightning.learner.packing import in_parts, pack, split, token_counts, trimmed
+from sparse_rl_lightning.learner.packing import (
+    in_parts,
+    pack,
+    pack_prompts,
+    split,
+    split_prompts,
+    token_counts,
+    trimmed,
+)
 from sparse_rl_lightning.losses import Denominator, LossType
 from sparse_rl_lightning.modules import LearnerOptions, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
@@ -181,7 +189,7 @@ def test_an_overfull_bin_is_split_without_a_trace() -> None:
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-9, rtol=1e-9)
     with torch.no_grad():
-        found = in_parts(lambda part: (part.old_logprobs, part.keep.double()), whole, 12)  # type: ignore[union-attr,return-value]
+        found = in_parts(lambda part: (part.old_logprobs, part.keep.double()), whole, split(token_counts(whole), 12))  # type: ignore[union-attr,return-value]
     torch.testing.assert_close(found, (whole.old_logprobs, whole.keep.double()))  # type: ignore[union-attr]
 
 
@@ -198,13 +206,16 @@ def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float 
     return [text.count("a") / 10 for text in completions]
 
 
-def trained(micro_batch_tokens: int | None, steps_per_generation: int, accumulate: int, lr: float = 0.5) -> Tensor:
+def trained(
+    micro_batch_tokens: int | None, steps_per_generation: int, accumulate: int, lr: float = 0.5, shares: bool = False
+) -> Tensor:
     tokenizer = character_tokenizer("abcdefgh")
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
     grpo = SparseGRPO(
         LoadedPolicy(policy, tokenizer), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
         sampling=SamplingParams(num_generations=4, max_completion_length=12, seed=3),
-        steps_per_generation=steps_per_generation, learner=LearnerOptions(micro_batch_tokens),
+        steps_per_generation=steps_per_generation,
+        learner=LearnerOptions(micro_batch_tokens, share_prompts=shares),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
     )  # fmt: skip
     trainer = Trainer(
@@ -222,6 +233,59 @@ def test_training_does_not_depend_on_packing() -> None:
     assert (expected - initial).abs().max() > 1e-3
     for tokens, steps, accumulate in ((10_000, 8, 4), (30, 8, 4), (30, 2, 1)):
         torch.testing.assert_close(trained(tokens, steps, accumulate), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [None, 30])
+def test_training_does_not_depend_on_who_reads_the_prompts(tokens: int | None) -> None:
+    """With steps on parts of a rollout too, which are rescored before."""
+    for steps, accumulate in ((8, 8), (8, 4), (4, 1)):
+        expected = trained(None, steps, accumulate)
+        torch.testing.assert_close(trained(tokens, steps, accumulate, shares=True), expected, atol=2e-6, rtol=0)
+
+
+def test_samples_of_a_prompt_come_together_within_their_optimizer_step() -> None:
+    sizes = {"prompts": 6, "num_generations": 4, "steps_per_generation": 8, "num_iterations": 1, "accumulate": 4}
+    whole = Rollout(
+        sequences=torch.zeros(24, 9, dtype=torch.long), prompt_lengths=torch.full((24,), 5),
+        completion_mask=torch.arange(9).expand(24, 9) >= 5, finished=torch.ones(24, dtype=torch.bool),
+        sampler_logprobs=torch.zeros(24, 9),
+    )  # fmt: skip
+    for packs in (False, True):
+        plain, sharing = (BlockPlan(**sizes, packs=packs, shares=shares) for shares in (False, True))
+        order = plain.order(0, 0, torch.device("cpu"))
+        for rows in order.split(12):
+            parts = sharing.arranged(rows, whole)
+            assert len(parts) == 4
+            assert sorted(torch.cat(parts).tolist()) == sorted(rows.tolist())
+            prompts = [set((part // 4).tolist()) for part in parts]
+            apart = [set((part // 4).tolist()) for part in plain.arranged(rows, whole)]
+            assert sum(map(len, prompts)) < sum(map(len, apart))
+        later = [torch.cat(list(plan.later(0, 0, torch.device("cpu")))) for plan in (plain, sharing)]
+        assert sorted(later[0].tolist()) == sorted(later[1].tolist())
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=24), st.integers(1, 8), st.data())
+def test_bins_of_prompts(prompts: list[int], num_bins: int, data: st.DataObject) -> None:
+    prompts, num_bins = sorted(prompts), min(num_bins, len(prompts))
+    lengths = data.draw(st.lists(st.integers(5, 50), min_size=len(prompts), max_size=len(prompts)))
+    bins = pack_prompts(prompts, lengths, [4] * len(prompts), num_bins)
+    assert len(bins) == num_bins
+    assert all(bins)
+    assert sorted(index for members in bins for index in members) == list(range(len(prompts)))
+
+
+def test_parts_of_prompts_by_hand() -> None:
+    """Prompts of 3, 3, 3 and 2 tokens, the first two the same, completions of 2, 4, 1 and 3."""
+    sequences = torch.tensor(
+        [[1, 2, 3, 9, 9, 0, 0], [1, 2, 3, 9, 9, 9, 9], [1, 2, 4, 9, 0, 0, 0], [1, 2, 9, 9, 9, 0, 0]]
+    )
+    prompt_lengths, lengths = torch.tensor([3, 3, 3, 2]), torch.tensor([5, 7, 4, 5])
+    at = torch.arange(7)
+    mask = (at >= prompt_lengths[:, None]) & (at < lengths[:, None])
+    whole = Rollout(sequences, prompt_lengths, mask, torch.ones(4, dtype=torch.bool), torch.zeros(4, 7))
+    assert split_prompts(whole, 9) == [[0, 1], [2, 3]]
+    assert split_prompts(whole, 8) == [[0], [1], [2], [3]]
+    assert split_prompts(whole, 13) == [[0, 1, 2], [3]]
 
 
 def test_numbers_are_checked() -> None:

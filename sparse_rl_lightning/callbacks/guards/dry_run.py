@@ -245,8 +245,12 @@ class WorstCase:
         death = death[:, None, None].expand(-1, self.micro_batch, g.num_kv_heads, -1)
         # choices of experts, none made yet: the routers choose, but in the passes that would make choices again
         routed = self.module.generator.sampler().recorded
+        sequences = torch.tensor(tokens, device=device).repeat(self.micro_batch, 1)
+        if self.module.learner.options.share_prompts:  # as many samples of a prompt as an optimizer step has
+            steps = max(1, self.module.steps_per_generation // self.module.trainer.accumulate_grad_batches)
+            sequences[:, 0] = torch.arange(self.micro_batch) // max(1, self.sampling.num_generations // steps)
         return Rollout(
-            sequences=torch.tensor(tokens, device=device).repeat(self.micro_batch, 1),
+            sequences=sequences,
             prompt_lengths=torch.full(shape[:1], len(self.prompt), device=device),
             completion_mask=mask,
             finished=torch.ones(shape[:1], dtype=torch.bool, device=device),
