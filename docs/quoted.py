@@ -74,7 +74,7 @@ def gpu_table() -> str:
 
 
 def trainer_table() -> str:
-    """Whole training steps beside TRL's, by the number of new tokens."""
+    """Whole training steps beside TRL's, by the number of tokens."""
     head = ("trainer", "s per step", "rollout", "rescoring", "update", "times as fast as TRL")
     rows: list[tuple[str, ...]] = []
     for tokens in ("48", "512"):

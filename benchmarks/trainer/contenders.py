@@ -15,6 +15,7 @@ from sparse_rl_lightning import RolloutSampler, SamplingParams, SparseGRPO
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.losses import policy_loss
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -42,6 +43,7 @@ def own(setting: Setting, stages: Stages, sparse: bool) -> None:
         setting.compressor() if sparse else FullKV(),
         setting.rewards(),
         sampling=SamplingParams(num_generations=setting.generations, max_completion_length=setting.tokens),
+        learner=LearnerOptions(share_prompts=setting.shares),
         steps_per_generation=setting.micro_batches,
         optimizer=optimizer,
     )

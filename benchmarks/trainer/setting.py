@@ -46,6 +46,7 @@ class Setting:
     warm_up: int  # rollouts before the clock runs
     rollouts: int  # that it counts
     prompt_length: int = 64
+    shares: bool = False  # whether our learner reads a prompt once for its samples
 
     @property
     def sequences(self) -> int:
