@@ -129,7 +129,8 @@ def main(args: list[str] | None = None) -> None:
         ]  # fmt: skip
         benchmark([*methods(part, folder), *own])
     if given.save:
-        tables = {part: json.loads((given.runs / part / "table.json").read_text("utf-8")) for part in given.parts}
+        finished = [part for part in PARTS if (given.runs / part / "table.json").exists()]
+        tables = {part: json.loads((given.runs / part / "table.json").read_text("utf-8")) for part in finished}
         kept = {"machine": machine("cpu"), "remark": given.remark, "policy": given.policy.name, "parts": tables}
         write_whole(given.save / "methods.json", json.dumps(kept, indent=1) + "\n")
 
