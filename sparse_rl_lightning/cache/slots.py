@@ -249,7 +249,8 @@ class SlotCache:
         projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
         # `seen` without the row for padding: ops know padding by slot -1
         query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *transform)
-        return self._attend(layer, slots, query, probs, sinks).to(dtype)
+        out = self._attend(layer, slots, query, probs, sinks)
+        return out if out.dtype == dtype else out.to(dtype)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Attention (R, Hq, D) of rotated queries, whose tokens have just been appended, over all live entries."""

@@ -67,11 +67,14 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
     if name in DIFFERENTIABLE and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         DIFFERENTIABLE[name](*args)
         return
-    op = getattr(torch.ops.sparse_rl, name).default
+    op = _op(name)
     if torch.compiler.is_compiling() or like.is_meta:
         op(*args)
         return
-    if not (has_kernel(name, like.device.type) and _serves(name, like, args)):
+    device, result = like.device.type, args[-1].dtype if name == "rms_norm" else like.dtype
+    if not (has_kernel(name, device) and _serves(name, device, like.dtype, like.shape[-1], result)) or (
+        like.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
+    ):  # float8 pools go with queries of any type; no kernel computes in float64
         REFERENCES[name](*args)
         return
     try:
@@ -88,15 +91,17 @@ def load() -> dict[str, str]:
     return {device: _load(name) for device, name in LIBRARIES.items()}
 
 
-def _serves(name: str, keys: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether the op's kernel for the device of the keys supports their type and head size, and the other types."""
-    device = keys.device.type
+@cache
+def _op(name: str) -> Any:
+    return getattr(torch.ops.sparse_rl, name).default
+
+
+@cache
+def _serves(name: str, device: str, dtype: torch.dtype, width: int, result: torch.dtype) -> bool:
+    """Whether the op's kernel for the device supports the type and head size of the keys, and the result's type."""
     # CUDA kernels load heads 16 bytes at a time, and eight elements
-    whole_words = device != "cuda" or name == "draw" or keys.shape[-1] % max(8, 16 // keys.element_size()) == 0
-    # float8 pools go with queries of any type; no kernel computes in float64
-    wide = keys.dtype == FLOAT8 and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float64 for arg in args)
-    types = {keys.dtype, args[-1].dtype} if name == "rms_norm" else {keys.dtype}  # of the result too
-    return types <= NATIVE_DTYPES.get(device, set()) and whole_words and not wide
+    whole_words = device != "cuda" or name == "draw" or width % max(8, 16 // dtype.itemsize) == 0
+    return {dtype, result} <= NATIVE_DTYPES.get(device, set()) and whole_words
 
 
 @cache

@@ -53,7 +53,7 @@ class Copied(Projection):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
-        return self._product(x.to(self.dtype))
+        return self._product(x if x.dtype == self.dtype else x.to(self.dtype))
 
     def refresh(self) -> None:
         """Copy the current weights."""
@@ -73,17 +73,17 @@ class Packed(Copied):
     """Products in oneDNN's layout for few rows, on CPUs."""
 
     def _take(self, weights: list[Tensor]) -> None:
-        joined = torch.cat([weight.to(self.dtype) for weight in weights])
+        own = [weight.to(self.dtype) for weight in weights]
+        joined = own[0] if len(own) == 1 else torch.cat(own)  # packing copies it
         self._weight = torch.ops.mkldnn._reorder_linear_weight(self._computed(joined), PACKED_ROWS)
         self._added = None if self._bias is None else self._computed(self._bias)
 
     def _product(self, x: Tensor) -> Tensor:
-        product = torch.ops.mkldnn._linear_pointwise.default
-        out: Tensor = product(self._computed(x), self._weight, self._added, "none", [], "")
-        return out.to(self.dtype)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._added, "none", [], "")
+        return out
 
     def _computed(self, tensor: Tensor) -> Tensor:
-        """The tensor in the type that oneDNN multiplies."""
+        """A weight in the type that oneDNN multiplies."""
         return tensor
 
 
@@ -92,6 +92,9 @@ class Widened(Packed):
 
     Inputs and weights are rounded to bfloat16 and so are the results, whose sums are float32 in either case.
     """
+
+    def _product(self, x: Tensor) -> Tensor:
+        return super()._product(x.float()).to(self.dtype)
 
     def _computed(self, tensor: Tensor) -> Tensor:
         return tensor.float()

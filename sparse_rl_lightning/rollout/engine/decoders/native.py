@@ -134,7 +134,7 @@ class NativeDecoder(Decoder):
         addend = None
         for index, layer in enumerate(self.layers):
             x, hidden = layer.norm(x, addend)
-            projected = layer.project_in(hidden).view(len(x), -1, g.head_dim)
+            projected = layer.project_in(hidden).view(x.shape[0], -1, g.head_dim)
             transform = QKTransform(cos, sin)
             if layer.head_norms is not None:
                 of_query, of_key = layer.head_norms
