@@ -10,7 +10,7 @@ WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
-NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+NOTEBOOKS := $(filter-out notebooks/real_%,$(wildcard notebooks/*.ipynb))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

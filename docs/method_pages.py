@@ -42,20 +42,21 @@ def cells_of(kept: dict[str, Any], part: str) -> list[Cell]:
 def index_page(kept: dict[str, Any]) -> str:
     """The whole tables, and how they came about."""
     whole = kept["parts"]["all"]
+    lengths = whole["completions"]
     parts = [
         NOTE,
         "# Method by method",
-        "Every compressor with its formula, its source, its rows of these tables, and when to use it. The tables are those of "
-        "`sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), on a real instruct model, by "
-        "`python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results` (after `make real-model`); "
-        "[compressors](../compressors.md#measured) has small policies on other tasks, where answers can be judged.",
-        f"{kept['machine']}. {kept['remark']}".strip() + f" {kept['policy']}, {len(whole['completions'])} questions of "
-        f"GSM8K in its chat template, completions of up to 512 tokens that each cache drew itself, "
-        f"{sum(whole['completions']) / len(whole['completions']):.0f} tokens on average with the full cache, sequences "
-        f"of {whole['lengths'][0]} and at most {whole['lengths'][1]}; in float32. Buffer 32, four sinks, a window of 8, the "
-        "prompt open; LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff` or "
-        "`SnapKV` with one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from "
-        "other texts of the model.",
+        "Every compressor with its formula, its source, its rows of these tables, and when to use it. The tables are "
+        "those of `sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), on a real instruct "
+        "model, by `python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results` (after `make "
+        "real-model`); [compressors](../compressors.md#measured) has small policies on tasks that they can answer.",
+        f"{kept['machine']}. {kept['remark']}".strip() + f" {kept['policy']}, {len(lengths)} questions of GSM8K in its "
+        "chat template, completions of up to 512 tokens that each cache drew itself, at temperature 1, "
+        f"{sum(lengths) / len(lengths):.0f} tokens on average with the full cache, sequences of {whole['lengths'][0]} "
+        f"and at most {whole['lengths'][1]}; in float32. Buffer 32, four sinks, a window of 8, the prompt open; "
+        "LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff`, or `SnapKV` with "
+        "one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from other texts of "
+        "the model.",
         *(f"## {title}\n\n{said}{markdown_table(cells)}" for title, said, cells in _tables(kept) if cells),
         explained(),
         f"## Letters\n\n{LETTERS}",
@@ -88,7 +89,8 @@ def method_page(name: str, kept: dict[str, Any]) -> str:
     parts = [
         NOTE, f"# {name}", docstrings.summary(kind), "## Formula", f"```math\n{SAID[name]['formula'].strip()}\n```",
         "[What the letters are](index.md#letters).", docstrings.body(kind),
-        "## Source", sources(kind), "## Its rows", f"{row}\n\n{others}", "## When to use it", SAID[name]["when"].strip(),
+        "## Source", sources(kind), "## Its rows", f"{row}\n\n{others}",
+        "## When to use it", SAID[name]["when"].strip(),
     ]  # fmt: skip
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -20,7 +20,7 @@ from sparse_rl_lightning.learner.packing import trimmed
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.quality.clock import Clock, TimedCompression, now
-from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, tail
+from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
@@ -116,7 +116,7 @@ class Bench:
         kept = torch.stack([own.sum().exp() for own in torch.split(found.log_kept, lengths.tolist())])
         estimates = {
             "tail": tail(found.acceptance, of_tokens), "agreement": mean(found.agrees, of_tokens),
-            "kl": mean(found.kl, of_tokens), "rejected": mean(1 - kept, problems),
+            "kl": mean(found.kl, of_tokens), "rejected": share(1 - kept, problems),
         }  # fmt: skip
         if self.full_lengths is not None:
             by_problem = self.full_lengths.view(-1, self.params.num_generations).double().mean(dim=1)

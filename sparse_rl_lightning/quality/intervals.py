@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.acceptance import TAIL, percentile
+from sparse_rl_lightning.metrics.accuracy import confidence_interval
 
 SPREADS = 1.959964
 """Standard errors on each side of a value."""
@@ -51,9 +52,14 @@ def mean(values: Tensor, problems: Tensor) -> Estimate:
     return ratio(values, torch.ones(len(values)), problems)
 
 
-def tail(values: Tensor, problems: Tensor, share: float = TAIL) -> Estimate:
+def share(scores: Tensor, problems: Tensor) -> Estimate:
+    """The mean of scores (N,) from 0 to 1, with Wilson's interval, which has a width at 0 and 1 too."""
+    return Estimate(float(scores.double().mean()), *confidence_interval(scores, problems))
+
+
+def tail(values: Tensor, problems: Tensor, part: float = TAIL) -> Estimate:
     """The percentile of values (N,); its bounds are the percentiles at the bounds of the share of values below it."""
-    value = percentile(values, share)
+    value = percentile(values, part)
     below, low, high = mean(values < value, problems)
-    around = (share + bound - below for bound in (low, high))
+    around = (part + bound - below for bound in (low, high))
     return Estimate(value, *(percentile(values, min(1.0, max(0.0, bound))) for bound in around))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_rl_lightning.quality.intervals import mean, ratio, tail
+from sparse_rl_lightning.quality.intervals import mean, ratio, share, tail
 
 
 def test_a_mean_has_the_interval_of_a_mean() -> None:
@@ -23,6 +23,12 @@ def test_samples_of_a_problem_are_not_independent() -> None:
     over, under, problems = torch.tensor([3.0, 1.0, 4.0]), torch.tensor([4.0, 2.0, 5.0]), torch.arange(3)
     copied = ratio(over.repeat_interleave(4), under.repeat_interleave(4), problems.repeat_interleave(4))
     assert copied == pytest.approx(ratio(over, under, problems))
+
+
+def test_a_share_has_an_interval_where_it_is_0() -> None:
+    value, low, high = share(torch.zeros(64), torch.arange(64))
+    assert (value, low) == (0, pytest.approx(0, abs=1e-12))
+    assert high == pytest.approx(1.959964**2 / (64 + 1.959964**2))
 
 
 def test_one_problem_says_nothing_of_others() -> None:
