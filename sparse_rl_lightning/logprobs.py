@@ -46,6 +46,7 @@ def sequence_logprobs(
     chunk_size: int = 512,
     head_in_float32: bool = False,
     routing: Tensor | None = None,
+    hidden: Tensor | None = None,
     **attention_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
@@ -62,6 +63,7 @@ def sequence_logprobs(
         chunk_size: Number of tokens whose logits exist at the same time.
         head_in_float32: Compute the logits in float32 whatever type the hidden states and the head have.
         routing: Recorded choices of experts, as in :func:`hidden_states`.
+        hidden: States (M, C) before each of the M tokens of ``mask``, if they are known; None runs the model.
         **attention_kwargs: Arguments for the model's forward, e.g. ``attention_mask`` of a replayed eviction.
 
     Returns:
@@ -74,19 +76,12 @@ def sequence_logprobs(
             model's own forward does something that is bypassed here (soft prompts, a replaced ``forward``).
     """
     _check_mask(sequences, mask)
-    hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
-    return logprobs_of_states(model, hidden, sequences, mask, temperature, chunk_size, head_in_float32)
-
-
-def logprobs_of_states(
-    model: PreTrainedModel, hidden: Tensor, sequences: Tensor, mask: Tensor, temperature: float = 1.0,
-    chunk_size: int = 512, head_in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result of :func:`sequence_logprobs` from the states (M, C) before each of the M tokens of ``mask``."""
+    scaling = LogitScaling.of(model.config)
+    if hidden is None:
+        hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
     logprobs, entropy = token_logprobs(
-        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32,
-        LogitScaling.of(model.config),
-    )  # fmt: skip
+        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32, scaling
+    )
     empty = logprobs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
 

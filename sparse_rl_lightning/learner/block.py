@@ -90,13 +90,13 @@ class BlockPlan:
         later = first_pass[self.accumulate * self.micro_batch :]
         return torch.split(later.sort().values if self.shares else later, self.micro_batch) if len(later) else ()
 
-    def arranged(self, rows: Tensor, rollout: Rollout) -> list[Tensor]:
-        """The sequences ``rows`` of an optimizer step by micro-batches."""
-        rows = rows.sort().values if self.shares else rows
+    def arranged(self, rows: Tensor, window: Rollout) -> list[Tensor]:
+        """The sequences ``rows`` of an optimizer step, the ``window``, by micro-batches: packed, or by prompts."""
         if not self.packs:
-            return list(torch.split(rows, self.micro_batch))
-        window = rollout[rows]
+            return list(torch.split(rows.sort().values, self.micro_batch))
         if self.shares:
+            order = rows.argsort()
+            rows, window = rows[order], window[order]
             own = (rows // self.num_generations).tolist(), token_counts(window), window.prompt_lengths.tolist()
             bins = pack_prompts(*own, self.accumulate)
         else:
@@ -202,7 +202,10 @@ class RolloutBlock:
         """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
         size, accumulate = self.plan.micro_batch, self.plan.accumulate
         rows = self._order()[start * size : (start + accumulate) * size]
-        return self.plan.arranged(rows, self.rollout), self._count(self.rollout[rows])
+        window = self.rollout[rows]
+        if self.plan.packs or self.plan.shares:
+            return self.plan.arranged(rows, window), self._count(window)
+        return list(torch.split(rows, size)), self._count(window)
 
     def _order(self) -> Tensor:
         return self.plan.order(self.index, self.seed, self.rollout.sequences.device)

@@ -31,6 +31,10 @@ DIFFERENTIABLE: dict[str, Callable[..., None]] = {}
 """The same of the ops that scores are made of, with gradients."""
 
 
+OPS: dict[str, Any] = {}
+"""The ops, which are slow to look up."""
+
+
 def schema_hash() -> str:
     """Twelve characters that change with any signature: compiled into the library, checked before it is loaded."""
     return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
@@ -56,6 +60,7 @@ def register(name: str, reference: Callable[..., None], differentiable: bool = F
     torch.library.define(qualified, " ".join(SCHEMAS[name].split()))
     torch.library.impl(qualified, "default", func=run)
     torch.library.register_fake(qualified, _nothing)
+    OPS[name] = getattr(torch.ops.sparse_rl, name).default
 
 
 def call(name: str, like: torch.Tensor, *args: Any) -> None:
@@ -67,7 +72,7 @@ def call(name: str, like: torch.Tensor, *args: Any) -> None:
     if name in DIFFERENTIABLE and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         DIFFERENTIABLE[name](*args)
         return
-    op = _op(name)
+    op = OPS[name]
     if torch.compiler.is_compiling() or like.is_meta:
         op(*args)
         return
@@ -89,11 +94,6 @@ def load() -> dict[str, str]:
     if os.environ.get("SPARSE_RL_NATIVE", "1") == "0":
         return dict.fromkeys(LIBRARIES, "switched off by SPARSE_RL_NATIVE=0")
     return {device: _load(name) for device, name in LIBRARIES.items()}
-
-
-@cache
-def _op(name: str) -> Any:
-    return getattr(torch.ops.sparse_rl, name).default
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.logprobs import hidden_states, logprobs_of_states
+from sparse_rl_lightning.logprobs import hidden_states, sequence_logprobs
 from sparse_rl_lightning.policies.support import linear_modules
 from sparse_rl_lightning.policies.windows import deaths_by_layer, deaths_by_window
 from sparse_rl_lightning.records import Rollout
@@ -31,15 +31,16 @@ SHARED = "sparse_rl_shared_prompts"
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Where the tokens of sequences stand in a row, and where the row's outputs are among those of its attention."""
+    """Where the tokens of sequences stand in a row, and where the row's outputs are among those of its attention.
+
+    Its queries are those of prompts (U x P) and, behind them, those of completions (B x (T - first)).
+    """
 
     rows: Tensor  # (N,) the sequence that each token of the row is taken from
     positions: Tensor  # (N,) where it stands there
     places: Tensor  # (B, T) place in the row of every token, of padding 0; T is that of the longest sequence
     leaders: Tensor  # (U,) the first sequence of each prompt
-    outputs: (
-        Tensor  # (N,) number of the row's token among the queries of prompts (U x P) and completions (B x (T - first))
-    )
+    outputs: Tensor  # (N,) number of the row's token among the queries
     longest: int  # P
     first: int  # number of tokens of the shortest prompt, that of the first query of completions
     deaths: Sequence[Tensor | None] | Tensor | None = None  # (B, H, T) of each layer, None for none
@@ -52,7 +53,7 @@ class SharedPrompts:
             int(n) for n in torch.stack([*prompt_lengths.aminmax(), rollout.lengths.max()]).tolist()
         )
         count, ids = len(ids), ids[:, :width]
-        at, rows = torch.arange(width, device=ids.device), torch.arange(count, device=ids.device)
+        at, rows = (torch.arange(n, device=ids.device) for n in (width, count))
         in_prompt, is_token = at < prompt_lengths, at < rollout.lengths[:, None]
         prompts, group = torch.unique(ids.masked_fill(~in_prompt, -1)[:, :longest], dim=0, return_inverse=True)
         leaders = rows.new_full((len(prompts),), count).scatter_reduce_(0, group, rows, "amin")
@@ -140,4 +141,4 @@ def shared_statistics(
         states = hidden_states(model, rollout.sequences[at][None], routing, shared.positions[None], shared=shared)
     mask = rollout.completion_mask
     before = states[0].index_select(0, shared.places[:, :-1][mask[:, 1 : shared.places.shape[1]]])
-    return logprobs_of_states(model, before, rollout.sequences, mask, temperature, chunk_size, head_in_float32)
+    return sequence_logprobs(model, rollout.sequences, mask, temperature, chunk_size, head_in_float32, hidden=before)
