@@ -205,7 +205,8 @@ class Case:
         self.held = torch.full((SLOTS, 3 * CAPACITY), 1000, dtype=torch.int32)
         self.scores = torch.randn(LAYERS, SLOTS, HEADS, CAPACITY, generator=g)
         self.budgets = torch.ones(LAYERS, SLOTS, HEADS, dtype=torch.int32)
-        self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), NEVER, dtype=torch.int32)
+        self.death = torch.full((LAYERS, SLOTS, HEADS, 3 * CAPACITY), 255, dtype=torch.uint8)
+        self.event_steps = torch.tensor([[20, *[NEVER] * 3]] * SLOTS, dtype=torch.int32)
         self.state = torch.randn(len(self.pools.keys), 1, generator=g)
         self.source = copy(self.pools)
         self.summaries = normal(SLOTS, HEADS, 2, CAPACITY // PAGE, DIM)
@@ -227,10 +228,10 @@ class Case:
         )  # fmt: skip
 
     def calls(self) -> dict[str, Callable[[], Any]]:
-        ring, cos, sin, lse, probs, death, state, query_norm, key_norm, addend = (
+        ring, cos, sin, lse, probs, death, steps, state, query_norm, key_norm, addend = (
             t if self.full else None
-            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.state, self.query_norm,
-                      self.key_norm, self.addend)
+            for t in (self.ring, self.cos, self.sin, self.lse, self.probs, self.death, self.event_steps, self.state,
+                      self.query_norm, self.key_norm, self.addend)
         )  # fmt: skip
         ring_of_layer = None if ring is None else ring[0]
         return {
@@ -244,9 +245,10 @@ class Case:
                 self.entries(), "mass" if self.full else "random", by_value=self.full),
             "evict": lambda: ops.evict(
                 self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, state,
-                held=self.held if self.full else None),
+                held=self.held if self.full else None, event_steps=steps),
             "evict from a source": lambda: ops.evict(
-                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, source=self.source),
+                self.pools, self.slots, self.scores, self.budgets, 0, 0, self.seen, death, source=self.source,
+                event_steps=steps),
             "fork": lambda: ops.fork(self.pools, self.sources, self.destinations, ring, death, state),
             "summarize_pages": lambda: ops.summarize_pages(self.layer, self.slots, PAGE, self.summaries),
             "select_pages": lambda: ops.select_pages(

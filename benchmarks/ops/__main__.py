@@ -109,7 +109,8 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
     scores = torch.randn(shape, device=bench.device)
     chosen, seen = torch.arange(slots, device=bench.device), torch.full((slots,), entries, device=bench.device)
     budgets = torch.full(shape[:3], budget, dtype=torch.int32, device=bench.device)
-    death = torch.zeros(*shape[:3], 1024, dtype=torch.int32, device=bench.device)
+    death = torch.zeros(*shape[:3], 1024, dtype=torch.uint8, device=bench.device)
+    steps = torch.full((slots, 255), 2**31 - 1, dtype=torch.int32, device=bench.device)
     keys, values = (t.view(*shape, dim) for t in (pools.keys, pools.values))
     positions = pools.positions.view(shape)
     full_positions = positions.clone()
@@ -124,7 +125,7 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
             values[layer, :, :, :budget] = values[layer].gather(2, wide)
             gone = torch.ones_like(ranked, dtype=torch.bool).scatter_(-1, index, False)
             at = torch.where(gone, positions[layer].long(), 1023)
-            death[layer].scatter_(2, at, seen[:, None, None].int().expand_as(at))
+            death[layer].scatter_(2, at, torch.zeros_like(at, dtype=torch.uint8))
             positions[layer, :, :, :budget] = positions[layer].gather(2, index)
 
     def careful() -> None:
@@ -144,7 +145,7 @@ def bench_eviction(bench: Bench, dtype: torch.dtype) -> Row:
     moved = pools.nbytes * budget // entries
     return bench.compare(
         f"select + compact, 640 to 512, {label(dtype)}", ">= 3",
-        lambda: ops.evict(pools, chosen, scores, budgets, 0, window, seen, death),
+        lambda: ops.evict(pools, chosen, scores, budgets, 0, window, seen, death, event_steps=steps),
         {"topk + sort + gather + copy": rival, "stable sort + gather + copy": careful}, prepare,
         2 * moved, bench.copy(moved),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from benchmarks.rollout.bound import machine
 from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts, weight_bytes
 from sparse_rl_lightning import RolloutSampler, SamplingParams
-from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.calibration import Hardware
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -76,8 +76,7 @@ def needed(policy: PreTrainedModel, compressor: Compressor, length: int, params:
     """What a slot takes that starts with ``length`` tokens."""
     geometry, past = CacheGeometry.of(policy), steps_past_end(policy.device)
     longest = length + params.max_completion_length + past
-    capacity = compressor.budget + compressor.buffer if compressor.evicts else longest
-    size = CacheSize(1, (capacity,) * geometry.num_layers, compressor.num_queries, longest)
+    size = Compression(compressor, geometry.num_layers).cache_size(geometry, 1, length, longest)
     return slot_bytes(geometry, size, params)
 
 

@@ -32,7 +32,13 @@ struct Unit {
     check_run(from, length, op.num_entries, "the entries of scores", op.in_place() ? op.pool_rows : op.source_rows);
     STD_TORCH_CHECK(budget >= 0, "a budget is ", budget, ", expected 0 or more entries");
     if (!op.in_place()) check_run(base, std::min(length, budget), op.capacities[head], "its capacity", op.pool_rows);
+    STD_TORCH_CHECK(
+        !dies() || op.event(slot) < op.num_events, "slot ", slot, " has no number left for an event, of ",
+        op.num_events);
   }
+
+  // Whether deaths are recorded.
+  bool dies() const { return op.death && length > op.budgets[row]; }
 
   void copy(char* pool, const char* source, int64_t bytes, int64_t first, int64_t end, int64_t to) const {
     std::memmove(pool + (base + to) * bytes, source + (from + first) * bytes, (end - first) * bytes);
@@ -57,6 +63,7 @@ struct Unit {
     const int32_t* positions = op.in_place() ? op.position_pool + base : nullptr;
     Choice choice{op.scores + row * op.num_entries, positions, length, op.budgets[row], op.num_sinks, op.window};
     choice.settle();
+    const int64_t event = dies() ? op.event(slot) : 0;
     int64_t kept = 0, start = 0;  // entries [start, j) stay together
     bool fits = true;
     for (int64_t j = 0; j < length; ++j) {
@@ -64,7 +71,7 @@ struct Unit {
       if (choice.stays(j)) continue;
       const int64_t position = positions ? positions[j] : j;
       if (op.death && position >= 0 && position < op.num_tokens) {
-        op.death[head * op.num_tokens + position] = static_cast<int32_t>(op.seen[slot]);
+        op.record_death(head * op.num_tokens + position, event);
       } else if (op.death) {
         fits = false;
       }
@@ -98,6 +105,9 @@ struct Kernel : Cpu {
     auto used = [&](int64_t u) { return op.slots[u / heads % op.num_rows] >= 0; };
     for (int64_t u = 0; u < units; ++u) {
       if (used(u)) unit(u).check();
+    }
+    for (int64_t u = 0; u < units; ++u) {
+      if (used(u) && unit(u).dies()) op.record_step(unit(u).slot, op.event(unit(u).slot));
     }
     note_held(op, 1);
     std::atomic<bool> fits{true};

@@ -87,6 +87,11 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
   Choice choice{
       op.scores + row * op.num_entries, in_place ? positions : nullptr, length, budget, op.num_sinks, op.window};
   if (!everything) choice.settle(shared.choice);
+  const int64_t event = op.death && !everything ? op.event(slot) : op.num_events;
+  const bool has_event = event < op.num_events;
+  // blocks of a slot write the same step to the same place, and read it as if it were not there yet
+  if (first && has_event) op.record_step(slot, event);
+  if (first && op.death && !everything && !has_event) complain(op.report, Fault::events, slot);
   const int row_words = static_cast<int>(op.row_bytes / 16), state_words = static_cast<int>(op.state_bytes / 4);
   const auto* from_keys = reinterpret_cast<const uint4*>(in_place ? op.key_pool : op.source_keys) + from * row_words;
   const auto* from_values =
@@ -104,9 +109,9 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
     if (stays) {
       shared.kept[kept.before] = j;
       positions[to + kept.before] = position;
-    } else if (j < length && op.death && position >= 0 && position < op.num_tokens) {
-      op.death[head * op.num_tokens + position] = static_cast<int32_t>(op.seen[slot]);
-    } else if (j < length && op.death) {
+    } else if (j < length && has_event && position >= 0 && position < op.num_tokens) {
+      op.record_death(head * op.num_tokens + position, event);
+    } else if (j < length && has_event) {
       complain(op.report, Fault::position, slot);
     }
     __syncthreads();

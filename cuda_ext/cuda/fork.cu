@@ -34,7 +34,11 @@ __global__ void __launch_bounds__(kThreads, 1) fork_kernel(Fork op) {
     ring[to_slot * ring_words + i] = ring[from_slot * ring_words + i];
   }
   const int64_t from = from_slot * op.num_heads + h, to = to_slot * op.num_heads + h;
-  copy<uint32_t>(op.death, op.death_bytes, to, from, 1);
+  if (op.death_bytes % sizeof(uint32_t) == 0) {
+    copy<uint32_t>(op.death, op.death_bytes, to, from, 1);
+  } else {
+    copy<char>(op.death, op.death_bytes, to, from, 1);
+  }
   const int64_t start = op.offsets[from], place = op.offsets[to];
   int64_t length = op.lengths[from];
   if (length > op.capacities[to]) {
@@ -57,6 +61,7 @@ struct Kernel : Device {
   static void run(const Fork& op, const Tensor& on) {
     check_aligned("value_pool", op.value_pool);
     check_aligned("query_ring", op.ring);
+    check_aligned("death", op.death);
     launch(fork_kernel, op.num_layers * op.num_pairs, op.num_heads, kThreads, on, op);
   }
 };

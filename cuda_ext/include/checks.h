@@ -35,6 +35,8 @@ inline const char* dtype_text(ScalarType dtype) {
     case ScalarType::Half: return "float16";
     case ScalarType::Double: return "float64";
     case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Short: return "int16";
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     default: return "another type";
@@ -103,6 +105,12 @@ T* pointer(const std::optional<Tensor>& t) {
 // The type of queries, new keys and values: the pools' own type, with float8 pools the given tensor's.
 inline ScalarType computing_type(ScalarType stored, const Tensor& given) {
   return stored == ScalarType::Float8_e4m3fn ? given.scalar_type() : stored;
+}
+
+// The type of a log of deaths: whichever of three it has.
+inline ScalarType event_type(const std::optional<Tensor>& death) {
+  const ScalarType own = death ? death->scalar_type() : ScalarType::Int;
+  return own == ScalarType::Byte || own == ScalarType::Short ? own : ScalarType::Int;
 }
 
 // The pools (rows, D) all ops share: dtype of the key pool, head size, number of rows.

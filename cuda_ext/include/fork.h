@@ -33,14 +33,15 @@ void fork(
   check_tensor("lengths", lengths, key_pool, ScalarType::Int, {L, S, H});
   const ScalarType kind = query_ring ? computing_type(pool.dtype, *query_ring) : pool.dtype;
   check_tensor("query_ring", query_ring, key_pool, kind, {L, S, kAnySize, kAnySize, pool.dim});
-  check_tensor("death", death, key_pool, ScalarType::Int, {L, S, H, kAnySize});
+  check_tensor("death", death, key_pool, event_type(death), {L, S, H, kAnySize});
   check_tensor("state_pool", state_pool, key_pool, ScalarType::Float, {pool.rows, kAnySize});
   const int64_t row_bytes = pool.dim * key_pool.element_size();
   const int64_t query_bytes = query_ring ? pool.dim * query_ring->element_size() : 0;
   const Fork op{
       pointer<int64_t>(sources), pointer<int64_t>(destinations), pointer<int64_t>(offsets),
       pointer<int32_t>(capacities), L, B, S, H, pool.rows, row_bytes, state_pool ? state_pool->size(1) * 4 : 0,
-      query_ring ? query_ring->size(2) * query_ring->size(3) * query_bytes : 0, death ? death->size(3) * 4 : 0,
+      query_ring ? query_ring->size(2) * query_ring->size(3) * query_bytes : 0,
+      death ? death->size(3) * static_cast<int64_t>(death->element_size()) : 0,
       pointer<char>(key_pool), pointer<char>(value_pool), pointer<char>(query_ring), pointer<char>(death),
       pointer<char>(state_pool), pointer<int32_t>(position_pool), pointer<int32_t>(lengths),
       check_errors(errors, key_pool, Op::fork)};

@@ -20,7 +20,7 @@ enum class Op : int32_t {
   append = 1, decode_attention, window_importance, key_redundancy, score_entries, evict, fork, summarize_pages,
   select_pages, page_attention, draw, rms_norm, silu_mul
 };
-enum class Fault : int32_t { slot = 1, run, full, budget, position, pages, nan };
+enum class Fault : int32_t { slot = 1, run, full, budget, position, pages, nan, events };
 
 struct Report {
   int32_t* word;  // null for none

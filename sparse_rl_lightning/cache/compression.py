@@ -65,6 +65,14 @@ class Trigger:
         held = 0 if self.compress_prompt else longest_prompt
         return tuple(max(*own, held) + self.buffer for own in self._by_layer)
 
+    def most_events(self, max_length: int) -> int:
+        """The most compressions of a sequence of up to ``max_length`` tokens, a few more where budgets change."""
+        if not self.evicts:
+            return 0
+        # the first is at budget + buffer tokens or later, the next a buffer later, or where another level begins
+        smallest = self.smallest_budget(0, max_length)
+        return max(0, max_length - smallest) // self.buffer + len(self._levels) - 1
+
     def limits(self, prompt_length: int) -> list[int]:
         """The prompt lengths (L) from which a layer is compressed at the end of the prefill."""
         if not self.evicts:
@@ -185,7 +193,8 @@ class Compression:
     def cache_size(self, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int) -> CacheSize:
         """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in prompts."""
         capacities = self.trigger.capacities(longest_prompt, longest)
-        return CacheSize.of(self.compressor, geometry, num_slots, capacities, longest)
+        events = self.trigger.most_events(longest)
+        return CacheSize.of(self.compressor, geometry, num_slots, capacities, longest, events)
 
     def store_prompts(self, cache: SlotCache, layer: int, prompts: PackedPrompts) -> None:
         """Store one layer of prompts in their slots, compressed if they reach their limit.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning import ops
@@ -24,15 +25,16 @@ from sparse_rl_lightning.cache.linear_states import LinearStates
 from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
-from sparse_rl_lightning.ops.pools import accumulation_dtype, gather_heads
+from sparse_rl_lightning.ops.pools import EVENT_TYPES, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
 
 StorageKind = TypeVar("StorageKind", bound=SlotStorage)
-_PER_LAYER = ("lengths", "queries", "death", "head_state")
+_PER_LAYER = ("lengths", "queries", "head_state")
 
 Cuts: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """Compressions of a sequence, oldest first: tokens fed by then, and tokens (L) lost so far, a mean over heads."""
@@ -50,18 +52,21 @@ class CacheSize:
     per_head: bool = False  # heads of a slot share its memory unequally
     head_state_fields: tuple[tuple[str, int], ...] = ()  # running numbers per KV head, with the count of each
     keeps_probabilities: bool = False  # of attention in a step, for running numbers
+    event_dtype: torch.dtype = torch.int32  # that numbers the compressions of a slot, as in ops/pools.py
 
     @classmethod
     def of(
         cls, compressor: Compressor, geometry: CacheGeometry, num_slots: int, capacities: tuple[int, ...],
-        max_length: int,
+        max_length: int, most_events: int | None = None,
     ) -> CacheSize:  # fmt: skip
-        """Determine the size that a compressor needs."""
+        """Determine the size that a compressor needs, whose slots are compressed ``most_events`` times at most."""
+        events = max_length if most_events is None else most_events
         fields, head_fields = compressor.state_fields, tuple(compressor.head_state_fields(geometry.head_dim).items())
         return cls(
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
             compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
+            next(kind for kind in EVENT_TYPES if events <= torch.iinfo(kind).max),
         )  # fmt: skip
 
     @property
@@ -76,10 +81,15 @@ class CacheSize:
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can be used in place of the other."""
-        slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        same = replace(other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities) == self
-        return slots and entries and same
+        return entries and other.enlarged(self, self.capacities) == self
+
+    def enlarged(self, other: CacheSize, capacities: tuple[int, ...]) -> CacheSize:
+        """This size with as many slots, tokens and numbers of events as the other has too, and these capacities."""
+        return replace(
+            self, num_slots=max(self.num_slots, other.num_slots), max_length=max(self.max_length, other.max_length),
+            capacities=capacities, event_dtype=max(self.event_dtype, other.event_dtype, key=lambda t: t.itemsize),
+        )  # fmt: skip
 
     def allocate(self, geometry: CacheGeometry) -> SlotCache:
         """Allocate a cache of this size for a model."""
@@ -142,10 +152,15 @@ class SlotCache:
         # attention probabilities of one step, written by one layer after the other
         paid = slots * g.num_heads * max(self.most_entries, default=0) if size.keeps_probabilities else 0
         self._probabilities = torch.zeros(paid, dtype=accumulation_dtype(g.query_dtype), device=device)
-        # the most recent queries of every slot (compressors score with them), and the death step of every token
+        # the most recent queries of every slot: compressors score with them
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
-        self.death = torch.full((*heads, length), NEVER, dtype=torch.int32, device=device)
+        # of every token the number of the event at which it died, narrower than a step, and the steps of the events
+        kind = size.event_dtype
+        self.never = torch.iinfo(kind).max
+        self.death = torch.full((*heads, length), self.never, dtype=kind, device=device)
+        events = (slots, min(length, self.never))
+        self.event_steps = torch.full(events, NEVER, dtype=torch.int32, device=device)
         # per sequence, with the row for padding
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
@@ -176,7 +191,7 @@ class SlotCache:
             "positions": places,
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
             "queries": [self.queries],
-            "the eviction record": [self.death],
+            "the eviction record": [self.death, self.event_steps],
             "attention probabilities": [self._probabilities],
             "tokens and counters": own if p.errors is None else [*own, p.errors],
         }
@@ -291,6 +306,7 @@ class SlotCache:
         ops.evict(
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
             compressor.window, self.seen[:-1], self.death[layer : layer + 1], source=source,
+            event_steps=self.event_steps,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- a decode step
@@ -339,15 +355,21 @@ class SlotCache:
             end: Index of its last token.
             cuts: Compressions of the slot so far.
         """
-        # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
-        death = self.death[:, slot : slot + 1, :, : end + 1]
-        death = torch.where(death <= end, death, NEVER)
+        death = self.deaths(slot, end)[:, None]
         if self.size.per_head:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
         own = [(length, sum(lost)) for length, lost in cuts if length <= end]  # each of them lost something
         num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
         (steps,) = upload([[length for length, _ in own]], death.device)
         return EvictionRecord.of_sequence(death, steps, num_dead)
+
+    def deaths(self, slot: int, end: int = NEVER) -> Tensor:
+        """The death steps (L, H, T), int32, of the tokens in a slot up to index ``end``, without evictions after it."""
+        steps = self.event_steps[slot]
+        # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
+        steps = F.pad(steps.masked_fill(steps > end, NEVER), (0, 1), value=NEVER)
+        events = self.death[:, slot, :, : end + 1].clamp(max=len(steps) - 1)
+        return steps.index_select(0, events.flatten().to(torch.int32)).view(events.shape)
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
         """The number of entries () that the decode steps of a sequence read, if fewer than they held; else None."""
@@ -365,7 +387,8 @@ class SlotCache:
             other.begin(places)
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
-        self.death.index_fill_(1, places, NEVER)
+        self.death.index_fill_(1, places, self.never)
+        self.event_steps.index_fill_(0, places, NEVER)
         self.seen[places] = self.prompt_lengths[places] = counts
         self.sequence_keys[places] = self.prompt_keys[places] = keys
         self.tokens[places, :longest] = tokens
@@ -375,8 +398,8 @@ class SlotCache:
     ) -> None:
         """Evict all but the best entries of these slots, and make room for the next tokens.
 
-        The survivors keep their order and close up at the front of each head; ``death`` of an evicted token is the
-        number of tokens fed so far: the query of the last one still saw it, the next will not.
+        The survivors keep their order and close up at the front of each head; an evicted token's death is the number of
+        tokens fed so far: the query of the last one still saw it, the next will not.
 
         Args:
             chosen: Slots (B).
@@ -387,7 +410,7 @@ class SlotCache:
         """
         ops.evict(
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
-            self.death, self.state_pool, held=self.held[:-1],
+            self.death, self.state_pool, held=self.held[:-1], event_steps=self.event_steps,
         )  # fmt: skip
         for other in self.others:
             other.compact(chosen.places, room, chosen.width)
@@ -402,6 +425,7 @@ class SlotCache:
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
+        content["death"] = self.deaths(slot)  # as steps: caches may differ in how they number events
         for other in self.others:
             content |= other.save(slot, length)
         return content
@@ -417,6 +441,7 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
+        self._number_deaths(slot, content["death"], is_known=held is not None)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
@@ -425,6 +450,7 @@ class SlotCache:
         # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, sources, destinations, self.queries, self.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
+        self.event_steps[destinations] = self.event_steps[sources]
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
@@ -433,6 +459,23 @@ class SlotCache:
         """Bytes of keys, values and states of a saved slot."""
         names = ["keys", "values", *(name for other in self.others for name in other.content)]
         return sum(content[name].nbytes for name in names if name in content)
+
+    def _number_deaths(self, slot: int, death: Tensor, is_known: bool) -> None:
+        """Write death steps (L, H, T) to the log; ``is_known`` that there are no more of them than numbers."""
+        last = self.size.max_length + 1  # behind all steps
+        step = death.clamp(max=last).long()
+        occurs = torch.zeros(last + 1, dtype=torch.bool, device=death.device)
+        occurs[step] = True
+        steps, count = occurs[:last], self.event_steps.shape[1]
+        if not is_known and (found := int(steps.sum())) > count:
+            raise UserError(
+                f"A sequence was compressed {found} times, and a slot counts {count} here: continue it with the budget "
+                "and buffer that it was drawn with."
+            )
+        self.event_steps[slot] = torch.nonzero_static(steps, size=count, fill_value=NEVER).squeeze(1)
+        number = occurs.cumsum(0) - 1
+        number[last] = self.never
+        self.death[:, slot] = number.to(self.death.dtype)[step]
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
         if held is None or self.size.per_head:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.ops.pools import COMPUTING, FLOAT8, accumulation_dtype
+from sparse_rl_lightning.ops.pools import COMPUTING, EVENT_TYPES, FLOAT8, accumulation_dtype
 from sparse_rl_lightning.ops.schemas import ON_ALL_LAYERS, SCHEMAS, SHAPES
 
 PARAMETERS = {
@@ -34,7 +34,9 @@ def check_arguments(op: str, args: tuple[Any, ...]) -> None:
         _check_shape(name, tensor, letters if op in ON_ALL_LAYERS else [x for x in letters if x != "L"], sizes)
         if "Hq" in letters and sizes["Hq"] % max(sizes["H"], 1):
             raise UserError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
-        dtype = types.get(kind) or getattr(torch, kind)
+        dtype = tensor.dtype if kind == "event" else types.get(kind) or getattr(torch, kind)
+        if kind == "event" and dtype not in EVENT_TYPES:
+            raise UserError(f"{name} is {dtype}, expected torch.uint8, torch.int16 or torch.int32.")
         if tensor.dtype != dtype:
             raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
         if tensor.device != given[like].device:

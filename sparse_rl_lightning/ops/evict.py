@@ -1,4 +1,4 @@
-"""evict: the best entries of each head stay or are copied into a slot, and the death step of the others is recorded.
+"""evict: the best entries of each head stay or are copied into a slot, and the death of the others is recorded.
 
 The ranking is written once: compressors use ``select_entries``, budget rules and ``select_pages`` use ``rank_entries``.
 """
@@ -26,6 +26,7 @@ def evict(
     state_pool: Tensor | None = None,
     source: KVPools | None = None,
     held: Tensor | None = None,
+    event_steps: Tensor | None = None,
 ) -> None:
     """Evict all but the best entries of these slots, in all layers: in place, or while copying from a source.
 
@@ -41,19 +42,25 @@ def evict(
         num_sinks: Number of first positions that are never evicted.
         window: Number of last entries that are never evicted.
         seen: Number of tokens fed so far (S), int64: the evicted are invisible to queries from this position on.
-        death: Death steps (L, S, H, T), int32, set to ``seen`` at the positions of the evicted.
+        death: Numbers of events (L, S, H, T), uint8, int16 or int32, set at the positions of the evicted to that of the
+            event at ``seen``: its place among the slot's ``event_steps``.
         state_pool: Running state (R, C), float32, of each entry, moved along; in place only.
         source: Newly read prompts that replace the slots' content: other memory, offsets and lengths (L, B, H);
             entry i has position i. Its own positions and capacities are not used.
         held: Number of entries (S, T), int32, that all heads and layers of a slot together had after each token; the
             evicted are subtracted at the last one. In place only.
+        event_steps: Steps (S, E), int32, of the events of each slot, which ascend, behind them larger numbers; ``seen``
+            is added where something is evicted. Given with ``death``, whose type takes more than E numbers.
     """
     if num_sinks < 0 or window < 0:
         raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
+    if (death is None) != (event_steps is None):
+        raise UserError("evict needs both death and event_steps, or neither.")
     given = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
     call(
         "evict", pools.keys, scores, budgets, num_sinks, window, slots, seen, pools.offsets, pools.capacities,
         pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *given, pools.errors, held,
+        event_steps,
     )  # fmt: skip
 
 
@@ -62,7 +69,7 @@ def reference(
     capacities: Tensor, key_pool: Tensor, value_pool: Tensor, position_pool: Tensor, lengths: Tensor,
     death: Tensor | None, state_pool: Tensor | None, source_keys: Tensor | None, source_values: Tensor | None,
     source_offsets: Tensor | None, source_lengths: Tensor | None, errors: Tensor | None = None,
-    held: Tensor | None = None,
+    held: Tensor | None = None, event_steps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The op ``evict`` in PyTorch."""
     check_slots(slots, offsets)
@@ -92,7 +99,8 @@ def reference(
         last = seen[slots] - 1
         inside = (last >= 0) & (last < held.shape[1])
         held[slots[inside], last[inside]] -= (live & ~keep).sum(dim=(0, 2, 3), dtype=torch.int32)[inside]
-    _record(death, slots, seen, live & ~keep, positions)
+    if death is not None and event_steps is not None and slots.numel():
+        _record(death, event_steps, slots, seen, live & ~keep, positions)
 
 
 def _keep(scores: Tensor, budgets: Tensor, num_sinks: int, window: int, live: Tensor, positions: Tensor) -> Tensor:
@@ -101,13 +109,17 @@ def _keep(scores: Tensor, budgets: Tensor, num_sinks: int, window: int, live: Te
     return select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
 
 
-def _record(death: Tensor | None, slots: Tensor, seen: Tensor, evicted: Tensor, positions: Tensor) -> None:
-    if death is None:
-        return
+def _record(
+    death: Tensor, event_steps: Tensor, slots: Tensor, seen: Tensor, evicted: Tensor, positions: Tensor
+) -> None:
     layer, row, head, entry = evicted.nonzero(as_tuple=True)
     slot, position = slots[row], positions[layer, row, head, entry].long()
     check_numbers("a position in the death record", position, death.shape[3])
-    death[layer, slot, head, position] = seen[slot].to(torch.int32)
+    # the events before are those with smaller steps
+    event = (event_steps[slots] < seen[slots].unsqueeze(-1)).sum(dim=-1)[row]
+    check_numbers("the number of an event", event, min(event_steps.shape[1], torch.iinfo(death.dtype).max))
+    event_steps[slot, event] = seen[slot].to(torch.int32)
+    death[layer, slot, head, position] = event.to(death.dtype)
 
 
 register("evict", reference)

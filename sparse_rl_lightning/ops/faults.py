@@ -17,6 +17,7 @@ FAULTS = (  # numbers of the faults begin at 1 too
     "a position is negative, or outside the death record",
     "a number of pages or a page of a list is out of range",
     "a score is NaN: look for NaN in the model's weights",
+    "no number is left for another event of the slot",
 )
 
 

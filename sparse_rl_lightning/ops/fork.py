@@ -26,7 +26,7 @@ def fork(
         destinations: Slots (B), int64, to copy to, distinct, none of them a source; -1 in either list skips the pair,
             and a pair of equal slots does nothing.
         query_ring: Recent queries (L, S, Hq, A, D).
-        death: Death steps (L, S, H, T), int32.
+        death: Numbers of events (L, S, H, T), uint8, int16 or int32, whose steps the caller copies.
         state_pool: Running state (R, C), float32.
 
     Raises:

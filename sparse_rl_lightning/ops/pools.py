@@ -19,6 +19,8 @@ from sparse_rl_lightning.ops.faults import fault
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+EVENT_TYPES = (torch.uint8, torch.int16, torch.int32)
+"""Types of the log of deaths, narrow ones first; the largest number of each says never."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the room and the number of live entries of each slot and KV head. Live entries c
 positions. State is indexed by slot; inputs and outputs of a call are indexed by row b of ``slots``. ``slots[b] = -1``
 skips a row: nothing of it is read or written, except that outputs get zeros. A slot may be listed once. ``seen`` is
 the number of tokens fed to each slot so far: the position of the token being appended, and the death step of evicted
-entries.
+entries. ``death`` has the number of the event at which each token died, ``event_steps`` the step of each event.
 
 ``draw`` reads logits, ``rms_norm`` and ``silu_mul`` hidden states, and nothing of the cache.
 
@@ -18,12 +18,12 @@ SHAPES = {
     # heads, Hq query heads, D head size, R rows of the pools, N entries, T tokens of a sequence, A recent queries,
     # r rotated elements, P pages, C vectors kept of a page, K pages read. `query` is the type of queries, new keys and
     # new values, `pool` that of the pools (the same, or float8_e4m3fn of ops/pools.py) or of the logits. `sum` is
-    # float32, or float64 for float64.
+    # float32, or float64 for float64. `event` is uint8, int16 or int32; its largest number says never.
     "key_pool": "R D pool", "value_pool": "R D pool", "position_pool": "R int32", "state_pool": "R f float32",
     "offsets": "L S H int64", "capacities": "L S H int32", "lengths": "L S H int32",
     "slots": "B int64", "sources": "B int64", "destinations": "B int64", "seen": "S int64", "errors": "1 int32",
     "query": "B Hq D query", "key": "B H D query", "value": "B H D query", "cos": "B r sum", "sin": "B r sum",
-    "query_ring": "L S Hq A D query", "death": "L S H T int32",
+    "query_ring": "L S Hq A D query", "death": "L S H T event", "event_steps": "S E int32",
     "out": "B Hq D query", "lse": "B Hq sum", "probs": "B Hq M sum", "partials": "B Hq P E sum",
     "scores": "L B H N float32", "budgets": "L B H int32",
     "source_keys": "Q D pool", "source_values": "Q D pool",
@@ -76,7 +76,8 @@ SCHEMAS = {
         Tensor scores, Tensor budgets, int num_sinks, int window, Tensor slots, Tensor seen, Tensor offsets,
         Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths,
         Tensor(e!)? death, Tensor(f!)? state_pool, Tensor? source_keys, Tensor? source_values, Tensor? source_offsets,
-        Tensor? source_lengths, Tensor(g!)? errors=None, Tensor(h!)? held=None) -> ()""",
+        Tensor? source_lengths, Tensor(g!)? errors=None, Tensor(h!)? held=None,
+        Tensor(i!)? event_steps=None) -> ()""",
     "fork": """(
         Tensor sources, Tensor destinations, Tensor offsets, Tensor capacities, Tensor(a!) key_pool,
         Tensor(b!) value_pool, Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring,

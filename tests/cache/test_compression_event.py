@@ -205,6 +205,11 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a.float(), b.float()) for a, b in zip(one, other, strict=True))
 
 
+def deaths(cache: SlotCache) -> Tensor:
+    """The death steps (L, S, H, T) of all slots."""
+    return torch.stack([cache.deaths(slot) for slot in range(SLOTS)], dim=1)
+
+
 def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype, seed: int) -> int:
     """Feed and compress, each event against slots and layers by themselves; returns how often heads were cut."""
     slots, cuts = Slots(compressor, dtype, kv_dtype, seed), 0
@@ -213,7 +218,7 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
         due = slots.step()
         if not due:
             continue
-        want, death = {}, cache.death.clone()
+        want, death = {}, deaths(cache)
         for slot in due:
             for layer, head, kept in slots.chosen(slot):
                 own = slots.content(layer, slot, head)
@@ -228,10 +233,10 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
         slots.compression.compress(cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
         for (layer, slot, head), entries in want.items():
             assert same(slots.content(layer, slot, head), entries), (layer, slot, head)
-        assert torch.equal(cache.death, death)
+        assert torch.equal(deaths(cache), death)
         for slot in due:
             assert cache.held[slot, slots.fed[slot] - 1] == cache.lengths[:, slot].sum()
-    assert (cache.death != NEVER).any()
+    assert (deaths(cache) != NEVER).any()
     return cuts
 
 

@@ -48,3 +48,23 @@ def test_the_smallest_budget_is_of_these_lengths_alone() -> None:
     trigger = Trigger(KNorm(SHRINKING, **SIZES), 2)
     assert [trigger.smallest_budget(5, last) for last in (19, 20, 49, 50)] == [15, 10, 10, 9]
     assert trigger.smallest_budget(33, 49) == 22
+
+
+@pytest.mark.filterwarnings("ignore:.*shrinks with length")
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_sequence_is_compressed_more_often_than_expected(whole: bool) -> None:
+    """And one of a constant budget as often."""
+    for schedule, beta in itertools.product((RISING, LEAPING, SHRINKING, 12), (1, 2)):
+        c = KNorm(schedule, **SIZES, budget_rule=Pyramid(beta), compress_prompt=not whole)
+        trigger, most = Trigger(c, 3), [0] * 120  # of up to so many tokens
+        for prompt in range(1, 90):
+            evicted, room = trigger.after_prompt(prompt)
+            events, fed = [prompt] * any(evicted), prompt
+            while (fed := fed + room) < 120:
+                events.append(fed)
+                evicted = trigger.evicted(fed, evicted)
+                room = trigger.room(fed, evicted)
+            most = [max(before, bisect_right(events, length)) for length, before in enumerate(most)]
+        expected = [trigger.most_events(length) for length in range(120)]
+        assert all(found <= allowed for found, allowed in zip(most, expected, strict=True))
+        assert most == expected or schedule != 12

@@ -11,7 +11,7 @@ import torch
 from tiny_grpo import Recorder, Rows, fit, loaded, module, weights
 from tiny_run import config, write
 
-from sparse_rl_lightning.cache.slots import CacheSize
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import FullKV
@@ -63,9 +63,8 @@ def memory_of(num_slots: int) -> int:
     """Bytes that so many slots of the tiny module take with its longest prompt."""
     grpo = loaded()
     compressor, length = grpo.generator.compressor, 17 + grpo.generator.sampling.max_completion_length
-    capacities = (compressor.budget + compressor.buffer,) * 2
     geometry = CacheGeometry.of(grpo.policy)
-    size = CacheSize(num_slots, capacities, compressor.num_queries, length)
+    size = Compression(compressor, geometry.num_layers).cache_size(geometry, num_slots, 17, length)
     return slot_bytes(geometry, size, grpo.generator.sampling).of(num_slots)
 
 

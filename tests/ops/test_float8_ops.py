@@ -222,8 +222,8 @@ def test_evict_in_place(way: Way, device: str, dim: int) -> None:
     budgets = torch.randint(0, 200, (2, 3, 2), generator=g).int()
     state = torch.randn(len(pools.keys), 2, generator=g)
     args = [scores, budgets, 2, 3, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, torch.full((2, 3, 2, 600), NEVER, dtype=torch.int32), state,
-            *[None] * 4]  # fmt: skip
+            pools.positions, pools.lengths, torch.full((2, 3, 2, 600), 255, dtype=torch.uint8), state,
+            *[None] * 6, torch.tensor([[9, NEVER]] * 3, dtype=torch.int32)]  # fmt: skip
     after = run("evict", args, way, device)
     for layer, b, slot, h in units(2, chosen, 2):
         live = head_rows(pools, layer, slot, h)
@@ -235,7 +235,8 @@ def test_evict_in_place(way: Way, device: str, dim: int) -> None:
         for index, other in ((10, pools.positions), (13, state)):
             assert torch.equal(after[index][there], other[live][keep])
         dead = sorted(set(range(live.stop - live.start)) - set(keep))
-        assert (after[12][layer, slot, h][pools.positions[live][dead].long()] == seen[slot]).all()
+        assert (after[12][layer, slot, h][pools.positions[live][dead].long()] == 1).all()
+        assert not dead or after[20][slot].tolist() == [9, seen[slot]]
 
 
 @each_way

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
+    EMULATED,
     copy,
     cpu_complaints,
     head_rows,
@@ -31,6 +32,27 @@ def units(layers: int, chosen: Tensor, heads: int) -> list[tuple[int, int, int, 
     """(layer, row, slot, head) of everything a call works on."""
     rows = [(b, slot) for b, slot in enumerate(chosen.tolist()) if slot >= 0]
     return [(layer, b, slot, h) for layer in range(layers) for b, slot in rows for h in range(heads)]
+
+
+NEVER_OF = {torch.uint8: 255, torch.int16: 2**15 - 1, torch.int32: NEVER}
+event_types = st.sampled_from([*NEVER_OF])
+
+
+def make_log(
+    g: torch.Generator, heads: tuple[int, ...], tokens: int, kind: torch.dtype, seen: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """An empty log of deaths, the steps of up to three events of each slot, and the number that its next event has.
+
+    The last event of some slots is at the very step.
+    """
+    slots = heads[1]
+    steps, numbers = torch.full((slots, 5), NEVER, dtype=torch.int32), []
+    for slot, before in enumerate(torch.randint(0, 4, (slots,), generator=g).tolist()):
+        steps[slot, :before] = torch.arange(before) * 20 + 30
+        numbers.append(before)
+        if torch.rand((), generator=g) < 0.3:  # another layer was first
+            steps[slot, before] = seen[slot]
+    return torch.full((*heads, tokens), NEVER_OF[kind], dtype=kind), steps, numbers
 
 
 score_kinds = st.sampled_from(["random", "ties", "equal", "infinite", "nan", "zeros"])
@@ -66,11 +88,12 @@ def survivors(scores: Tensor, positions: Tensor, budget: int, num_sinks: int, wi
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6),
-    full=st.booleans(), recorded=st.booleans(),
+    full=st.booleans(), recorded=st.booleans(), event_type=event_types,
 )  # fmt: skip
 def test_evict_in_place(
-    device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool
-) -> None:
+    device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, full: bool, recorded: bool,
+    event_type: torch.dtype,
+) -> None:  # fmt: skip
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape, full=full)
@@ -79,13 +102,13 @@ def test_evict_in_place(
     rows, width, tokens = len(chosen), int(pools.lengths.max()) + seed % 2, 2 * shape["capacity"]
     scores = make_scores(g, (layers, rows, heads, width), kind)
     budgets = torch.randint(0, shape["capacity"] + 2, (layers, rows, heads), generator=g).int()
-    death = torch.full((layers, slots, heads, tokens), NEVER, dtype=torch.int32)
+    death, steps, numbers = make_log(g, (layers, slots, heads), tokens, event_type, seen)
     state = torch.randn(len(pools.keys), 2, generator=g)
     args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities,
             pools.keys, pools.values, pools.positions, pools.lengths, *((death, state) if recorded else (None, None)),
-            *[None] * 4]  # fmt: skip
+            *[None] * 6, steps if recorded else None]  # fmt: skip
     native, reference = both("evict", args, device)
-    want, want_state, want_death = copy(pools), state.clone(), death.clone()
+    want, want_state, want_death, want_steps = copy(pools), state.clone(), death.clone(), steps.clone()
     untouched = torch.ones(len(pools.keys), dtype=torch.bool)
     for layer, b, slot, h in units(layers, chosen, heads):
         live = head_rows(pools, layer, slot, h)
@@ -96,7 +119,9 @@ def test_evict_in_place(
                              (want.positions, pools.positions)):  # fmt: skip
             pool[there] = source[live][keep]
         want.lengths[layer, slot, h] = len(keep)
-        want_death[layer, slot, h, pools.positions[live][gone].long()] = seen[slot].int()
+        want_death[layer, slot, h, pools.positions[live][gone].long()] = numbers[slot]
+        if gone:
+            want_steps[slot, numbers[slot]] = seen[slot]
         untouched[live] = False
     for result in (native, reference):
         assert same_bits(result[11], want.lengths)
@@ -106,6 +131,7 @@ def test_evict_in_place(
                 assert result[index] is None or same_bits(result[index][live], pool[live])
             assert (result[10][live].diff() > 0).all()
         assert result[12] is None or same_bits(result[12], want_death)
+        assert result[20] is None or same_bits(result[20], want_steps)
     assert same_bits(native[8][untouched], pools.keys[untouched])
     assert same_bits(native[9][untouched], pools.values[untouched])
 
@@ -121,11 +147,12 @@ def test_evict_in_place_of_long_rows(device: str, dim: int, dtype: torch.dtype, 
     budgets[0, 0, 0] = 5  # fewer than are pinned
     args = [scores, budgets, 4, 8, torch.tensor([1, 0]), torch.tensor([7000, 8000]), pools.offsets, pools.capacities,
             pools.keys, pools.values, pools.positions, pools.lengths,
-            torch.full((2, 2, 2, 2200), NEVER, dtype=torch.int32),
-            torch.randn(len(pools.keys), 3, generator=g), *[None] * 4]  # fmt: skip
+            torch.full((2, 2, 2, 2200), 255, dtype=torch.uint8), torch.randn(len(pools.keys), 3, generator=g),
+            *[None] * 6, torch.full((2, 255), NEVER, dtype=torch.int32)]  # fmt: skip
     native, reference = both("evict", args, device)
     assert same_bits(native[11], reference[11])
     assert same_bits(native[12], reference[12])
+    assert same_bits(native[20], reference[20])
     kept = KVPools(*native[8:11], pools.offsets, pools.capacities, native[11])
     for layer, slot, h in torch.ones(2, 2, 2).nonzero().tolist():
         live = head_rows(kept, layer, slot, h)
@@ -136,9 +163,12 @@ def test_evict_in_place_of_long_rows(device: str, dim: int, dtype: torch.dtype, 
 @on_each_device
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6)
-)
-def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int) -> None:
+    seed=st.integers(0, 10**6), shape=shapes, kind=score_kinds, num_sinks=st.integers(0, 5), window=st.integers(0, 6),
+    event_type=event_types,
+)  # fmt: skip
+def test_evict_from_a_source(
+    device: str, seed: int, shape: dict, kind: str, num_sinks: int, window: int, event_type: torch.dtype
+) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **shape)
@@ -149,12 +179,12 @@ def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num
     scores = make_scores(g, (layers, slots, heads, width), kind)
     room = pools.capacities[:, chosen.clamp(min=0)]
     budgets = (torch.rand(room.shape, generator=g) * (room + 1)).int()
-    death = torch.full((layers, slots, heads, width + 1), NEVER, dtype=torch.int32)
+    death, steps, numbers = make_log(g, (layers, slots, heads), width + 1, event_type, seen)
     args = [scores, budgets, num_sinks, window, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
             pools.positions, pools.lengths, death, None, source.keys, source.values, source.offsets,
-            source.lengths]  # fmt: skip
+            source.lengths, None, None, steps]  # fmt: skip
     for result in both("evict", args, device):
-        want, want_death = copy(pools), death.clone()
+        want, want_death, want_steps = copy(pools), death.clone(), steps.clone()
         for layer, b, slot, h in units(layers, chosen, heads):
             live = head_rows(source, layer, b, h)
             length, budget = live.stop - live.start, int(budgets[layer, b, h])
@@ -164,9 +194,12 @@ def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num
             want.keys[there], want.values[there] = source.keys[live][keep], source.values[live][keep]
             want.positions[there] = torch.tensor(keep, dtype=torch.int32)
             want.lengths[layer, slot, h] = len(keep)
-            want_death[layer, slot, h, sorted(set(range(length)) - set(keep))] = seen[slot].int()
+            want_death[layer, slot, h, sorted(set(range(length)) - set(keep))] = numbers[slot]
+            if len(keep) < length:
+                want_steps[slot, numbers[slot]] = seen[slot]
         assert same_bits(result[11], want.lengths)
         assert same_bits(result[12], want_death)
+        assert same_bits(result[20], want_steps)
         assert same_bits(result[8], want.keys)
         assert same_bits(result[9], want.values)
         assert same_bits(result[10], want.positions)
@@ -174,8 +207,13 @@ def test_evict_from_a_source(device: str, seed: int, shape: dict, kind: str, num
 
 @on_each_device
 @settings(max_examples=50)
-@given(seed=st.integers(0, 10**6), shape=shapes, num_queries=st.integers(0, 2), state=st.booleans())
-def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, num_queries=st.integers(0, 2), state=st.booleans(),
+    event_type=event_types, tokens=st.integers(1, 9),
+)  # fmt: skip
+def test_fork(
+    device: str, seed: int, shape: dict, num_queries: int, state: bool, event_type: torch.dtype, tokens: int
+) -> None:
     shape = shape_for(device, shape)
     g = torch.Generator().manual_seed(seed)
     pools = make_pools(g, **{**shape, "slots": shape["slots"] + 2})
@@ -187,7 +225,7 @@ def test_fork(device: str, seed: int, shape: dict, num_queries: int, state: bool
     destinations = order.clone()
     destinations[0], destinations[1] = order[0], -1  # onto itself; nowhere
     ring = torch.randn(layers, slots, 2 * heads, num_queries, shape["dim"], generator=g).to(shape["dtype"])
-    death = torch.randint(0, 99, (layers, slots, heads, 7), generator=g).int()
+    death = torch.randint(0, 99, (layers, slots, heads, tokens), generator=g).to(event_type)
     running = torch.randn(len(pools.keys), 3, generator=g) if state else None
     args = [sources, destinations, pools.offsets, pools.capacities, pools.keys, pools.values, pools.positions,
             pools.lengths, ring, death, running]  # fmt: skip
@@ -217,7 +255,36 @@ def test_a_death_beyond_the_record_is_an_error(positions: list[int]) -> None:
         ops.evict(
             pools, torch.tensor([0]), torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), 1, dtype=torch.int32), 0, 0,
             torch.tensor([11]), torch.zeros(1, 1, 1, 5, dtype=torch.int32),
+            event_steps=torch.full((1, 3), NEVER, dtype=torch.int32),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NEVER_OF)
+def test_events_are_counted_until_no_number_is_left(kind: torch.dtype) -> None:
+    """One token dies at each of them; the last number is that of the tokens that did not die."""
+    count = min(NEVER_OF[kind], 300)
+    pools = uniform_pools((1, 1, 1), 2, 8, torch.float32)
+    death, steps = torch.full((1, 1, 1, 400), NEVER_OF[kind], dtype=kind), torch.full((1, count), NEVER).int()
+    budgets, scores = torch.ones(1, 1, 1, dtype=torch.int32), torch.tensor([0.0, 1.0]).view(1, 1, 1, 2)
+
+    def event(number: int) -> None:
+        pools.lengths.fill_(2)
+        pools.positions.copy_(torch.tensor([number, 399]))
+        seen = torch.tensor([3 * number + 5])
+        ops.evict(pools, torch.tensor([0]), scores, budgets, 0, 0, seen, death, event_steps=steps)
+
+    for number in range(count):
+        event(number)
+    assert death.flatten().tolist() == [*range(count), *[NEVER_OF[kind]] * (400 - count)]
+    assert steps[0].tolist() == [3 * number + 5 for number in range(count)]
+    if not EMULATED:  # CUDA kernels note it instead
+        with pytest.raises(RuntimeError, match="number"):
+            event(count)
+    else:
+        event(count)
+        with pytest.raises(RuntimeError, match="no number is left"):
+            pools.raise_errors()
+    assert (death[..., count:] == NEVER_OF[kind]).all()
 
 
 @cpu_complaints

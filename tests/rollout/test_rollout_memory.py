@@ -234,7 +234,7 @@ def test_refusal_shows_the_arithmetic() -> None:
     # 16 wide heads: 72 entries x 2 heads x 2 x 16 x 4 bytes and so on
     assert "18,432 for keys and values (72 entries in 3 layers x 2 KV heads x 2 x 16 x 4 bytes)" in message
     assert "6,144 for queries (8 x 4 heads x 3 layers x 16 x 4)" in message
-    assert "960 for the eviction record (40 tokens x 6 heads of all layers x 4)" in message
+    assert "1,120 for the eviction record (40 tokens x 6 heads of all layers x 4, and steps of events)" in message
     assert f"takes {slot.of(1):,} bytes, the limit is 10,000" in message
     terms = [int(term.split()[0].replace(",", "")) for term in slot.arithmetic.split(" + ") if " for " in term]
     assert sum(terms) == slot.total

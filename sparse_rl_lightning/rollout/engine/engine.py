@@ -105,9 +105,8 @@ class EngineKey:
             return replace(self, size=before)
         # alternating rollouts (training and validation) get one cache for both, instead of two allocations per turn;
         # not under a memory limit, whose plan was made for this key alone
-        slots, length = max(own.num_slots, before.num_slots), max(own.max_length, before.max_length)
-        both = replace(own, num_slots=slots, max_length=length)
-        alike = both == replace(before, num_slots=slots, max_length=length)
+        both = own.enlarged(before, own.capacities)
+        alike = both == before.enlarged(own, before.capacities)
         return replace(self, size=both) if alike and self.memory_plan is None else self
 
 

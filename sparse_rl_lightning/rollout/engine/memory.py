@@ -174,7 +174,8 @@ def _words(g: CacheGeometry, size: CacheSize) -> dict[str, str]:
         "keys and values": f" ({rows} x 2 x {g.head_dim} x {g.kv_dtype.itemsize} bytes)",
         "queries": f" ({size.num_queries} x {g.num_heads} heads x {g.num_layers} layers x {g.head_dim} x "
         f"{g.query_dtype.itemsize})",
-        "the eviction record": f" ({size.max_length:,} tokens x {heads} heads of all layers x 4)",
+        "the eviction record": f" ({size.max_length:,} tokens x {heads} heads of all layers x "
+        f"{size.event_dtype.itemsize}, and steps of events)",
         "linear attention": state,
     }
 
