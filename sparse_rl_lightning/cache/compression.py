@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.cache.running_state import update_after_step
 from sparse_rl_lightning.cache.slots import CacheSize, PackedPrompts, SlotCache, SlotSelection
-from sparse_rl_lightning.cache.states import block_state, layer_blocks, padded, prompt_state
+from sparse_rl_lightning.cache.states import block_state, blocks, padded, prompt_state
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.ops.transfers import upload
@@ -153,6 +152,11 @@ class CompressionEvent:
         each = self.on_device[layers.start : layers.stop].flatten()
         return common((row[layer] for row in self.budgets for layer in layers), each)
 
+    def part(self, rows: range) -> CompressionEvent:
+        """The event of some of its rows of slots."""
+        own = slice(rows.start, rows.stop)
+        return CompressionEvent(self.chosen.part(rows), self.budgets[own], self.on_device[:, own])
+
 
 def common(values: Iterable[int], each: Tensor) -> int | Tensor:
     """The number that all of these values are; if they differ, the tensor of each."""
@@ -161,7 +165,7 @@ def common(values: Iterable[int], each: Tensor) -> int | Tensor:
 
 
 def settings_of(compressor: Compressor) -> tuple[object, ...]:
-    """What decides when slots are compressed, and to how much, and whether by ops alone."""
+    """What decides when slots are compressed, and to how much, and whether ops score them."""
     c = compressor
     return c.schedule, c.evicts, c.buffer, c.compress_prompt, c.budget_rule, c.num_sinks, c.window, c.scores_natively
 
@@ -239,49 +243,56 @@ class Compression:
         most = max((len(own) for own in turns), default=0)
         ragged = [[*own, *[ENDLESS] * (most - len(own))] for own in turns]
         on_device, room_there, budgets_there, starts = upload([slots, room, by_layer, ragged], cache.key_pool.device)
-        is_native = self._scores_natively and turn_starts is None and not cache.size.per_head
-        native = native_scores(self.compressor, cache, on_device) if is_native else None
-        if native is not None:
+        c = self.compressor
+        native = native_scores(c, cache, on_device) if self._scores_natively else None
+        is_open = turn_starts is None and not c.protect_prompt and not c.protect_token_ids
+        if native is not None and is_open and not cache.size.per_head:
             kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)
             kept.copy_(budgets_there.unsqueeze(-1))
-            cache.compact(SlotSelection.of(slots, on_device, 0), native, kept, self.compressor, room_there)
+            cache.compact(SlotSelection.of(slots, on_device, 0), native, kept, c, room_there)
             return
         # one read, and only where heads differ in length
         width = int(cache.lengths[:, on_device].max()) if cache.size.per_head else 0
         chosen = SlotSelection.of(slots, on_device, width, starts if turns else None)
         event = CompressionEvent(chosen, budgets, budgets_there)
         # all layers are scored before the first entry moves: one op then evicts from all of them
-        scores, kept = self._plan(cache, event)
-        cache.compact(event.chosen, scores, kept, self.compressor, room_there)
+        scores, kept = self._plan(cache, event, native)
+        cache.compact(event.chosen, scores, kept, c, room_there)
 
-    def _plan(self, cache: SlotCache, event: CompressionEvent) -> tuple[Tensor, Tensor]:
+    def _plan(self, cache: SlotCache, event: CompressionEvent, native: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores (L, B, H, N) and budgets (L, B, H) of all layers, several of them at once where that can be."""
-        blocks, is_lasting = list(layer_blocks(cache, len(event.budgets))), True
-        if not self._one_by_one:
+        is_lasting = True
+        if native is not None or not self._one_by_one:
             try:
-                return self._plan_blocks(cache, event, blocks)
+                return self._plan_blocks(cache, event, native)
             except Exception as error:  # it may have asked which layer it is; whatever else is wrong shows below
-                if all(len(layers) == 1 for layers in blocks):
-                    raise
                 is_lasting = not isinstance(error, torch.OutOfMemoryError)
-        plan = self._plan_blocks(cache, event, [range(layer, layer + 1) for layer in range(self.num_layers)])
+        plan = self._plan_blocks(cache, event, native, one_by_one=True)
         self._one_by_one = is_lasting  # this helped; an error that has other causes is raised again
         return plan
 
-    def _plan_blocks(self, cache: SlotCache, event: CompressionEvent, blocks: list[range]) -> tuple[Tensor, Tensor]:
-        plans = [
-            self.compressor.propose_eviction(block_state(cache, layers, event.chosen), event.layer_budgets(layers))
-            for layers in blocks
-        ]
-        # layers may differ in width: pad the scores to the widest, beyond every layer's live entries
-        widest, shape = max(plan.scores.shape[-1] for plan in plans), (self.num_layers, len(event.budgets))
-        if bool(torch.stack([plan.is_refused for plan in plans]).any()):  # the one read of an event
+    def _plan_blocks(
+        self, cache: SlotCache, event: CompressionEvent, native: Tensor | None, one_by_one: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        heads, device, has_scores = cache.geometry.num_kv_heads, cache.key_pool.device, native is not None
+        # layers may differ in width: zeros up to the widest, beyond every layer's live entries
+        shape = (self.num_layers, len(event.budgets), heads, event.chosen.width or max(cache.most_entries))
+        scores, refused = torch.zeros(shape, dtype=torch.float32, device=device), list[Tensor]()
+        budgets = torch.empty(shape[:-1], dtype=torch.int32, device=device)
+        for layers, rows in blocks(cache, shape[1], has_scores, one_by_one):
+            part, own = event.part(rows), (slice(layers.start, layers.stop), slice(rows.start, rows.stop))
+            state = block_state(cache, layers, part.chosen, has_scores)
+            into = scores[own][..., : state.valid.shape[-1]]
+            given = None if native is None else native[own][..., : into.shape[-1]].flatten(0, 1)
+            plan = self.compressor.propose_eviction(state, part.layer_budgets(layers), given)
+            into.copy_(plan.scores.view(into.shape))
+            budgets[own] = plan.budgets.view(into.shape[:-1])
+            refused.append(plan.is_refused)
+        if bool(torch.stack(refused).any()):  # the one read of an event
             for layer in range(self.num_layers):  # the first layer that cannot be cut raises
                 layers = range(layer, layer + 1)
                 self.compressor.plan_eviction(block_state(cache, layers, event.chosen), event.layer_budgets(layers))
-        scores = torch.cat([F.pad(plan.scores, (0, widest - plan.scores.shape[-1])) for plan in plans])
-        budgets = torch.cat([plan.budgets for plan in plans])
-        return scores.view(*shape, *scores.shape[1:]), budgets.view(*shape, -1)
+        return scores, budgets
 
     def record_step(
         self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,

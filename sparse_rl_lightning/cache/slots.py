@@ -506,6 +506,13 @@ class SlotSelection:
         neighbors = as_range(slots)
         return cls(places, neighbors if isinstance(neighbors, slice) else places, width, turn_starts)
 
+    def part(self, rows: range) -> SlotSelection:
+        """The slots of some rows, one after the other."""
+        own, first = slice(rows.start, rows.stop), self.index.start if isinstance(self.index, slice) else 0
+        index = slice(first + rows.start, first + rows.stop) if isinstance(self.index, slice) else self.index[own]
+        starts = None if self.turn_starts is None else self.turn_starts[own]
+        return SlotSelection(self.places[own], index, self.width, starts)
+
     def turns_of(self, positions: Tensor) -> Tensor | None:
         """The numbers of the turns of tokens at these positions (L' x B, H, N), 0 for the prompt, in conversations."""
         if self.turn_starts is None:

@@ -18,8 +18,9 @@ from sparse_rl_lightning.cache.slots import PackedPrompts, SlotCache, SlotSelect
 from sparse_rl_lightning.ops.pools import gather_heads, live_entries, to_computed
 from sparse_rl_lightning.records import LayerState
 
-BLOCK_BYTES = {"cpu": 2**20}  # keys and values of layers that are scored at once: they should stay in a CPU's cache
+BLOCK_BYTES = {"cpu": 2**23}  # of the entries that are looked at together: they should stay in a CPU's cache
 BLOCK_BYTES_ON_DEVICE = 2**28
+BYTES_BESIDE_SCORES = 32  # positions, token and masks of an entry whose score is known
 
 
 class SeveralLayersError(Exception):
@@ -41,47 +42,60 @@ class _SeveralLayers:
 SEVERAL: Any = _SeveralLayers()
 
 
-def layer_blocks(cache: SlotCache, num_slots: int) -> Iterator[range]:
-    """Cut the layers into blocks whose heads have equal room, small enough to be scored at once."""
+def blocks(cache: SlotCache, num_slots: int, has_scores: bool, one_by_one: bool) -> Iterator[tuple[range, range]]:
+    """Cut layers and slots into blocks whose heads have equal room, small enough to be looked at together.
+
+    Args:
+        cache: Cache of the slots.
+        num_slots: Number of slots, cut only where one layer of them is too much.
+        has_scores: Whether scores are known, so that keys and values are not looked at.
+        one_by_one: Whether layers have blocks of their own.
+    """
     g, entries = cache.geometry, cache.most_entries
     most = BLOCK_BYTES.get(g.device.type, BLOCK_BYTES_ON_DEVICE)
     start = 0
     while start < g.num_layers:
-        nbytes = num_slots * g.num_kv_heads * entries[start] * g.bytes_per_entry
+        nbytes = g.num_kv_heads * entries[start] * (BYTES_BESIDE_SCORES if has_scores else g.bytes_per_entry)
+        fitting = max(most // nbytes, 1)  # slots, of one layer or of several
+        count = -(-num_slots // -(-num_slots // fitting))  # slots of a block, alike
+        last = start + (1 if one_by_one else max(fitting // num_slots, 1))
         stop = start + 1
-        while stop < g.num_layers and entries[stop] == entries[start] and (stop + 1 - start) * nbytes <= most:
+        while stop < min(last, g.num_layers) and entries[stop] == entries[start]:
             stop += 1
-        yield range(start, stop)
+        for first in range(0, num_slots, count):
+            yield range(start, stop), range(first, min(first + count, num_slots))
         start = stop
 
 
-def block_state(cache: SlotCache, layers: range, chosen: SlotSelection) -> LayerState:
+def block_state(cache: SlotCache, layers: range, chosen: SlotSelection, has_scores: bool = False) -> LayerState:
     """The state of slots in some layers of equal room, as compressors see it: (layers x slots) in place of slots.
 
     Args:
         cache: Cache of the slots.
         layers: Layers, one after the other.
         chosen: Slots.
+        has_scores: Whether scores are known: keys, values and queries then have no channels, and no numbers are there.
     """
-    size, within = cache.size, slice(layers.start, layers.stop)
+    size, within, channels = cache.size, slice(layers.start, layers.stop), 0 if has_scores else None
+    key_pool, value_pool, queries = (t[..., :channels] for t in (cache.key_pool, cache.pools.values, cache.queries))
+    state_pool = None if has_scores else cache.state_pool
     lengths = chosen.of_layers(cache.lengths[within])
     # heads of different sizes are not evenly spaced: gather a padded copy; `valid` excludes the padding
     if cache.size.per_head:
         rows, valid = gather_heads(chosen.of_layers(cache.pools.offsets[within]), lengths, chosen.width)
-        keys, values, positions = (pool[rows] for pool in (cache.key_pool, cache.pools.values, cache.pools.positions))
-        numbers = None if cache.state_pool is None else cache.state_pool[rows]
+        keys, values, positions = (pool[rows] for pool in (key_pool, value_pool, cache.pools.positions))
+        numbers = None if state_pool is None else state_pool[rows]
     else:  # views, if all slots are chosen, or neighbors in one layer
         keys, values, positions = (
-            chosen.of_layers(cache.by_layer(pool, layers))
-            for pool in (cache.key_pool, cache.pools.values, cache.pools.positions)
+            chosen.of_layers(cache.by_layer(pool, layers)) for pool in (key_pool, value_pool, cache.pools.positions)
         )
         valid = live_entries(lengths, keys.shape[2])
-        numbers = None if cache.state_pool is None else chosen.of_layers(cache.by_layer(cache.state_pool, layers))
+        numbers = None if state_pool is None else chosen.of_layers(cache.by_layer(state_pool, layers))
     head_numbers = chosen.of_layers(cache.head_state[within]) if size.head_state_fields else None
     positions = positions.long()
     return _state(
         cache, layers[0] if len(layers) == 1 else SEVERAL, chosen.places.repeat(len(layers)),
-        chosen.of_layers(cache.queries[within]), keys, values, positions, valid, numbers, head_numbers,
+        chosen.of_layers(queries[within]), keys, values, positions, valid, numbers, head_numbers,
         chosen.turns_of(positions),
     )  # fmt: skip
 

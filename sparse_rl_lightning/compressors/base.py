@@ -183,13 +183,9 @@ class Compressor(Budgeted):
 
     @property
     def scores_natively(self) -> bool:
-        """Whether :meth:`score_cached` decides alone: it is there, up to date, and no token is protected.
-
-        In conversations it does not where observations are protected.
-        """
+        """Whether :meth:`score_cached` is there and up to date: it is then asked in place of :meth:`score`."""
         owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
-        is_current = owners[0] is not Compressor and issubclass(owners[0], owners[1])
-        return is_current and not self.protect_prompt and not self.protect_token_ids
+        return owners[0] is not Compressor and issubclass(owners[0], owners[1])
 
     def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
         """The weights that this method has learned, or learns, for a model of these sizes; None for most methods.
@@ -217,16 +213,19 @@ class Compressor(Budgeted):
         budget = self.budget if budget is None else budget
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
-    def propose_eviction(self, layer: LayerState, layer_budget: int | Tensor | None = None) -> EvictionPlan:
+    def propose_eviction(
+        self, layer: LayerState, layer_budget: int | Tensor | None = None, given: Tensor | None = None
+    ) -> EvictionPlan:
         """Scores and budgets as the op ``evict`` takes them, and whether they cannot be; reads nothing from the device.
 
         Args:
             layer: One layer's cache, or several layers', each with its own rows in place of slots.
             layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
                 ``budget``.
+            given: Scores (S, H, N) from :meth:`score_cached`, in place of those of :meth:`score`.
         """
         limit = self.budget if layer_budget is None else layer_budget
-        given = self._shaped_score(layer)
+        given = self._shaped_score(layer) if given is None else given
         scores = self._protected(given, layer).to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         minimum = self.num_sinks + self.window

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import newest_position
-from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
+from sparse_rl_lightning.compressors.rotary import angles, mean_rotation, turn
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.ops.window_importance import group_logits
@@ -93,21 +93,23 @@ class ExpectedAttention(Compressor):
         counted = layer.query_positions >= self.num_sinks  # absent ones are at -1
         shown = counted[:, None, :, None]
         queries = layer.queries.to(accumulation_dtype(layer.queries.dtype)).masked_fill(~shown, 0.0)
-        still = rotate(queries, -layer.query_positions[:, None], layer.inv_freq)  # keeps the scale of the rotation
+        inv_freq = layer.inv_freq.to(queries.dtype)
+        # back to position 0, which keeps the scale of the rotation, on to the token that follows, and to the mean
+        following = angles(newest_position(layer)[:, None] + 1, inv_freq)
+        angle = following - angles(layer.query_positions, inv_freq)  # (S, A, r / 2)
+        ahead = mean_rotation(torch.arange(self.num_future, device=queries.device), inv_freq)
+        whole = turn(torch.cat([angle.cos(), angle.sin()], dim=-1), *ahead).unsqueeze(1)
+        turned = turn(queries, *whole.chunk(2, dim=-1))
         count = counted.sum(dim=-1).clamp(min=1)[:, None, None, None]
-        mean = still.sum(dim=2, keepdim=True) / count
-        centered = (still - mean).masked_fill(~shown, 0.0)
-        following = (newest_position(layer) + 1)[:, None, None]
-        offsets = torch.arange(self.num_future, device=queries.device)
-        mean, centered = (rotate_to_mean(t, following, offsets, layer.inv_freq) for t in (mean, centered))
-        return mean, centered, count
+        mean = turned.sum(dim=2, keepdim=True) / count
+        return mean, turned.sub_(mean).mul_(shown), count
 
     def _spread(self, centered: Tensor, count: Tensor, layer: LayerState) -> Tensor | float:
         """The variance of the logits: (S, H, G, N)."""
         if self.covariance == "none":
             return 0.0
         if self.covariance == "full":
-            squares = group_logits(centered, layer.keys, layer.scale).square()  # (S, H, G, A, N)
+            squares = group_logits(centered, layer.keys, layer.scale).square_()  # (S, H, G, A, N)
             return squares.sum(dim=3) / count
         variances = centered.square().sum(dim=2, keepdim=True) / count  # (S, Hq, 1, D)
         keys = layer.keys.to(variances.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.compressors.entries import live_entries
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
 
 
@@ -59,7 +60,8 @@ class LagKV(Compressor):
             return scores
         chunks = slice(self.num_sinks, self.num_sinks + num_chunks * lag)
         shape = (*layer.keys.shape[:2], num_chunks, lag, -1)
-        keys, values = (live_entries(t, layer.valid)[:, :, chunks].reshape(shape) for t in (layer.keys, layer.values))
+        # free memory is at the end: it is in no chunk whose ranks are used, nor in the next one
+        keys, values = (t[:, :, chunks].reshape(shape) for t in (layer.keys, layer.values))
         shares = _difference(keys) + _difference(values)
         ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1).to(torch.float32) / lag
         scored = slice(self.num_sinks, self.num_sinks + (num_chunks - 1) * lag)
@@ -71,8 +73,12 @@ class LagKV(Compressor):
 
 def _difference(chunks: Tensor) -> Tensor:
     """How much entries leave the range of the next chunk (S, H, chunks - 1, lag), a softmax over each chunk."""
+    chunks = chunks.to(accumulation_dtype(chunks.dtype))
     these, following = chunks[:, :, :-1], chunks[:, :, 1:]
     low, high = following.amin(dim=3, keepdim=True), following.amax(dim=3, keepdim=True)
-    constant = high == low
-    scaled = ((these - low) / (high - low).masked_fill(constant, 1.0)).masked_fill(constant, 0.0)
-    return scaled.std(dim=-1).softmax(dim=-1)
+    width = (high - low).masked_fill(high == low, torch.inf)  # by which a constant channel becomes 0
+    # the standard deviation in float64, as torch.std computes it on CPUs, but many times as fast
+    scaled = (these - low).div_(width).to(torch.float64)
+    centered = scaled.sub_(scaled.mean(dim=-1, keepdim=True))
+    norm: Tensor = torch.linalg.vector_norm(centered, dim=-1)
+    return (norm / math.sqrt(chunks.shape[-1] - 1)).to(chunks.dtype).softmax(dim=-1)

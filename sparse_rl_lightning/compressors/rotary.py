@@ -14,7 +14,7 @@ def turn(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Multiply the pairs of the first r channels of vectors (..., D) by ``cosine + i sine``, (..., r / 2)."""
     width = 2 * cosine.shape[-1]
     real, imaginary = vectors[..., :width].chunk(2, dim=-1)
-    turned = [real * cosine - imaginary * sine, imaginary * cosine + real * sine]
+    turned = [(real * cosine).sub_(imaginary * sine), (imaginary * cosine).add_(real * sine)]
     return torch.cat([*turned, vectors[..., width:].expand(*turned[0].shape[:-1], -1)], dim=-1)
 
 
@@ -34,8 +34,13 @@ def rotate_to_mean(vectors: Tensor, position: Tensor, offsets: Tensor, inv_freq:
 
     Positions broadcast to (...), offsets are (O,). The mean is shorter than the vectors if the rotations disagree.
     """
-    ahead = angles(offsets, inv_freq.to(vectors.dtype))
-    return turn(rotate(vectors, position, inv_freq), ahead.cos().mean(dim=0), ahead.sin().mean(dim=0))
+    return turn(rotate(vectors, position, inv_freq), *mean_rotation(offsets, inv_freq.to(vectors.dtype)))
+
+
+def mean_rotation(offsets: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """The means (r / 2) of cosine and sine over offsets (O,), to turn vectors by."""
+    ahead = angles(offsets, inv_freq)
+    return ahead.cos().mean(dim=0), ahead.sin().mean(dim=0)
 
 
 def pair_lengths(vectors: Tensor) -> Tensor:

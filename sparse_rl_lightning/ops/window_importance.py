@@ -174,7 +174,7 @@ def group_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     group, num_queries = queries.shape[1] // heads, queries.shape[2]
     stacked = queries.to(dtype).reshape(slots, heads, group * num_queries, dim)
     with torch.autocast(keys.device.type, enabled=False):  # mixed-precision training would round them to bf16
-        logits = torch.matmul(stacked, keys.to(dtype).mT) * scale
+        logits = torch.matmul(stacked, keys.to(dtype).mT).mul_(scale)
     return logits.view(slots, heads, group, num_queries, num_entries)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache import states
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
@@ -253,6 +254,25 @@ def test_types_of_the_cache(name: str, kv_dtype: torch.dtype) -> None:
     assert run_events(COMPRESSORS[name], dtype, kv_dtype, seed=2) >= 50
 
 
+@pytest.mark.parametrize("nbytes", [1, 1500, 6000])
+@pytest.mark.parametrize("name", ["protected", "lagkv", "pyramid", "adaptive", "schedule", "h2o, by age", "cur"])
+def test_blocks_of_any_size(name: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(states.BLOCK_BYTES, "cpu", nbytes)
+    assert run_events(COMPRESSORS[name], torch.float32, torch.float32, seed=6) >= 50
+
+
+@pytest.mark.parametrize("method", [RKV(**SIZES, protect_prompt=True), SnapKV(**SIZES, budget_rule=Adaptive())])
+def test_ops_score_where_tokens_are_protected_or_heads_differ(
+    method: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SnapKV, "score", None)  # whoever asks fails
+    slots = Slots(method, torch.float32, torch.float32, seed=3)
+    while not (due := slots.step()):
+        pass
+    slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+    assert (slots.cache.death != NEVER).any()
+
+
 @pytest.mark.parametrize(("method", "calls"), [(LargestValue, 1), (ByLayer, LAYERS + 1)])
 def test_layers_are_scored_together_unless_their_number_matters(
     method: type[Compressor], calls: int, monkeypatch: pytest.MonkeyPatch
@@ -336,5 +356,4 @@ def test_what_cannot_be_kept_is_refused(method: Compressor, match: str) -> None:
 def test_a_method_that_is_derived_from_a_native_one_and_scores_itself_is_asked() -> None:
     assert RKV(**SIZES).scores_natively
     assert not LargestValue(**SIZES).scores_natively
-    assert not SnapKV(**SIZES, protect_prompt=True).scores_natively
     assert not c.CUR(**SIZES).scores_natively
