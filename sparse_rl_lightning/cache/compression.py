@@ -69,8 +69,7 @@ class Trigger:
         if not self.evicts:
             return 0
         # the first is at budget + buffer tokens or later, the next a buffer later, or where another level begins
-        smallest = self.smallest_budget(0, max_length)
-        return max(0, max_length - smallest) // self.buffer + len(self._levels) - 1
+        return max(0, max_length - min(map(min, self._levels))) // self.buffer + len(self._levels) - 1
 
     def limits(self, prompt_length: int) -> list[int]:
         """The prompt lengths (L) from which a layer is compressed at the end of the prefill."""
@@ -285,8 +284,8 @@ class Compression:
             into = scores[own][..., : state.valid.shape[-1]]
             given = None if native is None else native[own][..., : into.shape[-1]].flatten(0, 1)
             plan = self.compressor.propose_eviction(state, part.layer_budgets(layers), given)
-            into.copy_(plan.scores.view(into.shape))
-            budgets[own] = plan.budgets.view(into.shape[:-1])
+            into.copy_(plan.scores.reshape(into.shape))
+            budgets[own] = plan.budgets.reshape(into.shape[:-1])
             refused.append(plan.is_refused)
         if bool(torch.stack(refused).any()):  # the one read of an event
             for layer in range(self.num_layers):  # the first layer that cannot be cut raises

@@ -11,6 +11,7 @@ pad a batch need a place to write: in ops they have slot -1, in indexing that la
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -66,7 +67,7 @@ class CacheSize:
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
             compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
-            next(kind for kind in EVENT_TYPES if events <= torch.iinfo(kind).max),
+            EVENT_TYPES[bisect_left((2**8 - 1, 2**15 - 1), events)],
         )  # fmt: skip
 
     @property

@@ -180,8 +180,8 @@ def test_the_full_cache_stands_beside_the_compressed_one(capsys: pytest.CaptureF
     cache = slot_size(job).of(128)
     plan = Plan(job, card_of(memory="24GB"), {"cache": (cache, cache, cache)}, 128)
     assert plan.full_cache == pytest.approx(128 * 4096 * 112 * 1024, rel=0.03)
-    assert plan.caches == ("The cache of 128 sequences of 4096 tokens takes 10.1 GB, a full cache would take 61.3 GB.")
-    assert "takes 10.1 GB, a full cache would take 61.3 GB." in (CONFIGS.parent / "docs/recipes.md").read_text("utf-8")
+    assert plan.caches == ("The cache of 128 sequences of 4096 tokens takes 9.7 GB, a full cache would take 61.0 GB.")
+    assert "takes 9.7 GB, a full cache would take 61.0 GB." in (CONFIGS.parent / "docs/recipes.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
