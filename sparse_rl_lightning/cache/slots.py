@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -509,10 +509,11 @@ class SlotSelection:
 
     def part(self, rows: range) -> SlotSelection:
         """The slots of some rows, one after the other."""
-        own, first = slice(rows.start, rows.stop), self.index.start if isinstance(self.index, slice) else 0
-        index = slice(first + rows.start, first + rows.stop) if isinstance(self.index, slice) else self.index[own]
-        starts = None if self.turn_starts is None else self.turn_starts[own]
-        return SlotSelection(self.places[own], index, self.width, starts)
+        tensors = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
+        own: dict[str, Any] = {name: value[rows.start : rows.stop] for name, value in tensors}
+        if isinstance(self.index, slice):
+            own["index"] = slice(self.index.start + rows.start, self.index.start + rows.stop)
+        return replace(self, **own)
 
     def turns_of(self, positions: Tensor) -> Tensor | None:
         """The numbers of the turns of tokens at these positions (L' x B, H, N), 0 for the prompt, in conversations."""
