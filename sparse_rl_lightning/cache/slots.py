@@ -82,8 +82,11 @@ class CacheSize:
 
     def covers(self, other: CacheSize) -> bool:
         """Whether a cache of this size can be used in place of the other."""
+        slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        return entries and other.enlarged(self, self.capacities) == self
+        kind, room = self.event_dtype, {"num_slots": self.num_slots, "max_length": self.max_length}
+        same = replace(other, **room, capacities=self.capacities, event_dtype=kind) == self  # type: ignore[arg-type]
+        return slots and entries and same and other.event_dtype.itemsize <= kind.itemsize
 
     def enlarged(self, other: CacheSize, capacities: tuple[int, ...]) -> CacheSize:
         """This size with as many slots, tokens and numbers of events as the other has too, and these capacities."""

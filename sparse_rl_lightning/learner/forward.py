@@ -131,7 +131,7 @@ class Learner:
         with eval_mode(policy):  # no dropout, like the sampler
             return torch.cat([compute(policy, part)[0] for part in parts])
 
-    @property
+    @cached_property
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 

@@ -70,16 +70,21 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
 def terminal(cells: Sequence[Cell]) -> str:
     """The table for a terminal, what its columns mean, and why some are empty."""
     said = "\n".join(textwrap.fill(printable(reason), COLUMNS, subsequent_indent="  ") for reason in reasons(cells))
-    kept = [place for place, name in enumerate(HEAD) if name not in ON_THE_PAGE]
-    narrow = [[row[place] for place in kept] for row in rows(cells)]
-    return "\n\n".join(filter(None, [table(narrow, "l" + "r" * (len(kept) - 1)), LEGEND, said]))
+    narrow = measured(rows(cells), ON_THE_PAGE)
+    return "\n\n".join(filter(None, [table(narrow, "l" + "r" * (len(narrow[0]) - 1)), LEGEND, said]))
+
+
+def measured(given: list[list[str]], without: Sequence[str] = ()) -> list[list[str]]:
+    """A table without columns in which nothing was measured, and without those of these names."""
+    kept = [own for own in zip(*given, strict=True) if own[0] not in without and any(c != DASH for c in own[1:])]
+    return [list(row) for row in zip(*kept, strict=True)]
 
 
 def markdown_table(cells: Sequence[Cell]) -> str:
     """The table in Markdown, with intervals."""
-    given = rows(cells, intervals=True)
+    given = measured(rows(cells, intervals=True))
     head, *others = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in given]
-    return "\n".join([head, "|---|" + "---:|" * (len(HEAD) - 1), *others])
+    return "\n".join([head, "|---|" + "---:|" * (len(given[0]) - 1), *others])
 
 
 def explained() -> str:
