@@ -282,8 +282,8 @@ class Compression:
             part, own = event.part(rows), (slice(layers.start, layers.stop), slice(rows.start, rows.stop))
             state = block_state(cache, layers, part.chosen, has_scores)
             into = scores[own][..., : state.valid.shape[-1]]
-            given = None if native is None else native[own][..., : into.shape[-1]].flatten(0, 1)
-            plan = self.compressor.propose_eviction(state, part.layer_budgets(layers), given)
+            known = None if native is None else native[own][..., : into.shape[-1]].flatten(0, 1)
+            plan = self.compressor.propose_eviction(state, part.layer_budgets(layers), known)
             into.copy_(plan.scores.reshape(into.shape))
             budgets[own] = plan.budgets.reshape(into.shape[:-1])
             refused.append(plan.is_refused)

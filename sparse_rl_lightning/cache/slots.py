@@ -469,7 +469,7 @@ class SlotCache:
         last = self.size.max_length + 1  # behind all steps
         step = death.clamp(max=last).long()
         occurs = torch.zeros(last + 1, dtype=torch.bool, device=death.device)
-        occurs[step] = True
+        occurs.index_fill_(0, step.flatten(), True)
         steps, count = occurs[:last], self.event_steps.shape[1]
         if not is_known and (found := int(steps.sum())) > count:
             raise UserError(
@@ -478,7 +478,7 @@ class SlotCache:
             )
         self.event_steps[slot] = torch.nonzero_static(steps, size=count, fill_value=NEVER).squeeze(1)
         number = occurs.cumsum(0) - 1
-        number[last] = self.never
+        number[last:].fill_(self.never)
         self.death[:, slot] = number.to(self.death.dtype)[step]
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:

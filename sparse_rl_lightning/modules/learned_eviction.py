@@ -78,7 +78,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if options.gradient_checkpointing or options.packs or options.share_prompts:
             raise UserError(
                 "LearnedEvictionGRPO reads queries and keys out of whole forward passes: set model.learner."
-                "gradient_checkpointing and share_prompts to false and model.learner.micro_batch_tokens to null."
+                "gradient_checkpointing to false, share_prompts to false and micro_batch_tokens to null."
             )
         self.drawn = compressor
         self.eviction_weight, self.network_lr = eviction_weight, network_lr

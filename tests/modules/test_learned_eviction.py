@@ -198,6 +198,7 @@ def test_draws_in_an_answer_of_a_tool_are_credited_with_what_is_sampled_next() -
         ),
         ({"compressor": Drawn(KeyDiff(**SIZES, budget_rule=Adaptive()))}, "no probability is known for that"),
         ({"learner": LearnerOptions(gradient_checkpointing=True)}, "gradient_checkpointing to false"),
+        ({"learner": LearnerOptions(share_prompts=True)}, "share_prompts to false"),
         ({"learner": LearnerOptions(micro_batch_tokens=100)}, "micro_batch_tokens to null"),
         ({"eviction_weight": -1.0}, "eviction_weight"),
     ],
