@@ -3,3 +3,4 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+REAL = ROOT / "runs" / "models" / "smollm2-135m-instruct"  # of make real-model

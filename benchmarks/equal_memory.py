@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import ROOT
+from benchmarks import REAL
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio
 from examples.stories import Stories
@@ -28,7 +28,6 @@ from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 
-REAL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 HEADER = (
     "cache", "sequences in flight", "times as many", "tokens/s", "times as fast", "sequences per hour",
     "tokens of a completion", "KV MiB",

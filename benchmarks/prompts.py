@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks import ROOT
+from benchmarks import REAL
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.common.tables import Table, median_ratio, met
 from sparse_rl_lightning.logprobs import sequence_logprobs
@@ -28,7 +28,6 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.shared_prompts import shared_statistics
 
 PAGE, BEGIN = "learner.md", mark("benchmarks.prompts")
-REAL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 GOAL = 0.8  # of what is allowed
 HEADER = ("prompt", "completion", "samples", "precision", "times as fast", "allowed", "share", f">= {GOAL:g}")
 

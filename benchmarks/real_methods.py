@@ -27,13 +27,12 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from benchmarks import ROOT
+from benchmarks import REAL, ROOT
 from benchmarks.common.pages import machine
 from sparse_rl_lightning.cli.benchmark import main as benchmark
 from sparse_rl_lightning.data.files import read_table
 from sparse_rl_lightning.files import write_whole
 
-POLICY = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 SIZES = {"buffer": 32, "num_sinks": 4, "window": 8}
 PLAIN = (
     "RandomEviction", "SnapKV", "RKV", "TOVA", "H2O", "StreamingLLM", "KNorm", "KeyDiff", "CUR", "ExpectedAttention",
@@ -108,7 +107,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command for every part, and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="JSONL with a column question, such as GSM8K's test")
-    parser.add_argument("--policy", type=Path, default=POLICY)
+    parser.add_argument("--policy", type=Path, default=REAL)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "methods", help="folder of the runs")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--problems", default="64")

@@ -29,7 +29,7 @@ from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
-from sparse_rl_lightning.ops.pools import EVENT_TYPES, accumulation_dtype, gather_heads
+from sparse_rl_lightning.ops.pools import EVENT_TYPES, MOST_EVENTS, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import NEVER, EvictionRecord
@@ -67,7 +67,7 @@ class CacheSize:
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
             compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
-            EVENT_TYPES[bisect_left((2**8 - 1, 2**15 - 1), events)],
+            EVENT_TYPES[bisect_left(MOST_EVENTS, events)],
         )  # fmt: skip
 
     @property
@@ -84,9 +84,12 @@ class CacheSize:
         """Whether a cache of this size can be used in place of the other."""
         slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
         entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        kind, room = self.event_dtype, {"num_slots": self.num_slots, "max_length": self.max_length}
-        same = replace(other, **room, capacities=self.capacities, event_dtype=kind) == self  # type: ignore[arg-type]
-        return slots and entries and same and other.event_dtype.itemsize <= kind.itemsize
+        events = other.event_dtype.itemsize <= self.event_dtype.itemsize
+        same = self == replace(
+            other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities,
+            event_dtype=self.event_dtype,
+        )  # fmt: skip
+        return slots and entries and events and same
 
     def enlarged(self, other: CacheSize, capacities: tuple[int, ...]) -> CacheSize:
         """This size with as many slots, tokens and numbers of events as the other has too, and these capacities."""

@@ -109,9 +109,9 @@ class Learner:
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
-        retriever = self.retriever
-        if retriever is None and self.options.share_prompts:
+        if self.options.share_prompts:  # never beside a retriever
             return self._sharing(policy, part, replays=True)
+        retriever = self.retriever
         if retriever is None:
             return self._in_parts(lambda part: replay_statistics(policy, part, *self._head), part)
         return self._in_parts(lambda part: retrieval_logprobs(policy, part, retriever, *self._head), part)

@@ -21,6 +21,8 @@ LARGEST = 448.0
 COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EVENT_TYPES = (torch.uint8, torch.int16, torch.int32)
 """Types of the log of deaths, narrow ones first; the largest number of each says never."""
+MOST_EVENTS = tuple(torch.iinfo(kind).max for kind in EVENT_TYPES)
+"""The most events that each can number."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.acceptance import TAIL, percentile
-from sparse_rl_lightning.metrics.accuracy import confidence_interval
-
-SPREADS = 1.959964
-"""Standard errors on each side of a value."""
+from sparse_rl_lightning.metrics.accuracy import Z95, confidence_interval
 
 
 class Estimate(NamedTuple):
@@ -43,7 +40,7 @@ def ratio(numerators: Tensor, denominators: Tensor, problems: Tensor) -> Estimat
     if count == 1:
         return Estimate(value, -math.inf, math.inf)
     spread = (over - value * under).square().sum() * count / (count - 1)
-    error = SPREADS * float(spread.sqrt() / under.sum())
+    error = Z95 * float(spread.sqrt() / under.sum())
     return Estimate(value, value - error, value + error)
 
 
