@@ -48,12 +48,9 @@ def replay_statistics(
 
     Arguments and errors are those of :func:`replay_logprobs`, chunks and precision those of ``sequence_logprobs``.
     """
-    death = deaths_by_layer(model.config, replayable(model, rollout))
-    with attention_implementation(model, REPLAY):
-        return sequence_logprobs(
-            model, rollout.sequences, rollout.completion_mask, temperature, chunk_size, head_in_float32,
-            rollout.routing, death=death,
-        )  # fmt: skip
+    mask = rollout.completion_mask
+    hidden = replay_states(model, rollout)[:, :-1][mask[:, 1:]]
+    return sequence_logprobs(model, rollout.sequences, mask, temperature, chunk_size, head_in_float32, hidden=hidden)
 
 
 def replay_states(model: PreTrainedModel, rollout: Rollout) -> Tensor:
