@@ -8,14 +8,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
 import sparse_rl_lightning
+from docs.stored import LARGEST, REAL, execute, tidied
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {*REAL})
+MODEL = FOLDER.parent / "runs" / "models" / "smollm2-135m-instruct"
 FAST = "quickstart"  # `make test` runs this one, `make test-slow` all there are
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
@@ -33,16 +32,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-def run(notebook: nbformat.NotebookNode, folder: Path) -> str:
+def run(notebook: nbformat.NotebookNode, folder: Path, seconds: int = 550) -> str:
     """Execute the notebook in place and return all it printed; the first error of a cell is raised."""
-    # without folders of kernel specs, python3 is the interpreter that runs this test, whatever else is installed
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-    client = NotebookClient(notebook, km=manager, timeout=550, resources={"metadata": {"path": str(folder)}})
-    client.owns_km = True  # ends the kernel, which holds most of a gigabyte
-    client.execute()
+    execute(notebook, folder, seconds)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     size = sum(len(str(output)) for output in outputs)
     assert size < 1_000_000, f"{size:,} characters of output: too much for a notebook that people save"
+    return printed_by(notebook)
+
+
+def printed_by(notebook: nbformat.NotebookNode) -> str:
+    """All that the cells printed."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
 
 
@@ -168,12 +169,37 @@ def check_trl_sparse(notebook: nbformat.NotebookNode, printed: str) -> None:
     assert len(shown(notebook, "image/png")) == 1
 
 
+def check_real_answer(notebook: nbformat.NotebookNode, printed: str) -> None:
+    rows = {line[:26].strip(): line.split()[-4:] for line in printed.splitlines() if re.search(r"e-0\d +\d+%$", line)}
+    assert len(rows) == 9
+    forgotten = {name: float(row[0]) for name, row in rows.items()}
+    assert forgotten["RandomEviction, no sinks"] > 2 * forgotten["RandomEviction"]
+    assert forgotten["SnapKV"] < forgotten["RandomEviction"]
+    assert max(float(row[2]) for row in rows.values()) < 2e-4, "replay"
+    assert len(re.findall(r"of KV saved:\n", printed)) == 6
+    assert len(shown(notebook, "text/html")) == 2
+
+
+def check_real_training(notebook: nbformat.NotebookNode, printed: str) -> None:
+    assert "a list: 0.00   one word in a sentence: 0.17" in printed
+    learned = numbers_after("   reward", printed)
+    assert len(learned) == 5
+    assert learned[-1] > learned[0] + 0.15
+    assert max(numbers_after("   rejected", printed)) < 20
+    for cache in ("full cache:", "SnapKV 64 + 16:"):
+        before, after = numbers_after(f"{cache} reward", printed)
+        assert after > before + 0.05
+    assert len(shown(notebook, "image/png")) == 1
+
+
 CHECKS = {
     "bring_your_own_model": check_bring_your_own_model,
     "calibrate_a_schedule": check_calibrate_a_schedule,
     "from_trl": check_from_trl,
     "new_compressor": check_new_compressor,
     "quickstart": check_quickstart,
+    "real_answer": check_real_answer,
+    "real_training": check_real_training,
     "trl_sparse": check_trl_sparse,
     "what_it_learned_to_keep": check_what_it_learned_to_keep,
     "what_was_evicted": check_what_was_evicted,
@@ -190,7 +216,7 @@ def test_printed_numbers_are_found(text: str, found: list[float]) -> None:
 
 def test_every_notebook_is_checked() -> None:
     """All in the folder run by themselves; what each promises must be written down here."""
-    assert {path.stem for path in NOTEBOOKS} == set(CHECKS)
+    assert {path.stem for path in [*NOTEBOOKS, *REAL]} == set(CHECKS)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -201,6 +227,30 @@ def test_notebook_is_kept_without_output(path: Path) -> None:
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
     assert max(len(cell.source.splitlines()) for cell in code) <= 30, "one idea a cell"
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_what_a_notebook_of_the_real_model_shows_is_stored(path: Path) -> None:
+    """As ``python -m docs.stored`` writes it; what the notebook promises is in it."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert path.stat().st_size <= LARGEST
+    assert notebook == tidied(nbformat.read(path, as_version=4))
+    assert not re.search(r"/(?:home|root|work|tmp)/", path.read_text("utf-8")), "a path of some machine"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert max(len(cell.source.splitlines()) for cell in code) <= 45
+    CHECKS[path.stem](notebook, printed_by(notebook))
+
+
+@pytest.mark.real
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not (MODEL / "config.json").is_file(), reason="needs the model of make real-model")
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_notebook_of_the_real_model_runs(path: Path, folder: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    printed = run(notebook, folder, seconds=3500)
+    assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
+    CHECKS[path.stem](notebook, printed)
 
 
 @pytest.mark.timeout(600)  # each under two or three minutes on an idle core

@@ -1,0 +1,76 @@
+"""Runs notebooks of the real model and stores what they show, without warnings, times and numbers of execution.
+
+    python -m docs.stored [real_answer ...]
+
+They are kept with their outputs, so that they can be read where nobody has run them; other notebooks are kept without.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+REAL = sorted(FOLDER.glob("real_*.ipynb"))
+LARGEST = 200_000
+"""Bytes of a notebook with its outputs."""
+SECONDS = 3600
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path, seconds: int = SECONDS) -> None:
+    """Run all cells in a folder, in a new kernel of this interpreter; the first error is raised."""
+    # without folders of kernel specs, python3 is the interpreter that runs this, whatever else is installed
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    client = NotebookClient(
+        notebook, km=manager, timeout=seconds, resources={"metadata": {"path": str(folder)}}, record_timing=False
+    )
+    client.owns_km = True  # ends the kernel, which holds most of a gigabyte
+    client.execute()
+
+
+def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook as it is stored."""
+    for cell in notebook.cells:
+        cell.metadata = {}
+        if cell.cell_type != "code":
+            continue
+        cell.execution_count = None
+        kept: list[nbformat.NotebookNode] = []
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                continue
+            output.pop("execution_count", None) if output.output_type == "stream" else output.update(metadata={})
+            if output.output_type == "execute_result":
+                output.execution_count = None
+            if kept and output.output_type == "stream" == kept[-1].output_type:
+                kept[-1].text += output.text
+            else:
+                kept.append(output)
+            if "text/html" in output.get("data", {}):
+                output.data["text/plain"] = ""  # the same once more
+        cell.outputs = kept
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    """Run and store these notebooks, or all."""
+    for path in [FOLDER / f"{name}.ipynb" for name in names] or REAL:
+        notebook = nbformat.read(path, as_version=4)
+        with tempfile.TemporaryDirectory() as folder:
+            execute(notebook, Path(folder))
+        nbformat.write(tidied(notebook), path)
+        size = path.stat().st_size
+        print(f"Written: {path.name}, {size:,} bytes")
+        if size > LARGEST:
+            sys.exit(f"{path.name} is larger than {LARGEST:,} bytes: show less.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
