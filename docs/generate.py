@@ -22,7 +22,7 @@ from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
 from docs.predictions import cards_table, recipe_tables
-from docs.quoted import budgets_table, compressors_table, gpu_table, learner_table, trainer_table
+from docs.quoted import budgets_table, compressors_table, gpu_table, learner_table, memory_table, trainer_table
 
 FOLDER = Path(__file__).parent
 
@@ -128,6 +128,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "gpu.md": {"": gpu_table},
     "learner.md": {"": learner_table},
     "from_trl.md": {"": trainer_table},
+    "../README.md": {"memory": memory_table},
 }
 METHODS = "methods"
 PAGES = (*WHOLE, *PARTS, METHODS)

@@ -66,6 +66,13 @@ def learner_table() -> str:
     return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
 
 
+def memory_table() -> str:
+    """What the full and a compressed cache generate in the same memory."""
+    rows = measured("../benchmarks/results/equal-memory-cpu.md", "Equal memory")
+    head = ("cache", "sequences in flight", "tokens/s", "times as fast", "sequences per hour")
+    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+
+
 def gpu_table() -> str:
     """Whole rollouts of one model on a GPU."""
     rows = measured("../benchmarks/results/gpu-whole-1.5b.md", "Whole rollouts, Qwen2.5-1.5B")

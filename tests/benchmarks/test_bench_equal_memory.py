@@ -1,0 +1,33 @@
+"""The benchmark of equal memory: slots fill the same bytes, and every ratio is of what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import equal_memory
+from sparse_rl_lightning.testing import tiny_model
+
+
+def test_slots_fill_the_memory_of_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = equal_memory.QUICK
+    tables = list(equal_memory.measured(tiny_model(vocab_size=64), [[5] * 12, [7] * 15], sizes, rounds=2))
+    full, compressed = tables[-1].rows
+    assert full[1] == str(sizes.full_slots)
+    assert full[2] == "1.0"
+    assert full[4] == "1.00"
+    slots, times = int(compressed[1]), 75 / 32  # tokens of a full slot over those of a compressed one
+    assert sizes.full_slots < slots <= times * sizes.full_slots
+    assert compressed[2] == f"{slots / sizes.full_slots:.1f}"
+    for row in (full, compressed):
+        assert sizes.least <= float(row[6]) <= sizes.most
+    assert tables[-1].note.startswith("0 MiB of slots, prompts of at most 15 tokens")
+
+
+def test_ratios_are_of_the_rounds() -> None:
+    def run(slots: int, seconds: float) -> equal_memory.Run:
+        return equal_memory.Run(slots, 2 * slots, 100 * slots, seconds, 2**20)
+
+    found = {"FullKV": [run(8, 10.0), run(8, 20.0)], "RKV": [run(96, 40.0), run(96, 40.0)]}
+    full, compressed = equal_memory.table(found, "").rows
+    assert compressed == ("RKV", "96", "12.0", "240", "4.50", "17,280", "50", "1")
+    assert full[3] == "60"
