@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks import equal_memory
 from sparse_rl_lightning.testing import tiny_model
 
 
-def test_slots_fill_the_memory_of_the_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_fill_the_memory_of_the_full_cache() -> None:
     sizes = equal_memory.QUICK
     tables = list(equal_memory.measured(tiny_model(vocab_size=64), [[5] * 12, [7] * 15], sizes, rounds=2))
     full, compressed = tables[-1].rows
