@@ -36,7 +36,7 @@ from sparse_rl_lightning.files import write_whole
 SIZES = {"buffer": 32, "num_sinks": 4, "window": 8}
 PLAIN = (
     "RandomEviction", "SnapKV", "RKV", "TOVA", "H2O", "StreamingLLM", "KNorm", "KeyDiff", "CUR", "ExpectedAttention",
-    "QFilters", "TriAttention",
+    "QFilters", "TriAttention", "LearnedScore",
 )  # fmt: skip
 BEST = ("RandomEviction", "SnapKV", "RKV", "TOVA", "H2O, by age", "ExpectedAttention", "StreamingLLM")
 """Chance, and the six that the other parts measure."""

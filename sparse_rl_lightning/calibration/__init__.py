@@ -1,6 +1,7 @@
-"""Calibration: query statistics for compressors, schedules of budgets that hold the tail, and the cost of rollouts."""
+"""Calibration: what compressors know of a policy, schedules of budgets that hold the tail, and the cost of rollouts."""
 
 from sparse_rl_lightning.calibration.cost import CostModel, Work, entries_read
+from sparse_rl_lightning.calibration.imitation import imitate_attention
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import H200, SHAPES, Hardware, ModelShape
 
@@ -13,6 +14,7 @@ __all__ = [
     "Work",
     "entries_read",
     "gather_statistics",
+    "imitate_attention",
     "pad",
     "read_texts",
 ]

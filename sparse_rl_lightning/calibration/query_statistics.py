@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.calibration.watched import watch
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
-from sparse_rl_lightning.policies.windows import layer_windows
-from sparse_rl_lightning.replay.death_attention import death_attention
-from sparse_rl_lightning.replay.hooks import named_attention, plain_attention, register
 from sparse_rl_lightning.rollout.prompts import encode_prompt
-
-RECORD = "sparse_rl_record"
 
 
 @torch.no_grad()
@@ -51,21 +46,23 @@ def gather_statistics(
     """
     geometry = CacheGeometry.of(model)
     total: list[QueryMoments] = []
-    windows = layer_windows(model.config)
     positions = torch.arange(sequences.shape[1], device=geometry.device)
     for start in range(0, len(sequences), batch_size):
         ids = sequences[start : start + batch_size].to(geometry.device)
         mask = positions < lengths[start : start + batch_size, None].to(geometry.device)
-        queries: list[Tensor] = []
-        with eval_mode(model), named_attention(model, RECORD), exact_angles(model):
-            # padding is on the right, where no token sees it
-            model.get_decoder()(input_ids=ids, use_cache=False, recorded_queries=(queries, windows))
         moments = [
             QueryMoments(_still(q, positions, geometry), positions.expand_as(mask), mask, geometry.inv_freq)
-            for q in queries
+            for q in _queries(model, ids)
         ]
         total = [old.add(new) for old, new in zip(total, moments, strict=True)] if total else moments
     return QueryStatistics.of_layers(total, geometry.num_kv_heads)
+
+
+def _queries(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Rotated queries (B, Hq, T, D) of every layer."""
+    found: list[Tensor] = []
+    watch(model, ids, lambda seen: found.append(seen.query))
+    return found
 
 
 def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tensor:
@@ -73,21 +70,6 @@ def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tenso
     still = rotate(queries.to(torch.float64), -positions, geometry.inv_freq)
     still[..., : 2 * len(geometry.inv_freq)] /= geometry.attention_scaling  # a factor on cosine and sine
     return still
-
-
-def _record(
-    recorded: tuple[list[Tensor], tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    queries, windows = recorded
-    queries.append(query)
-    if not windows or not 0 < windows[layer] < key.shape[2]:
-        return plain_attention(query, key, value, scale, sinks)
-    death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + windows[layer]
-    return death_attention(query, key, value, death.expand(key.shape[:3]), scale, sinks)
-
-
-register(RECORD, "recorded_queries", _record)
 
 
 def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import auto_cli
@@ -19,6 +19,7 @@ from sparse_rl_lightning.calibration.calibrate import Calibration, OnProgress
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
 from sparse_rl_lightning.calibration.cost import CostModel, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
+from sparse_rl_lightning.calibration.imitation import imitate_attention
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
@@ -26,6 +27,7 @@ from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors.learned_score import save_network
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import output_file, writable_folder
@@ -156,9 +158,10 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
 
 
 def statistics(
-    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 8
-) -> None:
-    """Gather the query statistics that TriAttention and QFilters need, from a policy's own text.
+    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 8,
+    method: Literal["QFilters", "TriAttention", "LearnedScore"] = "TriAttention",
+) -> None:  # fmt: skip
+    """Gather what a compressor has to know of a policy from its own texts.
 
     Args:
         policy: Hugging Face folder or hub name.
@@ -166,6 +169,8 @@ def statistics(
         statistics: Path of the safetensors file to write.
         max_length: Number of tokens to read of each text.
         batch_size: Texts per forward pass.
+        method: Compressor that the file is for: statistics of queries for QFilters and TriAttention alike, or a network
+            that imitates the full cache's attention for LearnedScore.
 
     Raises:
         ValueError: If the policy or the texts cannot be read, or the file cannot be written.
@@ -175,10 +180,16 @@ def statistics(
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
         model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-        gather_statistics(model, ids, lengths, batch_size).save(target)
+        if method == "LearnedScore":
+            network, explained = imitate_attention(model, ids, lengths, batch_size=batch_size)
+            save_network(network, target)
+            what = f"a network that explains {explained:.0%} of the variance of log attention"
+        else:
+            gather_statistics(model, ids, lengths, batch_size).save(target)
+            what = "statistics"
     except OSError as error:
         raise UserError(str(error)) from error
-    say(f"Written: statistics of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
+    say(f"Written: {what} of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
 
 
 def statistics_main(args: Sequence[str]) -> None:

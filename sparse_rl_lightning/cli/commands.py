@@ -27,7 +27,7 @@ COMMANDS = {
     "export": Command("write the policy of a checkpoint as a folder that from_pretrained reads"),
     "calibrate": Command("find a schedule of budgets for a policy, or measure this machine", "calibrate:main"),
     "statistics": Command(
-        "gather what QFilters and TriAttention need to know of a policy", "calibrate:statistics_main"
+        "gather what QFilters, TriAttention and LearnedScore need to know of a policy", "calibrate:statistics_main"
     ),
     "report": Command("write the page of a run, or of several side by side", "report:main", options.report, True),
     "plan": Command("predict memory and time of a configuration, or write one for a card", "plan:main", options.plan),

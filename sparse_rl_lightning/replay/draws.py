@@ -8,24 +8,22 @@ the evicted were drawn: it follows from the keyed numbers and the scores of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
 from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.policies.support import attention_modules
 from sparse_rl_lightning.policies.windows import deaths_by_layer, recorded_layers
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.replay.death_attention import death_attention
-from sparse_rl_lightning.replay.hooks import attention_implementation, register
+from sparse_rl_lightning.replay.hooks import attention_implementation, attention_inputs, register
 from sparse_rl_lightning.replay.logprobs import replayable
 
 DRAWS = "sparse_rl_replay_draws"
@@ -79,20 +77,12 @@ class _Watch:
     found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
     hidden: Tensor | None = None  # (B, T, E) of the layer that runs, if the scores are made of it
 
-    @contextmanager
-    def watching(self, model: PreTrainedModel) -> Iterator[None]:
+    def watching(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Catch the input of every layer's attention, for compressors that ask for it."""
+        return attention_inputs(model, self._catch) if self.compressor.needs_hidden_states else nullcontext()
 
-        def catch(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self.hidden = args[0] if args else named["hidden_states"]
-
-        watched = attention_modules(model) if self.compressor.needs_hidden_states else ()
-        hooks = [module.register_forward_pre_hook(catch, with_kwargs=True) for module in watched]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _catch(self, hidden: Tensor) -> None:
+        self.hidden = hidden
 
     def see(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Score the events of a layer from its queries, keys and values (B, ., T, D), rotated."""

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.attention import torch_attention
 from sparse_rl_lightning.policies.modes import recomputed_within
-from sparse_rl_lightning.policies.support import WORKS, cache_layer
+from sparse_rl_lightning.policies.support import WORKS, attention_modules, cache_layer
 from sparse_rl_lightning.replay.death_attention import death_attention
 
 REPLAY = "sparse_rl_replay"
@@ -74,6 +74,21 @@ def named_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
+
+
+@contextmanager
+def attention_inputs(model: PreTrainedModel, catch: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hand on the input (B, T, E) of every attention with a cache before it runs."""
+
+    def read(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        catch(args[0] if args else named["hidden_states"])
+
+    hooks = [module.register_forward_pre_hook(read, with_kwargs=True) for module in attention_modules(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _under_deaths(

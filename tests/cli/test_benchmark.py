@@ -273,6 +273,20 @@ def test_methods_with_arguments(policy: str, folder: Path) -> None:
     assert random.tail == floor.tail, "the prompt is not protected"
 
 
+def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> None:
+    """That of LearnedScore, on other texts; a second run takes the file."""
+    (*_, learned) = main(["LearnedScore", *options(policy)])
+    assert learned.reason == ""
+    assert learned.replay_difference is not None
+    assert learned.replay_difference < 1e-4
+    (file,) = Path("out").glob("weights-*.safetensors")
+    written = file.stat().st_mtime_ns
+    Path("out/table.json").unlink()
+    (*_, again) = main(["LearnedScore", *options(policy)])
+    assert file.stat().st_mtime_ns == written
+    assert (again.tail, again.kl) == (learned.tail, learned.kl)
+
+
 def test_a_changed_reward_and_another_policy_are_measured_again(policy: str, tiny: Any, own: Path) -> None:
     """A function by its code, statistics by the weights that they were gathered from."""
     arguments = ["QFilters", "--reward", "mine.pays_even"]

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from tiny_run import run_console
 
 from sparse_rl_lightning.calibration import gather_statistics, pad
-from sparse_rl_lightning.compressors import QFilters, QueryStatistics, SnapKV, TriAttention
+from sparse_rl_lightning.compressors import LearnedScore, QFilters, QueryStatistics, SnapKV, TriAttention
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments
 from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
+from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import ARCHITECTURES, character_tokenizer, random_layer, tiny_model
 
@@ -124,6 +125,20 @@ def test_the_command_that_messages_name_makes_the_file(
     expected = gather_statistics(model, ids, lengths)
     torch.testing.assert_close(QueryStatistics.load("s.safetensors", "Test").mean, expected.mean, rtol=0, atol=1e-6)
     assert TriAttention(**SIZES, statistics="s.safetensors").score(random_layer()).shape == (3, 2, 14)
+
+
+def test_the_command_teaches_the_network_of_learned_scores(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("texts.jsonl").write_text(json.dumps({"prompt": "1+2=3" * 9}) + "\n")
+    given = ["policy", "texts.jsonl", "network.safetensors", "--method=LearnedScore", "--max_length=40"]
+    assert run_console(monkeypatch, "statistics", *given) is None
+    assert re.search(r"a network that explains -?\d+% of .* of 40 tokens of 1 texts", capsys.readouterr().out)
+    model = tiny_model(vocab_size=15, initializer_range=0.2)
+    learned = LearnedScore(**SIZES, weights="network.safetensors")
+    learned.build(model_sizes(model, CacheGeometry.of(model)))
+    given[2:] = ["s.safetensors", "--method=SnapKV"]
+    assert "LearnedScore" in str(run_console(monkeypatch, "statistics", *given)) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.benchmark.methods import Method
 from sparse_rl_lightning.cli.calibrate import device_of, progress_bar
 from sparse_rl_lightning.cli.classes import argument_names, imported
-from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors import Compressor, FullKV, LearnedScore
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
@@ -188,16 +189,44 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
 
 
 def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
-    """The compressor; a class of the user's is held to the contract before, and one that needs statistics gets some."""
-    from sparse_rl_lightning.calibration import gather_statistics
+    """The compressor, with files of what it asks to know; a class of the user's is held to the contract before."""
     from sparse_rl_lightning.testing import check_compressor
 
-    if method.arguments is None and "statistics" in argument_names(method.path):
-        path = results.path.with_name(f"statistics-{results.content['settings']['policy'][:16]}.safetensors")
+    needs = _asked(method) if method.arguments is None else ()
+    for argument in needs:
+        path = results.path.with_name(f"{argument}-{results.content['settings']['policy'][:16]}.safetensors")
         if not path.exists():
-            rollout = bench.draw(FullKV(), seed=1)  # other texts than those that are measured on
-            gather_statistics(bench.model, rollout.sequences, rollout.lengths).save(str(path))
-        sizes = {**sizes, "statistics": str(path)}
-    elif method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
+            KNOWN[argument](bench, path)
+        sizes = {**sizes, argument: str(path)}
+    if not needs and method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
     return method.compressor(sizes)
+
+
+def _asked(method: Method) -> list[str]:
+    """The arguments that name files with what the class has to know of a policy."""
+    asked = {"statistics": "statistics" in argument_names(method.path)}
+    asked["weights"] = issubclass(imported(method.path), LearnedScore)
+    return [name for name, wanted in asked.items() if wanted]
+
+
+def _statistics(bench: Bench, path: Path) -> None:
+    """Statistics of the queries in other texts than those that are measured on."""
+    from sparse_rl_lightning.calibration import gather_statistics
+
+    rollout = bench.draw(FullKV(), seed=1)
+    gather_statistics(bench.model, rollout.sequences, rollout.lengths).save(str(path))
+
+
+def _network(bench: Bench, path: Path) -> None:
+    """A network that imitates the full cache's attention in such texts."""
+    from sparse_rl_lightning.calibration import imitate_attention
+    from sparse_rl_lightning.compressors.learned_score import save_network
+
+    rollout = bench.draw(FullKV(), seed=1)
+    network, _ = imitate_attention(bench.model, rollout.sequences, rollout.lengths, seed=0)
+    save_network(network, path)
+
+
+KNOWN = {"statistics": _statistics, "weights": _network}
+"""Arguments of compressors that have to know the policy, and what writes their file."""

@@ -1,0 +1,66 @@
+"""Plain forward passes whose attention is watched: queries, keys and values of every layer, as a cache holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
+from sparse_rl_lightning.policies.windows import layer_windows
+from sparse_rl_lightning.replay.death_attention import death_attention
+from sparse_rl_lightning.replay.hooks import named_attention, plain_attention, register
+
+WATCHED = "sparse_rl_watched"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The attention of one layer.
+
+    Args:
+        layer: Its number among those with a cache.
+        window: Tokens of its sliding window, 0 for full attention.
+        query: Rotated queries (B, Hq, T, D).
+        key: Rotated keys (B, H, T, D).
+        value: Values (B, H, T, D).
+        scale: Factor of the logits.
+        sinks: Learned sinks (Hq) or None.
+    """
+
+    layer: int
+    window: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    sinks: Tensor | None
+
+
+See = Callable[[Seen], None]
+
+
+@torch.no_grad()
+def watch(model: PreTrainedModel, ids: Tensor, see: See) -> None:
+    """Run the body of a model over token ids (B, T), and show each layer's attention; padding is on the right."""
+    with eval_mode(model), named_attention(model, WATCHED), exact_angles(model):
+        model.get_decoder()(input_ids=ids, use_cache=False, watched_attention=(see, layer_windows(model.config)))
+
+
+def _attend(
+    watched: tuple[See, tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    see, windows = watched
+    window = windows[layer] if windows else 0
+    see(Seen(layer, window, query, key, value, scale, sinks))
+    if not 0 < window < key.shape[2]:
+        return plain_attention(query, key, value, scale, sinks)
+    death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + window
+    return death_attention(query, key, value, death.expand(key.shape[:3]), scale, sinks)
+
+
+register(WATCHED, "watched_attention", _attend)
