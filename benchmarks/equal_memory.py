@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few tokens: numbers without meaning")
     parser.add_argument("--save", type=Path, help="folder for the table as equal-memory-cpu.md")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     torch.set_num_threads(args.threads)
     model, tokenizer = load_pretrained(str(args.policy), args.dtype)
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in Stories(num_words=20, num_train=64).train_rows()])

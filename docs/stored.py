@@ -1,4 +1,4 @@
-"""Runs notebooks of the real model and stores what they show, without warnings, times and numbers of execution.
+"""Runs notebooks of the real model and stores what they show, without stderr, times and numbers of execution.
 
     python -m docs.stored [real_answer ...]
 
@@ -45,7 +45,8 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         for output in cell.outputs:
             if output.output_type == "stream" and output.name == "stderr":
                 continue
-            output.pop("execution_count", None) if output.output_type == "stream" else output.update(metadata={})
+            if output.output_type != "stream":
+                output.metadata = {}
             if output.output_type == "execute_result":
                 output.execution_count = None
             if kept and output.output_type == "stream" == kept[-1].output_type:
@@ -65,11 +66,12 @@ def main(names: list[str]) -> None:
         notebook = nbformat.read(path, as_version=4)
         with tempfile.TemporaryDirectory() as folder:
             execute(notebook, Path(folder))
-        nbformat.write(tidied(notebook), path)
-        size = path.stat().st_size
-        print(f"Written: {path.name}, {size:,} bytes")
+        text = nbformat.writes(tidied(notebook)) + "\n"
+        size = len(text.encode())
         if size > LARGEST:
-            sys.exit(f"{path.name} is larger than {LARGEST:,} bytes: show less.")
+            sys.exit(f"{path.name} would have {size:,} bytes, more than {LARGEST:,}: show less.")
+        path.write_text(text, "utf-8")
+        print(f"Written: {path.name}, {size:,} bytes")
 
 
 if __name__ == "__main__":

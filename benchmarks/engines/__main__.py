@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,11 @@ from transformers import AutoConfig
 from benchmarks import REAL, ROOT
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio, met
-from benchmarks.engines.contest import Contender, Engine
-from benchmarks.engines.venvs import LLAMACPP, OPENVINO, OWN, VLLM, llamacpp_model, openvino_model
+from benchmarks.engines.contest import OWN, Contender, Engine
+from benchmarks.engines.rivals import ENVIRONMENTS, EVICTING, FEW, FULL, RIVALS, SPARSE, own_engines
 from benchmarks.rollout.policies import random_prompts
 
-RIVALS = {"openvino": OPENVINO, "vllm": VLLM, "llamacpp": LLAMACPP}
-NAMES = ["transformers", *RIVALS]
 SEQUENCES, PROMPT, BUDGET, BUFFER = 16, 64, 128, 32
-FULL, SPARSE = "own engine, full cache", "own engine, R-KV 128 + 32"
-OPENVINO_FULL, OPENVINO_SPARSE = "OpenVINO GenAI", "OpenVINO GenAI, evicting to 160"
-EVICTING = (SPARSE, OPENVINO_SPARSE)
 GOALS = {("bfloat16", 256): 1.4, ("bfloat16", 1500): 1.8, ("float32", 256): 1.4}
 SPARSE_GOAL, LONG_GOAL = 1.8, 2.5
 TOKENS = {"bfloat16": [256, 1500], "float32": [256]}
@@ -39,65 +35,79 @@ HEADER = ("type", "new tokens", "engine", "ms per step", "tokens/s", "strongest 
 Times = dict[str, list[float]]
 
 
-def engines(policy: Path, work: Path, names: list[str]) -> dict[str, Engine]:
-    """All that take part, by their names; what they need is made."""
-    found = {
-        FULL: Engine("ours.py", OWN, policy), SPARSE: Engine("ours.py", OWN, policy, evicts=True),
-    }  # fmt: skip
-    if "transformers" in names:
-        found["transformers generate"] = Engine("transformers_generate.py", OWN, policy, most=256)
-    if "openvino" in names:
-        python, exported = OPENVINO.python(work).absolute(), openvino_model(policy, work)
-        found[OPENVINO_FULL] = Engine("openvino_genai_paged.py", python, exported)
-        found[OPENVINO_SPARSE] = Engine("openvino_genai_paged.py", python, exported, evicts=True)
-    if "vllm" in names:
-        found["vLLM"] = Engine("vllm_cpu.py", VLLM.python(work).absolute(), policy)
-    if "llamacpp" in names:
-        found["llama.cpp"] = Engine(
-            "llamacpp_server.py", LLAMACPP.python(work).absolute(), llamacpp_model(work), only="bfloat16", most=256
-        )
+def engines(policy: Path, work: Path, names: list[str], remarks: list[str]) -> dict[str, Engine]:
+    """All that take part; a rival that cannot be made is left out, and the page says why."""
+    found = own_engines(policy)
+    for name in names:
+        try:
+            found |= RIVALS[name](policy, work)
+        except (subprocess.CalledProcessError, ValueError) as failure:
+            remarks.append(f"{name} is left out: {failure}.")
     return found
 
 
+class Contest:
+    """Engines that run and take turns; a rival that fails is left out from then on, and the page says why.
+
+    Args:
+        found: The engines by their names.
+        settings: What all are told.
+        work: Folder of their logs.
+        remarks: Of the page.
+    """
+
+    def __init__(self, found: dict[str, Engine], settings: dict[str, Any], work: Path, remarks: list[str]) -> None:
+        self.found, self.settings, self.work, self.remarks = found, settings, work, remarks
+        self.prompts = random_prompts(SEQUENCES, PROMPT, settings["vocabulary"])
+        self.running: dict[str, Contender] = {}
+
+    def seconds(self, name: str, count: int) -> float | None:
+        """Seconds of one call, None from an engine that does not run; the first call starts it."""
+        try:
+            if name not in self.running:
+                engine, dtype = self.found[name], self.settings["dtype"]
+                log = f"{Path(engine.worker).stem}-{'evicting' if engine.evicts else 'full'}-{dtype}.log"
+                self.running[name] = Contender(engine, self.settings, self.work / log)
+            return self.running[name].seconds(self.prompts, count)
+        except RuntimeError as failure:
+            if self.found[name].python == OWN:
+                raise
+            self.remarks.append(f"{name} is left out in {self.settings['dtype']}: {failure}.")
+            del self.found[name]
+            if name in self.running:
+                self.running.pop(name).end()
+            return None
+
+    def end(self) -> None:
+        """End all that run."""
+        for contender in self.running.values():
+            contender.end()
+
+
 def measured(given: argparse.Namespace, dtype: str, found: dict[str, Engine], remarks: list[str]) -> dict[int, Times]:
-    """Seconds of every engine by count of tokens; an engine that fails is left out, and the page says why."""
+    """Seconds of every engine by count of tokens."""
     vocabulary = AutoConfig.from_pretrained(given.policy, trust_remote_code=False).vocab_size
-    prompts, counts = random_prompts(SEQUENCES, PROMPT, vocabulary), given.tokens or TOKENS[dtype]
+    counts = given.tokens or TOKENS[dtype]
     settings = {
         "dtype": dtype, "threads": given.threads, "sequences": SEQUENCES, "prompt_length": PROMPT, "budget": BUDGET,
         "buffer": BUFFER, "longest": PROMPT + max(*counts, 2 * BUDGET) + 1, "vocabulary": vocabulary, "cache_gib": 3,
     }  # fmt: skip
-    running: dict[str, Contender] = {}
+    there = {name: engine for name, engine in found.items() if engine.takes(dtype, min(counts))}
+    contest = Contest(there, settings, given.work.absolute(), remarks)
     times: dict[int, Times] = {count: {} for count in counts}
     try:
-        for name, engine in found.items():
-            if engine.takes(dtype, min(counts)):
-                try:
-                    running[name] = started(name, engine, settings, given.work, prompts)
-                except RuntimeError as failure:
-                    if engine.python == OWN:
-                        raise
-                    remarks.append(f"{name} is left out in {dtype}: {failure}.")
+        for name in list(there):
+            first = contest.seconds(name, 2 * BUDGET)
+            say(f"{dtype}, {name}: first call of {2 * BUDGET} tokens {first or 0:.1f} s")
         for turn in range(given.rounds):
             for count in counts:
-                for name in list(running)[:: 1 if turn % 2 == 0 else -1]:
-                    if found[name].takes(dtype, count):
-                        seconds = running[name].seconds(prompts, count)
+                for name in list(there)[:: 1 if turn % 2 == 0 else -1]:
+                    if there[name].takes(dtype, count) and (seconds := contest.seconds(name, count)) is not None:
                         times[count].setdefault(name, []).append(seconds)
                         say(f"{dtype}, {count} tokens, round {turn + 1}, {name}: {seconds:.1f} s")
     finally:
-        for contender in running.values():
-            contender.end()
-    return {count: {name: own[name] for name in found if name in own} for count, own in times.items()}
-
-
-def started(name: str, engine: Engine, settings: dict[str, Any], work: Path, prompts: list[list[int]]) -> Contender:
-    """The engine behind its first call."""
-    kind = f"{'evicting' if engine.evicts else 'full'}-{settings['dtype']}"
-    contender = Contender(engine, settings, work / f"{Path(engine.worker).stem}-{kind}.log")
-    first = contender.seconds(prompts, 2 * settings["budget"])
-    say(f"{settings['dtype']}, {name}: first call of {2 * settings['budget']} tokens {first:.1f} s")
-    return contender
+        contest.end()
+    return {count: {name: own[name] for name in there if name in own} for count, own in times.items()}
 
 
 def add_rows(table: Table, dtype: str, tokens: int, times: Times) -> None:
@@ -140,7 +150,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     parser.add_argument("--types", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--tokens", nargs="+", type=int, help="instead of the usual counts")
-    parser.add_argument("--rivals", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -149,22 +159,24 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="folder for the table as engines-cpu.md")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    given.work.mkdir(parents=True, exist_ok=True)
-    found, remarks = engines(given.policy.absolute(), given.work, given.rivals), list[str]()
+    work, policy, remarks = given.work.absolute(), given.policy.absolute(), list[str]()
+    work.mkdir(parents=True, exist_ok=True)
+    found = engines(policy, work, given.rivals, remarks)
     note = (
-        f"{given.policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, drawn at temperature 1 from "
-        "the whole vocabulary; each ratio is to the strongest rival of its kind."
+        f"{policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, temperature 1, whole vocabulary; "
+        f"each ratio is to the strongest rival of its kind. llama.cpp and `generate` run up to {FEW} tokens."
     )
-    table = Table("Engines on a CPU", HEADER, note)
+    made = [ENVIRONMENTS[name] for name in given.rivals if name in ENVIRONMENTS]
+    versions = [environment.versions(work) for environment in made if environment.is_made(work)]
+    table, text = Table("Engines on a CPU", HEADER, note), ""
     for dtype in given.types:
         for tokens, times in measured(given, dtype, found, remarks).items():
             add_rows(table, dtype, tokens, times)
-    versions = [RIVALS[name].versions(given.work) for name in given.rivals if name in RIVALS]
-    heading = ", ".join([machine("cpu"), *versions, f"{given.rounds} round(s)."])
-    text = "\n\n".join([heading, str(table), *remarks])
+        heading = ", ".join([machine("cpu"), *versions, f"{given.rounds} round(s)."])
+        text = "\n\n".join([heading, str(table), *remarks])
+        if given.save:
+            save(given.save, "engines-cpu", "benchmarks.engines", text)
     print(text)
-    if given.save:
-        save(given.save, "engines-cpu", "benchmarks.engines", text)
 
 
 if __name__ == "__main__":

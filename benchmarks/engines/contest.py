@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+
+OWN = Path(sys.executable)
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -46,21 +49,28 @@ class Contender:
     def __init__(self, engine: Engine, settings: dict[str, Any], log: Path) -> None:
         self.log = log
         told = {**settings, "policy": str(engine.policy), "evicts": engine.evicts}
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        own = {"PYTHONPATH": str(ROOT)} if engine.python == OWN else {}
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [engine.python, WORKERS / engine.worker, json.dumps(told)], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, **own},
             )  # fmt: skip
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.end()
+            raise
         self._signal(signal.SIGSTOP)
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Seconds of one call that gives every prompt so many tokens."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin is not None
-        print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
+        try:
+            print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # it has ended, as its missing answer tells
         found = float(self._answer()["seconds"])
         self._signal(signal.SIGSTOP)
         return found
@@ -68,7 +78,7 @@ class Contender:
     def end(self) -> None:
         """End the process and all that it has started."""
         self._signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None

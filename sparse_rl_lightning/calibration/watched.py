@@ -23,7 +23,6 @@ class Seen:
 
     Args:
         layer: Its number among those with a cache.
-        window: Tokens of its sliding window, 0 for full attention.
         query: Rotated queries (B, Hq, T, D).
         key: Rotated keys (B, H, T, D).
         value: Values (B, H, T, D).
@@ -32,7 +31,6 @@ class Seen:
     """
 
     layer: int
-    window: int
     query: Tensor
     key: Tensor
     value: Tensor
@@ -55,8 +53,8 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     see, windows = watched
+    see(Seen(layer, query, key, value, scale, sinks))
     window = windows[layer] if windows else 0
-    see(Seen(layer, window, query, key, value, scale, sinks))
     if not 0 < window < key.shape[2]:
         return plain_attention(query, key, value, scale, sinks)
     death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + window

@@ -158,7 +158,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
 
 
 def statistics(
-    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 8,
+    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 4,
     method: Literal["QFilters", "TriAttention", "LearnedScore"] = "TriAttention",
 ) -> None:  # fmt: skip
     """Gather what a compressor has to know of a policy from its own texts.
@@ -166,9 +166,9 @@ def statistics(
     Args:
         policy: Hugging Face folder or hub name.
         texts: JSONL file, rows with prompt and (better) completion.
-        statistics: Path of the safetensors file to write.
+        statistics: Path of the safetensors file to write, of statistics or of the network.
         max_length: Number of tokens to read of each text.
-        batch_size: Texts per forward pass.
+        batch_size: Texts per forward pass, and per step of the network's training.
         method: Compressor that the file is for: statistics of queries for QFilters and TriAttention alike, or a network
             that imitates the full cache's attention for LearnedScore.
 

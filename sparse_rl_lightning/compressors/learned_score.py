@@ -85,8 +85,8 @@ class LearnedScore(Compressor):
 
     Args:
         budget: Tokens kept per layer and KV head, like all sizes not listed here as in :class:`Compressor`.
-        weights: File of a trained network, ``learned_score.safetensors`` in the folder of an exported policy; null to
-            begin anew.
+        weights: File of a trained network, of ``sparse-rl statistics --method LearnedScore``, or
+            ``learned_score.safetensors`` in the folder of an exported policy; null to begin anew.
         width: Hidden units of a new network.
         seed: Seed of a new network, null for that of ``seed_everything``.
         **sizes: Further arguments of :class:`Compressor`.
@@ -153,8 +153,8 @@ class LearnedScore(Compressor):
     def _learned(self) -> ScoreNetwork:
         if self._network is None:
             raise UserError(
-                "LearnedScore has no network yet: give weights, the learned_score.safetensors of an exported policy, "
-                "or train one with LearnedEvictionGRPO."
+                "LearnedScore has no network yet: give weights, a file of `sparse-rl statistics --method LearnedScore` "
+                "or the learned_score.safetensors of an exported policy, or train one with LearnedEvictionGRPO."
             )
         return self._network
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines import __main__ as command
-from benchmarks.engines.contest import WORKERS, Contender, Engine
-from benchmarks.engines.venvs import OWN
+from benchmarks.engines import rivals
+from benchmarks.engines.contest import OWN, WORKERS, Contender, Engine
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 TIMES = {
-    command.FULL: [2.0, 4.0], command.SPARSE: [1.0, 2.0], "transformers generate": [20.0, 10.0],
-    command.OPENVINO_FULL: [6.0, 4.0], command.OPENVINO_SPARSE: [3.0, 3.0],
+    rivals.FULL: [2.0, 4.0], rivals.SPARSE: [1.0, 2.0], "transformers generate": [20.0, 10.0],
+    rivals.OPENVINO_FULL: [6.0, 4.0], rivals.OPENVINO_SPARSE: [3.0, 3.0],
 }  # fmt: skip
 
 
@@ -69,16 +69,57 @@ def test_own_engines_take_part_beside_transformers(
     assert [row[5] for row in rows] == ["transformers generate", "transformers generate", ""] * 2
 
 
+def interpreter(folder: Path) -> Path:
+    """One that is not this library's, and has what this one has."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_rival_that_does_not_run_is_left_out_with_the_reason(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rival = Engine("vllm_cpu.py", Path(sys.executable).resolve(), policy)  # an interpreter without any engine
-    monkeypatch.setattr(command, "engines", lambda *_: {command.FULL: Engine("ours.py", OWN, policy), "vLLM": rival})
+    rival = Engine("vllm_cpu.py", interpreter(tmp_path), policy)
+    found = {rivals.FULL: Engine("ours.py", OWN, policy), "vLLM": rival}
+    monkeypatch.setattr(command, "engines", lambda *_: found)
     page = run(policy, tmp_path, monkeypatch)
     assert "vLLM is left out in float32: ended; " in page
     assert "No module named 'vllm'" in page
     assert "| vLLM |" not in page
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rival_that_fails_between_its_turns_is_left_out_from_then_on(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {
+        rivals.FULL: Engine("ours.py", OWN, policy),
+        "rival": Engine("transformers_generate.py", interpreter(tmp_path), policy),
+    }
+    settings = {"dtype": "float32", "threads": 1, "vocabulary": 10, "budget": 16, "buffer": 8}
+    contest = command.Contest(found, settings, tmp_path, remarks := [])
+    try:
+        assert contest.seconds("rival", 4)
+        process = contest.running["rival"].process
+        process.kill()
+        assert contest.seconds("rival", 4) is None
+        assert list(found) == [rivals.FULL]
+        assert remarks[0].startswith(f"rival is left out in float32: ended; {tmp_path}/transformers_generate-full-")
+        assert process.poll() is not None
+        assert contest.seconds(rivals.FULL, 4)
+    finally:
+        contest.end()
+
+
+def test_what_cannot_be_made_is_left_out(policy: Path, tmp_path: Path) -> None:
+    """llama.cpp has one policy, and this is another."""
+    found = command.engines(policy, tmp_path, ["transformers", "llamacpp"], remarks := [])
+    assert list(found) == [rivals.FULL, rivals.SPARSE, "transformers generate"]
+    assert remarks == [
+        f"llamacpp is left out: its file is made of the policy of make real-model alone, not of {policy}."
+    ]
 
 
 def test_an_own_engine_that_fails_is_an_error(tmp_path: Path) -> None:
@@ -101,12 +142,12 @@ def test_a_call_that_gives_too_few_tokens_is_an_error(tmp_path: Path) -> None:
 
 
 def test_each_is_held_against_the_strongest_of_its_kind() -> None:
-    openvino, evicting = command.OPENVINO_FULL, command.OPENVINO_SPARSE
+    openvino, evicting = rivals.OPENVINO_FULL, rivals.OPENVINO_SPARSE
     held = command.comparisons
-    assert held("bfloat16", 256, command.FULL, TIMES) == [(openvino, "2.00", ">= 1.4", "yes")]
-    assert held("bfloat16", 256, command.SPARSE, TIMES) == [
+    assert held("bfloat16", 256, rivals.FULL, TIMES) == [(openvino, "2.00", ">= 1.4", "yes")]
+    assert held("bfloat16", 256, rivals.SPARSE, TIMES) == [
         (evicting, "2.25", ">= 1.8", "yes"), (openvino, "4.00", "", ""),
     ]  # fmt: skip
-    assert held("bfloat16", 1500, command.SPARSE, TIMES)[1] == (openvino, "4.00", ">= 2.5", "yes")
-    assert held("float32", 1500, command.SPARSE, TIMES)[0] == (evicting, "2.25", "", "")
+    assert held("bfloat16", 1500, rivals.SPARSE, TIMES)[1] == (openvino, "4.00", ">= 2.5", "yes")
+    assert held("float32", 1500, rivals.SPARSE, TIMES)[0] == (evicting, "2.25", "", "")
     assert held("bfloat16", 256, openvino, TIMES) == []

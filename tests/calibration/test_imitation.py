@@ -15,6 +15,7 @@ from sparse_rl_lightning.calibration.imitation import centered, future_attention
 from sparse_rl_lightning.calibration.watched import Seen, watch
 from sparse_rl_lightning.compressors import LearnedScore
 from sparse_rl_lightning.compressors.learned_score import ScoreNetwork, save_network
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.replay.hooks import attention_inputs
 from sparse_rl_lightning.testing import tiny_model
 
@@ -42,9 +43,9 @@ def test_the_target_is_the_largest_attention_that_transformers_computes(name: st
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(ids, attention_mask=torch.ones_like(ids), output_attentions=True).attentions
-    compared = 0
+    compared, geometry = 0, CacheGeometry.of(model)
     for own, attention in zip(seen, attentions, strict=True):
-        if own.window:
+        if geometry.window_of(own.layer):
             continue
         compared += 1
         found, shown = future_attention(own, lengths, HORIZON)
@@ -124,8 +125,26 @@ def test_texts_up_to_the_horizon_teach_nothing() -> None:
     alone, _ = imitate_attention(model, ids, lengths, horizon=4, epochs=1, seed=1)
     beside, _ = imitate_attention(model, longer, torch.cat([lengths, short[1]]), horizon=4, epochs=1, seed=1)
     assert torch.equal(alone.key, beside.key)
-    with pytest.raises(ValueError, match=r"horizon=4 is not shorter than the longest text, 4 tokens"):
+    with pytest.raises(
+        ValueError, match=r"The longest text has 4 tokens, and what LearnedScore learns from begins behind 4"
+    ):
         imitate_attention(model, *short, horizon=4)
+
+
+def test_windows_in_all_layers_count_beyond_their_length() -> None:
+    """Up to there rollouts evict from them, so the network learns them; beyond nothing is left to evict from."""
+    model = family("mistral", sliding_window=30)
+    ids, lengths = texts(vocabulary=model.config.vocab_size)
+    network, explained = imitate_attention(model, ids, lengths, horizon=4, epochs=4)
+    assert 0 < explained < 1
+    assert network.outer.abs().sum(dim=(1, 2)).min() > 0, "a layer has learned nothing"
+    with pytest.raises(ValueError, match="no layer is left for LearnedScore"):
+        imitate_attention(family("mistral", sliding_window=8), ids, lengths, horizon=4)
+
+
+def test_no_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="The longest text has 0 tokens"):
+        imitate_attention(tiny_model(), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", ["width", "horizon", "epochs", "batch_size", "learning_rate"])

@@ -206,6 +206,7 @@ def test_what_a_warm_up_cannot_do_is_said(
     assert f"error: sparse-rl {subcommand} needs a model that generates" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_rule_of_down_sampling_by_its_name() -> None:
     path = write(config(callbacks=[], max_steps=2, logger=False, enable_checkpointing=False))
     rule = ["--model.rollout.downsampling=MaxVariance", "--model.rollout.downsampling.num_samples=5"]

@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-"""Fields that the writer sets."""
+"""Fields that are the writer's own, or of the weights as they were."""
 
 
 def main(source: str, target: str) -> None:

@@ -189,14 +189,15 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
 
 
 def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
-    """The compressor, with files of what it asks to know; a class of the user's is held to the contract before."""
+    """The compressor: with a file where it has to know the policy, else held to the contract if it is the user's."""
     from sparse_rl_lightning.testing import check_compressor
 
     needs = _asked(method) if method.arguments is None else ()
     for argument in needs:
-        path = results.path.with_name(f"{argument}-{results.content['settings']['policy'][:16]}.safetensors")
+        settings = results.content["settings"]
+        path = results.path.with_name(f"{argument}-{fingerprint(**settings)[:16]}.safetensors")
         if not path.exists():
-            KNOWN[argument](bench, path)
+            MAKERS[argument](bench, path)
         sizes = {**sizes, argument: str(path)}
     if not needs and method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
@@ -205,13 +206,12 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
 
 def _asked(method: Method) -> list[str]:
     """The arguments that name files with what the class has to know of a policy."""
-    asked = {"statistics": "statistics" in argument_names(method.path)}
-    asked["weights"] = issubclass(imported(method.path), LearnedScore)
-    return [name for name, wanted in asked.items() if wanted]
+    taken = argument_names(method.path) & MAKERS.keys()
+    return sorted(taken if issubclass(imported(method.path), LearnedScore) else taken - {"weights"})
 
 
 def _statistics(bench: Bench, path: Path) -> None:
-    """Statistics of the queries in other texts than those that are measured on."""
+    """Statistics of the queries in other completions of the same prompts."""
     from sparse_rl_lightning.calibration import gather_statistics
 
     rollout = bench.draw(FullKV(), seed=1)
@@ -219,14 +219,15 @@ def _statistics(bench: Bench, path: Path) -> None:
 
 
 def _network(bench: Bench, path: Path) -> None:
-    """A network that imitates the full cache's attention in such texts."""
-    from sparse_rl_lightning.calibration import imitate_attention
+    """A network that imitates the full cache's attention in such completions."""
+    from sparse_rl_lightning.calibration.imitation import HORIZON, imitate_attention
     from sparse_rl_lightning.compressors.learned_score import save_network
 
     rollout = bench.draw(FullKV(), seed=1)
-    network, _ = imitate_attention(bench.model, rollout.sequences, rollout.lengths, seed=0)
+    horizon = min(HORIZON, max(1, int(rollout.lengths.max()) // 2))
+    network, _ = imitate_attention(bench.model, rollout.sequences, rollout.lengths, horizon=horizon, seed=0)
     save_network(network, path)
 
 
-KNOWN = {"statistics": _statistics, "weights": _network}
+MAKERS = {"statistics": _statistics, "weights": _network}
 """Arguments of compressors that have to know the policy, and what writes their file."""
