@@ -14,7 +14,6 @@ import argparse
 import statistics
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -22,7 +21,7 @@ from transformers import AutoConfig
 from benchmarks import REAL, ROOT
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio, met
-from benchmarks.engines.contest import OWN, Contender, Engine
+from benchmarks.engines.contest import Contest, Engine
 from benchmarks.engines.rivals import ENVIRONMENTS, EVICTING, FEW, FULL, RIVALS, SPARSE, own_engines
 from benchmarks.rollout.policies import random_prompts
 
@@ -46,44 +45,6 @@ def engines(policy: Path, work: Path, names: list[str], remarks: list[str]) -> d
     return found
 
 
-class Contest:
-    """Engines that run and take turns; a rival that fails is left out from then on, and the page says why.
-
-    Args:
-        found: The engines by their names.
-        settings: What all are told.
-        work: Folder of their logs.
-        remarks: Of the page.
-    """
-
-    def __init__(self, found: dict[str, Engine], settings: dict[str, Any], work: Path, remarks: list[str]) -> None:
-        self.found, self.settings, self.work, self.remarks = found, settings, work, remarks
-        self.prompts = random_prompts(SEQUENCES, PROMPT, settings["vocabulary"])
-        self.running: dict[str, Contender] = {}
-
-    def seconds(self, name: str, count: int) -> float | None:
-        """Seconds of one call, None from an engine that does not run; the first call starts it."""
-        try:
-            if name not in self.running:
-                engine, dtype = self.found[name], self.settings["dtype"]
-                log = f"{Path(engine.worker).stem}-{'evicting' if engine.evicts else 'full'}-{dtype}.log"
-                self.running[name] = Contender(engine, self.settings, self.work / log)
-            return self.running[name].seconds(self.prompts, count)
-        except RuntimeError as failure:
-            if self.found[name].python == OWN:
-                raise
-            self.remarks.append(f"{name} is left out in {self.settings['dtype']}: {failure}.")
-            del self.found[name]
-            if name in self.running:
-                self.running.pop(name).end()
-            return None
-
-    def end(self) -> None:
-        """End all that run."""
-        for contender in self.running.values():
-            contender.end()
-
-
 def measured(given: argparse.Namespace, dtype: str, found: dict[str, Engine], remarks: list[str]) -> dict[int, Times]:
     """Seconds of every engine by count of tokens."""
     vocabulary = AutoConfig.from_pretrained(given.policy, trust_remote_code=False).vocab_size
@@ -93,7 +54,8 @@ def measured(given: argparse.Namespace, dtype: str, found: dict[str, Engine], re
         "buffer": BUFFER, "longest": PROMPT + max(*counts, 2 * BUDGET) + 1, "vocabulary": vocabulary, "cache_gib": 3,
     }  # fmt: skip
     there = {name: engine for name, engine in found.items() if engine.takes(dtype, min(counts))}
-    contest = Contest(there, settings, given.work.absolute(), remarks)
+    prompts = random_prompts(SEQUENCES, PROMPT, vocabulary)
+    contest = Contest(there, settings, prompts, given.work, remarks)
     times: dict[int, Times] = {count: {} for count in counts}
     try:
         for name in list(there):
@@ -159,15 +121,15 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="folder for the table as engines-cpu.md")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    work, policy, remarks = given.work.absolute(), given.policy.absolute(), list[str]()
-    work.mkdir(parents=True, exist_ok=True)
-    found = engines(policy, work, given.rivals, remarks)
+    given.work, given.policy = given.work.absolute(), given.policy.absolute()
+    given.work.mkdir(parents=True, exist_ok=True)
+    found = engines(given.policy, given.work, given.rivals, remarks := list[str]())
     note = (
-        f"{policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, temperature 1, whole vocabulary; "
+        f"{given.policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, temperature 1, all tokens; "
         f"each ratio is to the strongest rival of its kind. llama.cpp and `generate` run up to {FEW} tokens."
     )
     made = [ENVIRONMENTS[name] for name in given.rivals if name in ENVIRONMENTS]
-    versions = [environment.versions(work) for environment in made if environment.is_made(work)]
+    versions = [environment.versions(given.work) for environment in made if environment.is_made(given.work)]
     table, text = Table("Engines on a CPU", HEADER, note), ""
     for dtype in given.types:
         for tokens, times in measured(given, dtype, found, remarks).items():

@@ -14,7 +14,6 @@ from typing import Any
 from benchmarks import ROOT
 
 OWN = Path(sys.executable)
-
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -94,3 +93,44 @@ class Contender:
             os.killpg(self.process.pid, which)
         except ProcessLookupError:
             pass
+
+
+class Contest:
+    """Engines that run and take turns; a rival that fails is left out from then on, and the page says why.
+
+    Args:
+        found: The engines by their names.
+        settings: What all are told.
+        prompts: Token ids that all of them go on from.
+        work: Folder of their logs.
+        remarks: Of the page.
+    """
+
+    def __init__(
+        self, found: dict[str, Engine], settings: dict[str, Any], prompts: list[list[int]], work: Path,
+        remarks: list[str],
+    ) -> None:  # fmt: skip
+        self.found, self.settings, self.prompts, self.work, self.remarks = found, settings, prompts, work, remarks
+        self.running: dict[str, Contender] = {}
+
+    def seconds(self, name: str, count: int) -> float | None:
+        """Seconds of one call, None from an engine that does not run; the first call starts it."""
+        try:
+            if name not in self.running:
+                engine, dtype = self.found[name], self.settings["dtype"]
+                log = f"{Path(engine.worker).stem}-{'evicting' if engine.evicts else 'full'}-{dtype}.log"
+                self.running[name] = Contender(engine, self.settings, self.work / log)
+            return self.running[name].seconds(self.prompts, count)
+        except RuntimeError as failure:
+            if self.found[name].python == OWN:
+                raise
+            self.remarks.append(f"{name} is left out in {self.settings['dtype']}: {failure}.")
+            del self.found[name]
+            if name in self.running:
+                self.running.pop(name).end()
+            return None
+
+    def end(self) -> None:
+        """End all that run."""
+        for contender in self.running.values():
+            contender.end()

@@ -67,7 +67,7 @@ class CacheSize:
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
             compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
-            EVENT_TYPES[bisect_left(MOST_EVENTS[:-1], events)],
+            EVENT_TYPES[bisect_left(MOST_EVENTS[:-1], events)],  # the widest for all that is more: no memory holds it
         )  # fmt: skip
 
     @property

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,21 +49,21 @@ def future_attention(seen: Seen, lengths: Tensor, horizon: int) -> tuple[Tensor,
         The largest attention (B, H, P, T) of the queries from the place on, 0 where there is none; and a mask
         (B, P, T) of entries before the place of sequences that reach beyond it.
     """
-    batch, heads, length, _ = seen.query.shape
-    kv_heads, device = seen.key.shape[1], seen.query.device
-    keys = seen.key.repeat_interleave(heads // kv_heads, dim=1)
+    length, device = seen.query.shape[2], seen.query.device
+    groups = torch.unflatten(seen.query, 1, (seen.key.shape[1], -1))  # (B, H, Hq / H, T, D)
+    keys = seen.key[:, :, None].transpose(-1, -2)
     index, lengths = torch.arange(length, device=device), lengths.to(device)
     found, shown = [], []
     for place in range(horizon, length, horizon):
         rows = index[place : place + horizon]
-        logits = (seen.query[:, :, rows] @ keys.transpose(-1, -2)).float() * seen.scale
-        logits = logits.masked_fill(index > rows[:, None], -torch.inf)
+        logits = (groups[..., rows, :] @ keys[..., : rows[-1] + 1]).float() * seen.scale
+        logits = logits.masked_fill(index[: rows[-1] + 1] > rows[:, None], -torch.inf)
+        total = logits.logsumexp(dim=-1, keepdim=True)
         if seen.sinks is not None:
-            logits = torch.cat([logits, seen.sinks.float().view(-1, 1, 1).expand(batch, -1, len(rows), 1)], dim=-1)
-        attention = logits.softmax(dim=-1)[..., :length]
-        there = (rows < lengths[:, None])[:, None, :, None] & (index < place)
-        largest = attention.masked_fill(~there, 0).amax(dim=2)
-        found.append(largest.view(batch, kv_heads, -1, length).amax(dim=2))
+            total = torch.logaddexp(total, seen.sinks.float().view(*groups.shape[1:3], 1, 1))
+        padding = (rows >= lengths[:, None])[:, None, None, :, None]
+        attention = (logits - total).exp()[..., :place].masked_fill(padding, 0)
+        found.append(F.pad(attention.amax(dim=(2, 3)), (0, length - place)))
         shown.append((index < place) & (lengths > place)[:, None])
     return torch.stack(found, dim=2), torch.stack(shown, dim=1)
 

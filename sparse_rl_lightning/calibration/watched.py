@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
-from sparse_rl_lightning.policies.windows import layer_windows
+from sparse_rl_lightning.policies.windows import deaths_by_window
 from sparse_rl_lightning.replay.death_attention import death_attention
 from sparse_rl_lightning.replay.hooks import named_attention, plain_attention, register
 
@@ -39,26 +39,27 @@ class Seen:
 
 
 See = Callable[[Seen], None]
+Watched = tuple[See, list[Tensor | None] | None]
+"""Who looks on, and what layers with a window no longer see, as of :func:`deaths_by_window`."""
 
 
 @torch.no_grad()
 def watch(model: PreTrainedModel, ids: Tensor, see: See) -> None:
     """Run the body of a model over token ids (B, T), and show each layer's attention; padding is on the right."""
+    watched: Watched = see, deaths_by_window(model.config, ids)
     with eval_mode(model), named_attention(model, WATCHED), exact_angles(model):
-        model.get_decoder()(input_ids=ids, use_cache=False, watched_attention=(see, layer_windows(model.config)))
+        model.get_decoder()(input_ids=ids, use_cache=False, watched_attention=watched)
 
 
 def _attend(
-    watched: tuple[See, tuple[int, ...]], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    see, windows = watched
+    watched: Watched, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    see, deaths = watched
     see(Seen(layer, query, key, value, scale, sinks))
-    window = windows[layer] if windows else 0
-    if not 0 < window < key.shape[2]:
+    death = None if deaths is None else deaths[layer]
+    if death is None:
         return plain_attention(query, key, value, scale, sinks)
-    death = torch.arange(key.shape[2], device=key.device, dtype=torch.int32) + window
-    return death_attention(query, key, value, death.expand(key.shape[:3]), scale, sinks)
+    return death_attention(query, key, value, death, scale, sinks)
 
 
 register(WATCHED, "watched_attention", _attend)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engines import __main__ as command
 from benchmarks.engines import rivals
-from benchmarks.engines.contest import OWN, WORKERS, Contender, Engine
+from benchmarks.engines.contest import OWN, WORKERS, Contender, Contest, Engine
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 TIMES = {
@@ -98,8 +98,8 @@ def test_a_rival_that_fails_between_its_turns_is_left_out_from_then_on(
         rivals.FULL: Engine("ours.py", OWN, policy),
         "rival": Engine("transformers_generate.py", interpreter(tmp_path), policy),
     }
-    settings = {"dtype": "float32", "threads": 1, "vocabulary": 10, "budget": 16, "buffer": 8}
-    contest = command.Contest(found, settings, tmp_path, remarks := [])
+    settings = {"dtype": "float32", "threads": 1, "budget": 16, "buffer": 8}
+    contest = Contest(found, settings, [[3, 4, 5, 6]] * 2, tmp_path, remarks := [])
     try:
         assert contest.seconds("rival", 4)
         process = contest.running["rival"].process

@@ -274,7 +274,7 @@ def test_methods_with_arguments(policy: str, folder: Path) -> None:
 
 
 def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> None:
-    """That of LearnedScore, on other texts; a second run takes the file."""
+    """That of LearnedScore, on other completions; a second run takes the file."""
     (*_, learned) = main(["LearnedScore", *options(policy)])
     assert learned.reason == ""
     assert learned.replay_difference is not None

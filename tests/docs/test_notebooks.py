@@ -10,11 +10,11 @@ import nbformat
 import pytest
 
 import sparse_rl_lightning
+from benchmarks import REAL as MODEL
 from docs.stored import LARGEST, REAL, execute, tidied
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {*REAL})
-MODEL = FOLDER.parent / "runs" / "models" / "smollm2-135m-instruct"
 FAST = "quickstart"  # `make test` runs this one, `make test-slow` all there are
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
@@ -32,25 +32,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
+def outputs_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """What all cells have put out."""
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
 def run(notebook: nbformat.NotebookNode, folder: Path, seconds: int = 550) -> str:
     """Execute the notebook in place and return all it printed; the first error of a cell is raised."""
     execute(notebook, folder, seconds)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    size = sum(len(str(output)) for output in outputs)
+    size = sum(len(str(output)) for output in outputs_of(notebook))
     assert size < 1_000_000, f"{size:,} characters of output: too much for a notebook that people save"
     return printed_by(notebook)
 
 
 def printed_by(notebook: nbformat.NotebookNode) -> str:
     """All that the cells printed."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    streams = [output for output in outputs_of(notebook) if output.output_type == "stream"]
+    return "".join(output.text for output in streams if output.name == "stdout")
 
 
 def shown(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
     """What cells have displayed of a MIME type."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return [output.data[kind] for output in outputs if kind in output.get("data", {})]
+    return [output.data[kind] for output in outputs_of(notebook) if kind in output.get("data", {})]
 
 
 def numbers_after(label: str, text: str) -> list[float]:

@@ -20,11 +20,13 @@ from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.pretrained import load_pretrained
-from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from sparse_rl_lightning.quality.cells import Bench, Cell
     from sparse_rl_lightning.quality.results import Results
 
@@ -192,16 +194,17 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
     """The compressor: with a file where it has to know the policy, else held to the contract if it is the user's."""
     from sparse_rl_lightning.testing import check_compressor
 
-    needs = _asked(method) if method.arguments is None else ()
-    for argument in needs:
-        settings = results.content["settings"]
-        path = results.path.with_name(f"{argument}-{fingerprint(**settings)[:16]}.safetensors")
-        if not path.exists():
-            MAKERS[argument](bench, path)
-        sizes = {**sizes, argument: str(path)}
-    if not needs and method.arguments is None and not method.path.startswith(f"{PACKAGE}."):
+    if method.arguments is not None:
+        return method.compressor(sizes)
+    files = {}
+    for argument in _asked(method):
+        path = results.path.with_name(f"{argument}-{fingerprint(**results.content['settings'])[:16]}.safetensors")
+        if not path.exists():  # from other completions of the same prompts
+            MAKERS[argument](bench.model, bench.draw(FullKV(), seed=1), path)
+        files[argument] = str(path)
+    if not files and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
-    return method.compressor(sizes)
+    return method.compressor({**sizes, **files})
 
 
 def _asked(method: Method) -> list[str]:
@@ -210,22 +213,20 @@ def _asked(method: Method) -> list[str]:
     return sorted(taken if issubclass(imported(method.path), LearnedScore) else taken - {"weights"})
 
 
-def _statistics(bench: Bench, path: Path) -> None:
-    """Statistics of the queries in other completions of the same prompts."""
+def _statistics(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
+    """Statistics of the queries in a rollout."""
     from sparse_rl_lightning.calibration import gather_statistics
 
-    rollout = bench.draw(FullKV(), seed=1)
-    gather_statistics(bench.model, rollout.sequences, rollout.lengths).save(str(path))
+    gather_statistics(model, rollout.sequences, rollout.lengths).save(str(path))
 
 
-def _network(bench: Bench, path: Path) -> None:
-    """A network that imitates the full cache's attention in such completions."""
+def _network(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
+    """A network that imitates the full cache's attention in a rollout."""
     from sparse_rl_lightning.calibration.imitation import HORIZON, imitate_attention
     from sparse_rl_lightning.compressors.learned_score import save_network
 
-    rollout = bench.draw(FullKV(), seed=1)
     horizon = min(HORIZON, max(1, int(rollout.lengths.max()) // 2))
-    network, _ = imitate_attention(bench.model, rollout.sequences, rollout.lengths, horizon=horizon, seed=0)
+    network, _ = imitate_attention(model, rollout.sequences, rollout.lengths, horizon=horizon, seed=0)
     save_network(network, path)
 
 
