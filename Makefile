@@ -116,14 +116,14 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
-BENCHMARKS := checker compressors engines equal_memory float8 launches learner methods ops prompts real_methods reliability rollout routing trainer
+BENCHMARKS := checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
 STUDIES := arms distill gradients schedule stability turns
-$(foreach one,arms distill methods schedule trainer,$(eval NEEDS.$(one) := $(WARMUP)))
-$(foreach one,engines equal_memory prompts real_methods,$(eval NEEDS.$(one) := $(REAL)/config.json))
+$(foreach one,arms distill schedule trainer,$(eval NEEDS.$(one) := $(WARMUP)))
+$(foreach one,engines equal_memory methods prompts,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
-$(foreach one,engines equal_memory launches methods real_methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
+$(foreach one,engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
 $(foreach one,compressors float8 prompts routing $(STUDIES),$(eval TOLD.$(one) := --save docs))
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are

@@ -1,9 +1,19 @@
-"""Runs ``sparse-rl benchmark`` over every compressor on the quickstart's policy, for the pages of the methods.
+"""Runs ``sparse-rl benchmark`` over every compressor on the real model.
 
-    python -m benchmarks.methods [--policy FOLDER] [--save benchmarks/results]
+    python -m benchmarks.methods --data gsm8k_test.jsonl [--parts all budgets] [--save benchmarks/results]
 
-``--save`` keeps table and machine in methods.json, of which ``python -m docs.generate`` writes docs/methods. Cells that
-are finished in the folder of the run are not measured again.
+The policy is SmolLM2-135M-Instruct (``make real-model``), the prompts are questions of GSM8K (a JSONL with a column
+``question``) in its chat template, the completions the model's own, drawn under each cache at temperature 1 up to 512
+tokens, and compared in float32. Parts:
+
+    all         every method at 96 tokens and a buffer of 32
+    budgets     the best six and chance at 64, 128 and 192
+    sinks       the same at 128, without sinks
+    cool        the same at 128, at temperature 0.7
+    open, kept  the same at 192 with prompts of at most 96 tokens, open to eviction and protected
+
+``--save`` keeps tables and machine in methods.json. Cells that are finished in the folder of a part are not
+measured again.
 """
 
 from __future__ import annotations
@@ -15,60 +25,112 @@ from typing import Any
 
 import torch
 import yaml
+from transformers import AutoTokenizer
 
-from benchmarks import ROOT
+from benchmarks import REAL, ROOT
 from benchmarks.common.pages import machine
-from benchmarks.compressors.texts import default_policy
-from sparse_rl_lightning import compressors
 from sparse_rl_lightning.cli.benchmark import main as benchmark
-from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.data.files import read_table
 from sparse_rl_lightning.files import write_whole
 
-SIZES = {"buffer": 4, "num_sinks": 1, "window": 4}
-BUDGETS = ("20", "27", "34")  # of about 46 tokens; a prompt of 12 and the window fit the least
-SNAPKV, KEYDIFF = ({"class_path": name, "init_args": {"budget": 20, **SIZES}} for name in ("SnapKV", "KeyDiff"))
-WITH_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "LagKV": {"budget": 20, **SIZES, "lag_size": 5},  # a quarter of the least slot: the default is larger than it
-    "Combined": {"compressors": [SNAPKV, KEYDIFF]},
-    "Drawn": {"compressor": SNAPKV},
+SIZES = {"buffer": 32, "num_sinks": 4, "window": 8}
+PLAIN = (
+    "RandomEviction", "SnapKV", "RKV", "TOVA", "H2O", "StreamingLLM", "KNorm", "KeyDiff", "CUR", "ExpectedAttention",
+    "QFilters", "TriAttention", "LearnedScore",
+)  # fmt: skip
+BEST = ("RandomEviction", "SnapKV", "RKV", "TOVA", "H2O, by age", "ExpectedAttention", "StreamingLLM")
+"""Chance, and the six that the other parts measure."""
+LENGTH_OF_KEPT = 96  # tokens of a prompt, so that the budget is twice as large
+PARTS: dict[str, list[str]] = {
+    "all": ["--budgets", "96"],
+    "budgets": ["--budgets", "64", "128", "192"],
+    "sinks": ["--budgets", "128", "--num_sinks", "0"],
+    "cool": ["--budgets", "128", "--temperature", "0.7"],
+    "open": ["--budgets", "192"],
+    "kept": ["--budgets", "192", "--protect_prompt"],
 }
-UNMEASURED = {"Compressor", "QueryStatistics", "FullKV", "LearnedScore"}
-"""No methods, the full cache that has its row, and a network that a run has to train first."""
+SHORT = ("open", "kept")
+"""Parts whose prompts have at most 96 tokens."""
 
 
-def names(folder: Path) -> list[str]:
-    """Every method as the command takes it; files for those that need arguments are written into the folder."""
+def with_arguments(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Methods that are no class with the common sizes alone, as in a configuration."""
+    common = {"budget": 96, **sizes}
+
+    def own(name: str, **more: Any) -> dict[str, Any]:
+        return {"class_path": name, "init_args": {**common, **more}}
+
+    def around(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"class_path": name, "init_args": arguments}
+
+    return {
+        "RandomEviction, drawn anew": own("RandomEviction", redraw=True),
+        "RandomEviction, window 32": own("RandomEviction", window=32),
+        "H2O, by age": own("H2O", age_normalized=True),
+        "LagKV": own("LagKV", lag_size=31),  # a quarter of the slot: the default is larger than it
+        "SnapKV, Pyramid": own("SnapKV", budget_rule=around("Pyramid", beta=2)),
+        "SnapKV, Adaptive": own("SnapKV", budget_rule=around("Adaptive")),
+        "Combined": around("Combined", compressors=[own("SnapKV"), own("KeyDiff")]),
+        "Combined, one set per layer": around("Combined", compressors=[own("SnapKV")], across_heads="max"),
+        "Drawn": around("Drawn", compressor=own("SnapKV")),
+    }
+
+
+def methods(part: str, folder: Path) -> list[str]:
+    """The methods of a part as the command takes them; files for those with arguments are written into the folder."""
+    sizes = SIZES | ({"num_sinks": 0} if part == "sinks" else {}) | ({"protect_prompt": True} if part == "kept" else {})
+    given = with_arguments(sizes)
     found = []
-    for name in compressors.__all__:
-        assert isinstance(getattr(compressors, name), type)
-        if name in UNMEASURED:
-            continue
-        assert issubclass(getattr(compressors, name), Compressor)
+    for name in (*PLAIN, *given) if part == "all" else BEST:
         path = folder / f"{name}.yaml"
-        if name in WITH_ARGUMENTS:
-            write_whole(path, yaml.safe_dump({"class_path": name, "init_args": WITH_ARGUMENTS[name]}))
-        found.append(str(path) if name in WITH_ARGUMENTS else name)
+        if name in given:
+            write_whole(path, yaml.safe_dump(given[name]))
+        found.append(str(path) if name in given else name)
     return found
 
 
+def questions(data: Path, policy: Path, longest: int | None) -> list[dict[str, str]]:
+    """Questions of the file as prompts, those alone whose chat prompt has at most ``longest`` tokens."""
+    prompts = [row["question"] for _, row in read_table(str(data))]
+    if longest is not None:
+        tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=False)
+
+        def length(text: str) -> int:
+            messages = [{"role": "user", "content": text}]
+            return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+        prompts = [text for text in prompts if length(text) <= longest]
+    return [{"prompt": text} for text in prompts]
+
+
 def main(args: list[str] | None = None) -> None:
-    """Run the command, and keep its table."""
+    """Run the command for every part, and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, default=default_policy(), help="the quickstart's policy")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "methods", help="folder of the run")
-    parser.add_argument("--problems", default="256")
-    parser.add_argument("--budgets", nargs="+", default=BUDGETS)
+    parser.add_argument("--data", type=Path, required=True, help="JSONL with a column question, such as GSM8K's test")
+    parser.add_argument("--policy", type=Path, default=REAL)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "methods", help="folder of the runs")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--problems", default="64")
+    parser.add_argument("--max_completion_length", default="512")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the pages")
     parser.add_argument("--save", type=Path, help="folder of methods.json")
     given = parser.parse_args(args)
     torch.set_num_threads(1)
-    sizes = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
-    own = [*sizes, "--budgets", *given.budgets, "--problems", given.problems, "--output", str(given.runs)]
-    benchmark([*names(given.runs), "--policy", str(given.policy), *own])
+    for part in given.parts:
+        folder = given.runs / part
+        rows = questions(given.data, given.policy, LENGTH_OF_KEPT if part in SHORT else None)[: int(given.problems)]
+        write_whole(folder / "questions.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        usual = {"buffer": "32", "num_sinks": "4", "window": "8", "timed": "0", "dtype": "float32"}
+        own = [
+            *(text for name, value in usual.items() for text in (f"--{name}", value)), *PARTS[part], "--as_chat",
+            "--policy", str(given.policy), "--data", str(folder / "questions.jsonl"), "--problems", given.problems,
+            "--max_completion_length", given.max_completion_length, "--output", str(folder),
+        ]  # fmt: skip
+        benchmark([*methods(part, folder), *own])
     if given.save:
-        content = json.loads((given.runs / "table.json").read_text("utf-8"))
-        source = "/".join(given.policy.absolute().parts[-2:])  # what is above is a matter of the machine
-        kept = {"machine": machine("cpu"), "remark": given.remark, "policy": source, **content}
+        finished = [part for part in PARTS if (given.runs / part / "table.json").exists()]
+        tables = {part: json.loads((given.runs / part / "table.json").read_text("utf-8")) for part in finished}
+        kept = {"machine": machine("cpu"), "remark": given.remark, "policy": given.policy.name, "parts": tables}
         write_whole(given.save / "methods.json", json.dumps(kept, indent=1) + "\n")
 
 

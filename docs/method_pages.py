@@ -1,4 +1,4 @@
-"""A page per compressor: its docstring, its formula, its row of ``sparse-rl benchmark``, and when to use it."""
+"""A page per compressor: its docstring, its formula, its rows of ``sparse-rl benchmark``, and when to use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from docs import docstrings, listing
-from sparse_rl_lightning.cli.benchmark import FULL
+from sparse_rl_lightning.cli.benchmark import FLOOR, FULL
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.quality.page import explained, markdown_table
 
@@ -29,25 +29,35 @@ NOTE = "<!-- This page is written by `make docs-pages`: change docs/methods.yaml
 def pages(folder: Path) -> dict[Path, str]:
     """The page of every method and their index, by path."""
     kept = json.loads(RESULTS.read_text("utf-8"))
-    cells = [Cell(**own) for own in kept["cells"]]
-    found = {folder / f"{name}.md": method_page(name, cells, kept["remark"]) for name in KIND}
-    return {folder / "index.md": index_page(kept, cells), **found}
+    found = {folder / f"{name}.md": method_page(name, kept) for name in KIND}
+    return {folder / "index.md": index_page(kept), **found}
 
 
-def index_page(kept: dict[str, Any], cells: list[Cell]) -> str:
-    """The whole table, and how it came about."""
-    place = f"{kept['machine']}. {kept['remark']}".strip()
-    policy = f"Policy {kept['policy']}, held-out sums, texts of {kept['lengths'][0]} tokens on average."
+def cells_of(kept: dict[str, Any], part: str) -> list[Cell]:
+    """What was measured in a part, without rows that say why they are empty."""
+    cells = (Cell(**own) for own in kept["parts"].get(part, {"cells": []})["cells"])
+    return [cell for cell in cells if not cell.reason]
+
+
+def index_page(kept: dict[str, Any]) -> str:
+    """The whole tables, and how they came about."""
+    whole = kept["parts"]["all"]
+    lengths = whole["completions"]
     parts = [
         NOTE,
         "# Method by method",
-        "Every compressor with its formula, its source, its row of one table, and when to use it. The table is that of "
-        "`sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), over all methods by "
-        "`python -m benchmarks.methods --save benchmarks/results`; [compressors](../compressors.md#measured) has other "
-        "tasks, with texts of the full cache in place of each method's own.",
-        f"{place} {policy} Buffer 4, one sink, a window of 4; LagKV's chunks are 5 tokens, `Combined` is `SnapKV` and "
-        "`KeyDiff`, `Drawn` is around `SnapKV`. The first row never evicts the prompt, the others may.",
-        markdown_table(cells),
+        "Every compressor with its formula, its source, its rows of these tables, and when to use it. The tables are "
+        "those of `sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), on a real instruct "
+        "model, by `python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results` (after `make "
+        "real-model`); [compressors](../compressors.md#measured) has small policies on tasks that they can answer.",
+        f"{kept['machine']}. {kept['remark']}".strip() + f" {kept['policy']}, {len(lengths)} questions of GSM8K in its "
+        "chat template, completions of up to 512 tokens that each cache drew itself, at temperature 1, "
+        f"{sum(lengths) / len(lengths):.0f} tokens on average with the full cache, sequences of {whole['lengths'][0]} "
+        f"and at most {whole['lengths'][1]}; in float32. Buffer 32, four sinks, a window of 8, the prompt open; "
+        "LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff`, or `SnapKV` with "
+        "one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from other texts of "
+        "the model.",
+        *(f"## {title}\n\n{said}{markdown_table(cells)}" for title, said, cells in _tables(kept) if cells),
         explained(),
         f"## Letters\n\n{LETTERS}",
         "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",
@@ -55,16 +65,32 @@ def index_page(kept: dict[str, Any], cells: list[Cell]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def method_page(name: str, cells: list[Cell], remark: str) -> str:
+def _tables(kept: dict[str, Any]) -> list[tuple[str, str, list[Cell]]]:
+    """Titles, words and rows of the tables."""
+    by_kl = sorted(cells_of(kept, "all"), key=lambda cell: cell.kl or 0)
+    return [
+        ("Every method at 96 tokens", "The closest to the full cache first.\n\n", by_kl),
+        ("Other budgets", "The best six and chance.\n\n", cells_of(kept, "budgets")),
+        ("Without sinks, at 128", "", cells_of(kept, "sinks")),
+        ("At temperature 0.7, at 128", "", cells_of(kept, "cool")),
+        ("Prompts of at most 96 tokens, open, at 192", "", cells_of(kept, "open")),
+        ("The same prompts, protected, at 192", "", cells_of(kept, "kept")),
+    ]
+
+
+def method_page(name: str, kept: dict[str, Any]) -> str:
     """The page of one method."""
     kind = KIND[name]
-    own = [cell for cell in cells if cell.method == (FULL.name if name == "FullKV" else name)]
-    row = f"{markdown_table(own)}\n\n{remark}" if own else "None: it has to be learned first."
+    wanted = FULL.name if name == "FullKV" else name
+    cells = [*cells_of(kept, "all"), *(cell for cell in cells_of(kept, "budgets") if cell.budget)]
+    own = [cell for cell in cells if cell.method.partition(", ")[0] == wanted and cell.method != FLOOR.name]
+    row = markdown_table(own)
     others = "[Beside random eviction, the full cache and all other methods, with what the columns are](index.md)."
     parts = [
         NOTE, f"# {name}", docstrings.summary(kind), "## Formula", f"```math\n{SAID[name]['formula'].strip()}\n```",
         "[What the letters are](index.md#letters).", docstrings.body(kind),
-        "## Source", sources(kind), "## Its row", f"{row} {others}", "## When to use it", SAID[name]["when"].strip(),
+        "## Source", sources(kind), "## Its rows", f"{row}\n\n{others}",
+        "## When to use it", SAID[name]["when"].strip(),
     ]  # fmt: skip
     return "\n\n".join(filter(None, parts)) + "\n"
 

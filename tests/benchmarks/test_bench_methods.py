@@ -1,4 +1,4 @@
-"""The run behind the methods' pages: every compressor is in it, its table is kept, and pages say what it says."""
+"""The run behind the methods' pages: every compressor is in it, its tables are kept, and pages say what they say."""
 
 from __future__ import annotations
 
@@ -15,45 +15,60 @@ from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
-WITHOUT_ROW = {"LearnedScore"}
+CALIBRATED = {"QFilters", "TriAttention", "LearnedScore"}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def test_every_method_is_measured_and_has_a_page(tmp_path: Path) -> None:
-    named = {method.name: method for method in map(Method.of, methods.names(tmp_path))}
-    assert named.keys() | {"FullKV"} | WITHOUT_ROW == method_pages.KIND.keys() == method_pages.SAID.keys()
-    calibrated = {"QFilters", "TriAttention"}
-    for name in named.keys() - calibrated:
-        compressor = named[name].compressor({**methods.SIZES, "budget": 27})
-        assert type(compressor).__name__ == name
-        assert (compressor.budget, compressor.buffer, compressor.window) == (27, 4, 4)
+    named = {method.name: method for method in map(Method.of, methods.methods("all", tmp_path))}
+    kinds = {name.partition(", ")[0] for name in named}
+    assert kinds | {"FullKV"} == method_pages.KIND.keys() == method_pages.SAID.keys()
+    assert set(methods.BEST) <= named.keys()
+    for name in named.keys() - CALIBRATED:
+        compressor = named[name].compressor({**methods.SIZES, "budget": 127})
+        assert type(compressor).__name__ == name.partition(", ")[0]
+        assert (compressor.budget, compressor.buffer) == (127, 32)
+
+
+def test_changes_reach_methods_with_arguments_of_their_own(tmp_path: Path) -> None:
+    for part, sinks, protects in (("budgets", 4, False), ("sinks", 0, False), ("kept", 4, True)):
+        (path,) = [name for name in methods.methods(part, tmp_path) if name.endswith(".yaml")]
+        compressor = Method.of(path).compressor({"budget": 128})
+        assert (compressor.num_sinks, compressor.protect_prompt, compressor.budget) == (sinks, protects, 128)
 
 
 @pytest.mark.slow
-def test_the_table_is_kept(tmp_path: Path) -> None:
+def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
-    for part in (tiny_model(vocab_size=len(tokenizer), num_layers=1, initializer_range=0.3), tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    for part in (tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.3), tokenizer):
         part.save_pretrained(tmp_path / "policy")
+    rows = [{"question": "07+12+25+03=", "answer": "47"}, {"question": "1+2=" * 30, "answer": "3"}] * 2
+    (tmp_path / "gsm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--policy", str(tmp_path / "policy"), "--runs", str(tmp_path / "runs"), "--save", str(tmp_path)]
-    methods.main([*given, "--problems", "4", "--budgets", "20"])
+    more = ["--data", str(tmp_path / "gsm.jsonl"), "--max_completion_length", "240"]
+    methods.main([*given, *more, "--parts", "all", "kept"])
     kept = json.loads((tmp_path / "methods.json").read_text())
-    cells = {cell["method"]: cell for cell in kept["cells"]}
-    names = set(method_pages.KIND) - {"FullKV", *WITHOUT_ROW}
-    assert set(cells) == names | {FLOOR.name, FULL.name}
-    assert {name: cell["reason"] for name, cell in cells.items() if cell["reason"]} == {}
-    assert kept["policy"].endswith("/policy")
+    assert list(kept["parts"]) == ["all", "kept"]
+    cells = {cell["method"]: cell for cell in kept["parts"]["all"]["cells"]}
+    assert {name.partition(", ")[0] for name in cells} - {FULL.name} == set(method_pages.KIND) - {"FullKV"}
+    assert {name: cell["reason"] for name, cell in cells.items() if cell["reason"]}.keys() <= {FLOOR.name}
+    assert len(kept["parts"]["kept"]["completions"]) == 2, "the long prompt is left out"
+    assert kept["policy"] == "policy"
 
 
-def test_pages_hold_formula_source_row_and_use() -> None:
+def test_pages_hold_formula_source_rows_and_use() -> None:
     pages = {path.stem: text for path, text in method_pages.pages(Path("methods")).items()}
-    kept = [Cell(**cell) for cell in json.loads(method_pages.RESULTS.read_text("utf-8"))["cells"]]
-    assert [cell.method for cell in kept if cell.reason] == []
+    parts = json.loads(method_pages.RESULTS.read_text("utf-8"))["parts"]
+    kept = [Cell(**cell) for part in ("all", "budgets") for cell in parts.get(part, {"cells": []})["cells"]]
     for name in method_pages.KIND:
         page = pages[name]
-        headings = ["# ", "## Formula", "## Source", "## Its row", "## When to use it"]
+        headings = ["# ", "## Formula", "## Source", "## Its rows", "## When to use it"]
         assert all(f"\n{heading}" in page for heading in headings), name
-        own = [cell for cell in kept if cell.method == (FULL.name if name == "FullKV" else name)]
-        assert len(own) == (0 if name in WITHOUT_ROW else 1 if name == "FullKV" else len(methods.BUDGETS))
+        own = [cell for cell in kept if cell.method.partition(", ")[0] == (FULL.name if name == "FullKV" else name)]
+        own = [cell for cell in own if not cell.reason and cell.method != FLOOR.name]
+        assert own, name
         for cell in own:
-            assert f"{cell.tail:.3f} | {cell.agreement:.3f} |" in page
+            assert f"| {cell.tail:.3f} [" in page
     assert "https://arxiv.org/abs/2404.14469" in pages["SnapKV"]
     assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined", "Drawn"]
