@@ -130,7 +130,7 @@ def main(args: list[str] | None = None) -> None:
     if given.save:
         finished = [part for part in PARTS if (given.runs / part / "table.json").exists()]
         tables = {part: json.loads((given.runs / part / "table.json").read_text("utf-8")) for part in finished}
-        kept = {"machine": machine("cpu"), "remark": given.remark, "policy": given.policy.name, "parts": tables}
+        kept = {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "remark": given.remark, "policy": given.policy.name, "parts": tables}
         write_whole(given.save / "methods.json", json.dumps(kept, indent=1) + "\n")
 
 

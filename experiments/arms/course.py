@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from benchmarks.common.arithmetic import solved
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
+from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
@@ -79,7 +80,8 @@ class Course(RolloutCallback):
         """Evaluate what training came to, also if it was killed after its last step, and write the record."""
         number: Any = pl_module.num_rollouts
         counted = self.record["seconds"]  # the run's own clock has stopped
-        self._evaluate(trainer, pl_module, number)
+        with on_training_device(trainer):
+            self._evaluate(trainer, pl_module, number)
         self.record["seconds"] = counted
         write_whole(Path(trainer.default_root_dir) / "course.json", json.dumps(self.record))
 

@@ -11,6 +11,7 @@ from typing import cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import remove, writable_folder
@@ -56,7 +57,8 @@ class ExportPolicy(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
             return
-        write_policy(pl_module, self.folder, self.dtype)
+        with on_training_device(trainer):  # where weights that are sharded over ranks can be gathered
+            write_policy(pl_module, self.folder, self.dtype)
 
 
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:

@@ -20,6 +20,7 @@ from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, r
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs import run_facts
+from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
 from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.evaluation.evaluate import Scores, draw_by_place, evaluate
@@ -168,8 +169,9 @@ class RunSummary(RolloutCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate again, print and write."""
         module, record = rollout_module(pl_module, self), self.record
-        record.after = self._evaluate(trainer, module)
-        self._describe(trainer, module)
+        with on_training_device(trainer):
+            record.after = self._evaluate(trainer, module)
+            self._describe(trainer, module)
         self._stamp(trainer, "finished")
         if trainer.is_global_zero:
             say(f"\n{summary_text(record)}\n")

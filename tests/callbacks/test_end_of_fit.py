@@ -1,0 +1,81 @@
+"""What is computed at the end of fit: on the device of the training, from which Lightning has taken the module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from tiny_grpo import Rows, module
+
+from sparse_rl_lightning.callbacks import ExportPolicy, RunSummary
+from sparse_rl_lightning.modules import SparseGRPO
+
+
+class Elsewhere(SingleDeviceStrategy):
+    """The CPU as a device, in float32, and as the memory of the host, in float64."""
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.float()
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert self.lightning_module is not None
+        self.lightning_module.double()
+
+
+class Watched(SparseGRPO):
+    """Notes where its weights are when it is asked for texts or for its weights."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.seen: list[str] = getattr(self, "seen", [])
+        own = self.generator.generate
+
+        def generate(*args: Any, **options: Any) -> Any:
+            self.seen.append(f"draws on {place(self)}")
+            return own(*args, **options)
+
+        self.generator.generate = generate  # type: ignore[method-assign]
+
+    def export(self, folder: str | Path, dtype: str | None = None) -> None:
+        self.seen.append(f"exports from {place(self)}")
+        super().export(folder, dtype)
+
+
+def place(grpo: LightningModule) -> str:
+    weight = next(grpo.parameters())
+    return {torch.float32: "the device", torch.float64: "the host"}[weight.dtype]
+
+
+def fit(folder: Path, accelerator: str, **options: Any) -> SparseGRPO:
+    grpo = module(kind=Watched, **options)
+    callbacks = [RunSummary(num_problems=2, folder=folder), ExportPolicy(folder / "policy")]
+    strategy: Any = Elsewhere(torch.device("cpu")) if accelerator == "cpu" else "auto"
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, max_steps=1, logger=False, enable_checkpointing=False, strategy=strategy,
+        enable_model_summary=False, enable_progress_bar=False, callbacks=callbacks, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(grpo, datamodule=Rows())
+    return grpo
+
+
+def test_the_last_evaluation_and_the_export_are_on_the_device(tmp_path: Path) -> None:
+    grpo = fit(tmp_path, "cpu")
+    assert isinstance(grpo, Watched)
+    assert set(grpo.seen) == {"draws on the device", "exports from the device"}
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert set(record["summary"]["after"]) == {"dense", "sparse"}
+
+
+@pytest.mark.gpu
+def test_no_step_leaves_the_graphs(tmp_path: Path) -> None:
+    """As the first run on a GPU did: its last evaluation was on the CPU."""
+    grpo = fit(tmp_path, "cuda", cuda_graphs="require")
+    assert next(grpo.parameters()).device.type == "cpu"  # where Lightning leaves it
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
