@@ -42,6 +42,8 @@ ANSWERS = PACKAGE.with_name("exact_answers")
 """The answer checker, which counts as a part of those parts that import it."""
 LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED = {"site-packages", "dist-packages"}
+FOUNDATIONS = ("torch", "transformers", "lightning", "peft", "trl", "datasets", "deepspeed")
+"""Packages that count as installed also in a checkout of the user's: nobody's method, and thousands of files."""
 PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
 """Entries of a model's configuration that say where it lies and who wrote it."""
 
@@ -310,7 +312,10 @@ def is_own(path: Path) -> bool:
 
 def is_installed(path: Path) -> bool:
     """Whether a file is of Python's library or of an installed package, and not of a user's own code."""
-    return not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(LIBRARY)
+    if not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(LIBRARY):
+        return True
+    origins = (getattr(sys.modules.get(name), "__file__", None) for name in FOUNDATIONS)
+    return any(path.is_relative_to(Path(origin).resolve().parent) for origin in origins if origin)
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:

@@ -292,6 +292,19 @@ def test_sources_are_the_files_that_count(folder: Path, monkeypatch: pytest.Monk
     assert sources(sys.modules["kinds.own"].Own) == before, "an edit during a run is not what runs"
 
 
+def test_a_checkout_of_a_large_package_counts_as_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers in an editable installation is not the user's own: its thousands of files took half a minute."""
+    monkeypatch.syspath_prepend(str(folder))
+    for name in ("trl", "mine"):
+        Path(name).mkdir()
+        Path(f"{name}/__init__.py").write_text("from . import more\n\nclass Kind:\n    x = 1\n")
+        Path(f"{name}/more.py").write_text("")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        names = {path.name for path in _files(importlib.import_module(name).Kind)}
+        assert names == ({"__init__.py"} if name == "trl" else {"__init__.py", "more.py"})
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:
     names = {path.relative_to(PACKAGE).as_posix() for path in _files(Combined)}
     assert {"compressors/combined.py", "compressors/entries.py", "compressors/base.py"} <= names
