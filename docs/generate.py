@@ -22,7 +22,10 @@ from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
 from docs.predictions import cards_table, recipe_tables
-from docs.quoted import budgets_table, compressors_table, gpu_table, learner_table, memory_table, trainer_table
+from docs.quoted import (
+    budgets_table, compressors_table, gpu_cells_table, gpu_memory_table, gpu_table, learner_table, memory_table,
+    trainer_table,
+)  # fmt: skip
 
 FOLDER = Path(__file__).parent
 
@@ -125,7 +128,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "recipes.md": {"": recipe_tables, "cards": cards_table},
     "choosing.md": {"budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"": crossing_table},
-    "gpu.md": {"": gpu_table},
+    "gpu.md": {"": gpu_table, "memory": gpu_memory_table, "cells": gpu_cells_table},
     "learner.md": {"": learner_table},
     "from_trl.md": {"": trainer_table},
     "../README.md": {"memory": memory_table},

@@ -82,6 +82,20 @@ def gpu_table() -> str:
     return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
 
 
+def gpu_memory_table() -> str:
+    """What the full and compressed caches decode in the same memory of a GPU."""
+    rows = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")
+    head = ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV")
+    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+
+
+def gpu_cells_table() -> str:
+    """Steps at given lengths on a GPU, beside the least time that memory and arithmetic need."""
+    rows = measured("../benchmarks/results/gpu-cells-1.5b.md", "Steps at given lengths")
+    head = ("batch", "length", "cache", "ms per step", "share of the floor", "times as fast as FullKV")
+    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows if row["tokens/s"] != "–"]).untitled
+
+
 def trainer_table() -> str:
     """Whole training steps beside TRL's, by the number of tokens."""
     head = ("trainer", "s per step", "rollout", "rescoring", "update", "times as fast as TRL")
