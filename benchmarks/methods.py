@@ -12,8 +12,8 @@ tokens, and compared in float32. Parts:
     cool        the same at 128, at temperature 0.7
     open, kept  the same at 192 with prompts of at most 96 tokens, open to eviction and protected
 
-``--save`` keeps tables and machine in methods.json. Cells that are finished in the folder of a part are not
-measured again.
+``--save`` keeps the tables of these parts in methods.json, each with its machine, beside other parts that are there.
+Cells that are finished in the folder of a part are not measured again.
 """
 
 from __future__ import annotations
@@ -128,10 +128,19 @@ def main(args: list[str] | None = None) -> None:
         ]  # fmt: skip
         benchmark([*methods(part, folder), *own])
     if given.save:
-        finished = [part for part in PARTS if (given.runs / part / "table.json").exists()]
-        tables = {part: json.loads((given.runs / part / "table.json").read_text("utf-8")) for part in finished}
-        kept = {"machine": machine("cuda" if torch.cuda.is_available() else "cpu"), "remark": given.remark, "policy": given.policy.name, "parts": tables}
-        write_whole(given.save / "methods.json", json.dumps(kept, indent=1) + "\n")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        save_tables(given.runs, given.parts, given.save, given.policy.name, f"{machine(device)}. {given.remark}".strip())
+
+
+def save_tables(runs: Path, parts: list[str], folder: Path, policy: str, measured_on: str) -> None:
+    """Keep the tables of these parts, as far as they were begun, beside those of other parts that the file has."""
+    file = folder / "methods.json"
+    kept = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else {}
+    for part in parts:
+        if (runs / part / "table.json").exists():
+            kept[part] = {"machine": measured_on, **json.loads((runs / part / "table.json").read_text("utf-8"))}
+    ordered = {part: kept[part] for part in PARTS if part in kept}
+    write_whole(file, json.dumps({"policy": policy, "parts": ordered}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

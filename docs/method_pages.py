@@ -41,8 +41,6 @@ def cells_of(kept: dict[str, Any], part: str) -> list[Cell]:
 
 def index_page(kept: dict[str, Any]) -> str:
     """The whole tables, and how they came about."""
-    whole = kept["parts"]["all"]
-    lengths = whole["completions"]
     parts = [
         NOTE,
         "# Method by method",
@@ -50,14 +48,12 @@ def index_page(kept: dict[str, Any]) -> str:
         "those of `sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), on a real instruct "
         "model, by `python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results` (after `make "
         "real-model`); [compressors](../compressors.md#measured) has small policies on tasks that they can answer.",
-        f"{kept['machine']}. {kept['remark']}".strip() + f" {kept['policy']}, {len(lengths)} questions of GSM8K in its "
-        "chat template, completions of up to 512 tokens that each cache drew itself, at temperature 1, "
-        f"{sum(lengths) / len(lengths):.0f} tokens on average with the full cache, sequences of {whole['lengths'][0]} "
-        f"and at most {whole['lengths'][1]}; in float32. Buffer 32, four sinks, a window of 8, the prompt open; "
-        "LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff`, or `SnapKV` with "
-        "one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from other texts of "
-        "the model.",
-        *(f"## {title}\n\n{said}{markdown_table(cells)}" for title, said, cells in _tables(kept) if cells),
+        f"{kept['policy']} in float32, questions of GSM8K in its chat template, completions of up to 512 tokens that "
+        "each cache drew itself, at temperature 1 if nothing else is said. Buffer 32, four sinks, a window of 8, the "
+        "prompt open; LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff`, or "
+        "`SnapKV` with one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from "
+        "other texts of the model. The closest to the full cache come first.",
+        *(f"## {title}\n\n{_how(kept, part)}\n\n{markdown_table(cells)}" for title, part, cells in _tables(kept)),
         explained(),
         f"## Letters\n\n{LETTERS}",
         "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",
@@ -65,17 +61,34 @@ def index_page(kept: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+TITLES = {
+    "all": "Every method at 96 tokens",
+    "budgets": "Chance and the best at other budgets",
+    "sinks": "Without sinks, at 128",
+    "cool": "At temperature 0.7, at 128",
+    "open": "Prompts of at most 96 tokens, open, at 192",
+    "kept": "The same prompts, protected, at 192",
+}
+
+
 def _tables(kept: dict[str, Any]) -> list[tuple[str, str, list[Cell]]]:
-    """Titles, words and rows of the tables."""
-    by_kl = sorted(cells_of(kept, "all"), key=lambda cell: cell.kl or 0)
-    return [
-        ("Every method at 96 tokens", "The closest to the full cache first.\n\n", by_kl),
-        ("Other budgets", "The best six and chance.\n\n", cells_of(kept, "budgets")),
-        ("Without sinks, at 128", "", cells_of(kept, "sinks")),
-        ("At temperature 0.7, at 128", "", cells_of(kept, "cool")),
-        ("Prompts of at most 96 tokens, open, at 192", "", cells_of(kept, "open")),
-        ("The same prompts, protected, at 192", "", cells_of(kept, "kept")),
-    ]
+    """Titles, parts and rows of the tables, as far as they were measured."""
+    found = [(title, part, sorted(cells_of(kept, part), key=_order)) for part, title in TITLES.items()]
+    return [(title, part, cells) for title, part, cells in found if cells]
+
+
+def _order(cell: Cell) -> tuple[int, float]:
+    return cell.budget or 0, cell.kl or 0.0
+
+
+def _how(kept: dict[str, Any], part: str) -> str:
+    """The machine and the texts of a table."""
+    table = kept["parts"][part]
+    lengths = table["completions"]
+    return (
+        f"{len(lengths)} questions, completions of {sum(lengths) / len(lengths):.0f} tokens on average with the full "
+        f"cache, sequences of {table['lengths'][0]} and at most {table['lengths'][1]}. {table['machine']}"
+    )
 
 
 def method_page(name: str, kept: dict[str, Any]) -> str:

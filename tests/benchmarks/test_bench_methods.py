@@ -55,6 +55,10 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {name: cell["reason"] for name, cell in cells.items() if cell["reason"]}.keys() <= {FLOOR.name}
     assert len(kept["parts"]["kept"]["completions"]) == 2, "the long prompt is left out"
     assert kept["policy"] == "policy"
+    methods.save_tables(tmp_path / "runs", ["all"], tmp_path, "policy", "another machine")
+    again = json.loads((tmp_path / "methods.json").read_text())["parts"]
+    assert again["all"]["machine"] == "another machine"
+    assert again["kept"] == kept["parts"]["kept"], "parts of other runs stay"
 
 
 def test_pages_hold_formula_source_rows_and_use() -> None:
