@@ -117,9 +117,9 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
 BENCHMARKS := checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
-STUDIES := arms distill gradients schedule stability turns
+STUDIES := arms distill gradients real schedule stability turns
 $(foreach one,arms distill schedule trainer,$(eval NEEDS.$(one) := $(WARMUP)))
-$(foreach one,engines equal_memory methods prompts,$(eval NEEDS.$(one) := $(REAL)/config.json))
+$(foreach one,engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))

@@ -129,7 +129,9 @@ def main(args: list[str] | None = None) -> None:
         benchmark([*methods(part, folder), *own])
     if given.save:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        save_tables(given.runs, given.parts, given.save, given.policy.name, f"{machine(device)}. {given.remark}".strip())
+        save_tables(
+            given.runs, given.parts, given.save, given.policy.name, f"{machine(device)}. {given.remark}".strip()
+        )
 
 
 def save_tables(runs: Path, parts: list[str], folder: Path, policy: str, measured_on: str) -> None:

@@ -1,4 +1,4 @@
-"""Arithmetic problems solved under a cache: the one measure of accuracy of the benchmarks."""
+"""Problems solved under a cache: the one measure of accuracy of the benchmarks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def solved(
     rows: Rows,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
+    judge: Rewards | None = None,
 ) -> float:
-    """Share of arithmetic problems that are solved.
+    """Share of arithmetic problems that are solved, or the mean reward of a judge.
 
     Args:
         sampler: Sampler of the policy under the cache.
         tokenizer: The policy's tokenizer.
-        rows: Rows of ``ArithmeticTasks``.
+        rows: Rows that the judge knows, of ``ArithmeticTasks`` without one.
         prompts: Token ids of each row.
         params: How to draw, one sample per row.
+        judge: Judge of the answers, None for that of arithmetic.
     """
 
     def decode(rollout: Rollout) -> list[str]:
         texts: list[str] = tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
         return texts
 
-    return evaluate(draw_from(sampler, decode, params, prompts), rows, Rewards(arithmetic_reward)).mean or 0.0
+    return evaluate(draw_from(sampler, decode, params, prompts), rows, judge or Rewards(arithmetic_reward)).mean or 0.0

@@ -1,16 +1,22 @@
-"""The code that a configuration's results depend on: of the rewards, tasks, environments and compressors it names."""
+"""The code that a configuration's results depend on: rewards, tasks, caches, corrections that it names, and losses."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from sparse_rl_lightning import environments
+from sparse_rl_lightning import advantages, corrections, environments, losses
 from sparse_rl_lightning.cli.classes import imported, known_classes
 from sparse_rl_lightning.fingerprints import fingerprint, sources
 
-DECIDING = tuple(f"sparse_rl_lightning.{part}." for part in ("rewards", "data", "environments", "compressors"))
+PARTS = ("rewards", "data", "environments", "compressors", "callbacks.corrections")
+DECIDING = (*(f"sparse_rl_lightning.{part}." for part in PARTS), "experiments.")
+ALWAYS = (losses, advantages, corrections)
+"""Pure functions that no configuration names, and that every training run goes through."""
 
 
 def code_of(*configs: Any) -> str:
@@ -19,12 +25,15 @@ def code_of(*configs: Any) -> str:
     named = {known.get(name) or _found(name) for config in configs for name in _texts(config)}
     kinds = sorted((one for one in named if hasattr(one, "__qualname__")), key=lambda one: str(one.__qualname__))
     deciding = [one for one in kinds if f"{one.__module__}.".startswith(DECIDING)]
-    return fingerprint(code=[[one.__qualname__, _sources(one)] for one in deciding])[:12]
+    pure = [sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in ALWAYS]
+    return fingerprint(code=[[one.__qualname__, _sources(one)] for one in deciding], pure=pure)[:12]
 
 
 @cache
 def _sources(kind: Any) -> str:
-    """As ``sources``; many runs name the same."""
+    """As ``sources``; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
+    if kind.__module__.startswith("experiments."):
+        return sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     return sources(kind)
 
 
@@ -37,4 +46,4 @@ def _texts(config: Any) -> Iterator[str]:
 
 
 def _found(name: str) -> Any:
-    return imported(name) if name.startswith("sparse_rl_lightning.") else None
+    return imported(name) if name.startswith(("sparse_rl_lightning.", "experiments.")) else None

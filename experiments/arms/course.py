@@ -14,27 +14,30 @@ from benchmarks.common.arithmetic import solved
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
+from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.rewards.scoring import Rewards
 
 SPLIT_EVERY = 5  # rollouts
 STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
 
 
 class Course(RolloutCallback):
-    """Greedy accuracy along the way under caches that are the same for every run, and what becomes of the tokens.
+    """The reward of greedy answers under caches that are the same for every run, and what becomes of the tokens.
 
-    Notes the accuracy on the first validation rows with the full cache and under every compressor, whatever the run
-    itself samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; the
+    Notes its mean on the first validation rows with the full cache and under every compressor, whatever the run itself
+    samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; the
     share that the clip of the staleness ratio stops; and of every step the largest such ratio and the gradient's norm.
     Written to ``course.json`` at the end of ``fit``.
 
     Args:
         compressors: Told apart by their budgets.
-        every_n_rollouts: Evaluate before the first rollout, after every n, and at the end.
+        every_n_rollouts: Evaluate before the first rollout, after every n, and at the end; 0 at the end alone.
         num_problems: Validation rows to solve.
         problems_seed: Seed of other validation rows than the run's own, the same for runs of different seeds.
+        reward: Import path of the reward that answers are judged by.
     """
 
     def __init__(
@@ -43,11 +46,13 @@ class Course(RolloutCallback):
         every_n_rollouts: int = 20,
         num_problems: int = 256,
         problems_seed: int | None = None,
+        reward: str = "sparse_rl_lightning.rewards.arithmetic_reward",
     ) -> None:
         self.caches: dict[str, Compressor] = {"dense": FullKV(), **{str(c.budget): c for c in compressors}}
         self.every_n_rollouts = every_n_rollouts
         self.num_problems = num_problems
         self.problems_seed = problems_seed
+        self.judge = Rewards(imported(reward))
         self.record: dict[str, Any] = {
             "evaluations": [], "splits": [], "unused": [], "clipped": [], "ratios": [], "grad_norms": [],
             "seconds": 0.0,
@@ -56,7 +61,7 @@ class Course(RolloutCallback):
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
         """Evaluate, if it is time."""
         number: Any = module.num_rollouts
-        if number % self.every_n_rollouts == 0:
+        if self.every_n_rollouts and number % self.every_n_rollouts == 0:
             self._evaluate(trainer, module, number)
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:
@@ -102,7 +107,7 @@ class Course(RolloutCallback):
         prompts, found = module.generator.encode(rows), {}
         for name, cache in self.caches.items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
-            found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling)
+            found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling, self.judge)
             sampler.release()
         self.record["evaluations"].append({"rollouts": number, **found})
         self.record["seconds"] += time.perf_counter() - start

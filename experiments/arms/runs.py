@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -40,7 +40,7 @@ class Arm:
     @property
     def evicts(self) -> bool:
         """Whether the rollouts run under a budget."""
-        return self.config != "dense"
+        return Path(self.config).name != "dense"
 
     def samples_with(self, compressor: dict[str, Any]) -> dict[str, Any]:
         """The compressor of its rollouts, made of the method that all arms have."""
@@ -95,6 +95,7 @@ class Settings:
     method: dict[str, Any] = field(default_factory=quickstarts_compressor)  # its budget is replaced
     options: dict[str, Any] = field(default_factory=dict)  # of the command line
     callbacks: Sequence[ANY_CALLBACK] = ()
+    judge: Mapping[str, str] = field(default_factory=dict)  # the course's reward, if it is not that of arithmetic
 
     def compressor(self, budget: int) -> dict[str, Any]:
         """The compressor with a budget."""
@@ -162,6 +163,7 @@ class Run:
                 "every_n_rollouts": settings.every_n_rollouts,
                 "num_problems": settings.num_problems,
                 "problems_seed": settings.problems_seed,
+                **settings.judge,
             },
         }
         model = {

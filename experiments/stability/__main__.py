@@ -12,11 +12,8 @@ the other, so that an early end leaves whole ones.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -24,6 +21,7 @@ import torch
 from benchmarks.common import kept
 from benchmarks.common.pages import insert, insert_if_marked, mark, say
 from experiments.arms.runs import CONFIGS, Run, run_in
+from experiments.stability.execution import execute
 from experiments.stability.pictures import pictures
 from experiments.stability.records import Archive
 from experiments.stability.results import Results, overview, rounding, tables
@@ -41,34 +39,6 @@ def warm_up(folder: Path, tasks: Collection[str]) -> None:
             command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml"]
             if run_in(folder, [*command, "--trainer.enable_progress_bar=false", "--num_threads=1"]):
                 sys.exit(f"error: the warm-up stopped, see {folder / 'log.txt'}")
-
-
-def execute(runs: Sequence[Run], archive: Archive, jobs: int) -> None:
-    """Run what is not finished, ``jobs`` runs at once; print what is left and how long it will take."""
-    waiting = [run for run in runs if archive.of(run) is None]
-    say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
-    if changed := sum(archive.is_of_other_code(run) for run in waiting):
-        say(
-            f"{changed} are run anew: their rewards, tasks or compressors have changed, or nobody noted which they were"
-        )
-    minutes: list[float] = []
-
-    def one(run: Run) -> tuple[Run, float]:
-        start = time.perf_counter()
-        run.execute()
-        return run, (time.perf_counter() - start) / 60
-
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        for done in as_completed([pool.submit(one, run) for run in waiting]):
-            run, took = done.result()
-            minutes.append(took)
-            left = (len(waiting) - len(minutes)) * statistics.fmean(minutes) / jobs
-            name = f"{run.settings.folder.name}/{run.folder.name}"
-            end = f"stopped, see {run.folder / 'log.txt'}" if archive.of(run) is None else f"{took:.1f} min"
-            say(f"{len(minutes)}/{len(waiting)} {name}: {end}; about {left:.0f} min left")
-    finally:  # Ctrl-C too: what waits is not begun
-        pool.shutdown(cancel_futures=True)
 
 
 def collapses(results: Results, studies: Sequence[Study]) -> list[str]:

@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import ROOT
 from benchmarks.common import kept
 from benchmarks.common.pages import machine
@@ -59,7 +61,8 @@ class Record:
             "largest_norm": binned(course["grad_norms"], max),
         }
         return cls(
-            key_of(found.run), settings_of(found.run), machine("cpu"), course["evaluations"],
+            key_of(found.run), settings_of(found.run), machine("cuda" if torch.cuda.is_available() else "cpu"),
+            course["evaluations"],
             curves,
             p05=late_median(found.logged("acceptance/p05")) if evicts else 1.0,
             k3=late_median([row[COMPRESSION] for row in splits]) if evicts else 0.0,

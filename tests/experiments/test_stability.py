@@ -18,7 +18,7 @@ import pytest
 from experiments.arms import curves
 from experiments.arms.runs import CODE, DENSE, NAIVE
 from experiments.stability import __main__ as command
-from experiments.stability import outcomes, signs, studies
+from experiments.stability import execution, outcomes, signs, studies
 from experiments.stability.outcomes import fall
 from experiments.stability.records import BINS, Archive, Record, binned, key_of, long_steps
 from experiments.stability.results import Results, overview, tables
@@ -401,9 +401,9 @@ def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch,
         def is_of_other_code(self, run: Any) -> bool:
             return False
 
-    monkeypatch.setattr(command, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(execution, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
-        command.execute([Interrupted() for _ in range(50)], Empty(), jobs=1)
+        execution.execute([Interrupted() for _ in range(50)], Empty(), jobs=1)
     assert len(begun) <= 2
 
 

@@ -1,0 +1,79 @@
+"""The papers' question on a real instruct model: does training collapse under a compressed cache, and what saves it?
+
+    python -m experiments.real --studies rates                       # dense alone: rates and steps per rollout
+    python -m experiments.real --studies main --rate 5e-4 --steps 2 [--seeds 20 21] [--jobs 2] [--save docs]
+
+The protocol is experiments/real/PROTOCOL.md. The model is SmolLM2-135M-Instruct (`make real-model`), the task a story
+with six given words. Every run is `sparse-rl fit` in a process of its own, six to nine minutes on a core. What a
+finished one came to is a line in --kept, and it is not run again unless its code has changed: task and reward, which
+are files of the study, caches, corrections and losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks import REAL
+from benchmarks.common import kept
+from benchmarks.common.pages import insert, mark
+from experiments.arms.runs import Run
+from experiments.real.results import Results, blocks
+from experiments.real.studies import DEVICES, RATES, USUAL, Study, compared, planned
+from experiments.stability.execution import execute
+from experiments.stability.records import Archive
+
+PAGE = "results.md"
+
+
+def chosen(names: Sequence[str], rate: float, steps: int) -> dict[str, tuple[Study, ...]]:
+    """The studies of these names."""
+    every = {"rates": RATES, "main": compared(replace(USUAL, rate=rate, steps=steps))}
+    return {name: every[name] for name in names}
+
+
+def tidy(run: Run, archive: Archive) -> None:
+    """Remove the checkpoints of a finished run, each as large as the model."""
+    if archive.of(run) is not None:
+        shutil.rmtree(run.checkpoint.parent, ignore_errors=True)
+
+
+def main() -> None:
+    """Run the study and print or save its tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", nargs="+", choices=["rates", "main"], default=["rates", "main"])
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
+    parser.add_argument("--rate", type=float, default=USUAL.rate, help="learning rate of the main comparison")
+    parser.add_argument("--steps", type=int, default=USUAL.steps, help="its optimizer steps per rollout")
+    parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
+    parser.add_argument("--device", choices=list(DEVICES), default="cpu")
+    kept.add_options(parser, "real", PAGE)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not (args.policy / "config.json").is_file():
+        sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
+    folder = args.runs.absolute()
+    studies = chosen(args.studies, args.rate, args.steps)
+    every = [study for own in studies.values() for study in own]
+    runs = planned(every, folder, args.policy, args.device, args.seeds)
+    archive = Archive(args.kept, of_any_code=args.finished)
+    if not args.finished:
+        folder.mkdir(parents=True, exist_ok=True)
+        execute(runs, archive, args.jobs, after_each=lambda run: tidy(run, archive))
+    found = blocks(Results(archive, folder, args.policy, args.device), studies)
+    if not found:
+        sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
+    print(*(f"## {name}\n\n{text}" for name, text in found.items()), sep="\n\n")
+    if args.save:
+        for name, text in found.items():
+            insert(args.save / PAGE, text, mark("experiments.real", name))
+
+
+if __name__ == "__main__":
+    main()

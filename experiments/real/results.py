@@ -1,0 +1,108 @@
+"""The tables of ``experiments.real`` from the kept records of its runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common.tables import Table
+from experiments.arms.runs import Arm
+from experiments.real.studies import DENSE, HALF, NAIVE, Study
+from experiments.stability.outcomes import ENOUGH, geometric, interval, mean
+from experiments.stability.records import Archive, Record
+from experiments.stability.results import paired
+
+MISSING = "–"
+Records = dict[int, Record]  # by seed
+COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "full cache, by seed": lambda runs: " / ".join(f"{run.end('dense', 1):.2f}" for run in runs),
+    "sequences rejected": lambda runs: mean([run.rejected for run in runs], 1, percent=True),
+    "mismatch k3": lambda runs: geometric([run.k3 for run in runs]),
+    "tokens at the end": lambda runs: mean([run.curves["length"][-1] for run in runs], 0),
+    "minutes": lambda runs: f"{statistics.fmean(run.minutes for run in runs):.1f}",
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """All finished runs."""
+
+    archive: Archive
+    folder: Path  # of the runs
+    policy: Path
+    device: str
+
+    def of(self, study: Study, arm: Arm) -> Records:
+        """Records of an arm by seed."""
+        own = [run for s in study.seeds for run in study.runs(s, self.folder, self.policy, self.device)]
+        records = {run.seed: self.archive.of(run) for run in own if run.arm == arm}
+        return {seed: record for seed, record in records.items() if record is not None}
+
+
+def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str, str]:
+    """Every block of the page by its name, of what is finished."""
+    tables: dict[str, Table] = {}
+    if "rates" in studies:
+        tables["rates"] = rates_table(results, studies["rates"])
+    if "main" in studies:
+        tables["main"] = arms_table(results, studies["main"])
+    return {name: table.untitled for name, table in tables.items() if table.rows}
+
+
+def rates_table(results: Results, studies: Sequence[Study]) -> Table:
+    """Steps per rollout and rates of dense training by what they come to."""
+    table = Table(
+        "", ("steps per rollout", "rate", "full cache", "reward of the last rollouts", "largest w", "minutes")
+    )
+    for study in studies:
+        runs = list(results.of(study, DENSE).values())
+        if runs:
+            table.add(
+                str(study.recipe.steps), study.recipe.rate_text, mean([run.end("dense", 1) for run in runs]),
+                mean([run.curves["reward"][-1] for run in runs]), geometric([run.largest_ratio for run in runs]),
+                f"{statistics.fmean(run.minutes for run in runs):.1f}",
+            )  # fmt: skip
+    return table
+
+
+def arms_table(results: Results, studies: Sequence[Study]) -> Table:
+    """Arms by the held-out reward under both caches, and by their lead over naive and dense training."""
+    leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
+    table = Table("", ("slot", "", "full cache", "compressed", *leads, *COLUMNS))
+    dense = next((own for study in studies if (own := results.of(study, DENSE))), {})
+    for study in studies:
+        naive = results.of(next(s for s in studies if s.budget == study.budget and NAIVE in s.arms), NAIVE)
+        for arm in study.arms:
+            own = results.of(study, arm)
+            for budget in (study.budget,) if arm.evicts else sorted(budgets_of(own), reverse=True):
+                cache, name = str(budget), arm.label if study.method == "SnapKV" else f"{arm.label}, {study.method}"
+                ends = {key: [run.end(key, 1) for run in own.values()] for key in ("dense", cache)}
+                table.add(
+                    slot(budget), name, mean(ends["dense"]), mean(ends[cache]),
+                    *(lead(own, other, key) for other in (naive, dense) for key in ("dense", cache)),
+                    *(column(list(own.values())) for column in COLUMNS.values()),
+                )  # fmt: skip
+    return table
+
+
+def budgets_of(records: Records) -> set[int]:
+    """The budgets that runs were judged under."""
+    return {int(key) for run in records.values() for key in run.evaluations[-1] if key.isdigit()}
+
+
+def slot(budget: int) -> str:
+    """A budget in words."""
+    return "a half" if budget == HALF else "a quarter"
+
+
+def lead(own: Records, other: Records, cache: str) -> str:
+    """Points of reward by which an arm is ahead of another, paired by seed; a dash where one was not judged."""
+    ends = [
+        {seed: run.end(cache, 1) for seed, run in runs.items() if cache in run.evaluations[-1]} for runs in (own, other)
+    ]
+    leads = [100 * lead for lead in paired(*ends).values()]
+    if len(leads) < ENOUGH:
+        return " / ".join(f"{value:+.1f}" for value in leads) or MISSING
+    return f"{statistics.fmean(leads):+.1f} ± {interval(leads):.1f}"

@@ -1,0 +1,131 @@
+"""The study of a real model: every run is planned once, depends on frozen files, and has its place in the tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import REAL
+from benchmarks.common import code
+from examples import stories
+from experiments.arms import curves
+from experiments.arms.runs import CODE, Run
+from experiments.real import __main__ as command
+from experiments.real import studies, task
+from experiments.real.results import Results, blocks
+from experiments.stability.records import Archive
+from experiments.stability.studies import Recipe
+
+
+def test_every_run_is_planned_once() -> None:
+    runs = studies.planned(studies.compared(), Path("runs"), REAL)
+    assert len({run.folder for run in runs}) == len(runs) == 55
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    dense = next(run for run in runs if run.arm == studies.DENSE)
+    assert (dense.budget, dense.budgets) == (None, (72, 32))  # judged under both
+    assert {run.budget for run in runs if run.arm == studies.REPLAY} == {72, 32}
+    few = studies.planned(studies.compared(), Path("runs"), REAL, seeds=[21])
+    assert {run.seed for run in few} == {21}
+    assert not {run.seed for run in runs} & {run.seed for run in studies.planned(studies.RATES, Path("runs"), REAL)}
+
+
+def test_task_and_reward_are_those_of_the_example_when_it_began() -> None:
+    assert task.Stories(num_train=3, seed=4).train_rows() == stories.Stories(num_train=3, seed=4).train_rows()
+    words = [["lemon", "queen"]]
+    told = ["The old queen of the small island ate a sour lemon."]
+    assert task.story_reward(told, words) == stories.story_reward(told, words) == [1.0]
+
+
+def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit of the task or of a correction makes another run of it; an edited example does not."""
+    (run, *_) = studies.planned(studies.compared()[:1], tmp_path, REAL)
+    before = code.code_of(run.command())
+
+    def edited(file: Path) -> str:
+        own = file.read_bytes()
+        with monkeypatch.context() as patch:
+            read = Path.read_bytes
+            patch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == file))
+            assert file.read_bytes() != own
+            code._sources.cache_clear()
+            found = code.code_of(["experiments.real.task.story_reward"])
+        code._sources.cache_clear()
+        return found
+
+    told = code.code_of(["experiments.real.task.story_reward"])
+    assert edited(Path(str(task.__file__))) != told
+    assert edited(Path(str(code.corrections.__file__))) != told
+    assert edited(Path(str(stories.__file__))) == told
+    assert code.code_of(run.command()) == before
+
+
+def write(run: Run, end: float) -> None:
+    """The files of a finished run."""
+    evaluation = {"rollouts": 12, "dense": end, **{str(budget): end / 2 for budget in run.budgets}}
+    course = {
+        "evaluations": [evaluation], "splits": [{"rollouts": 0, curves.COMPRESSION: 0.5, curves.ROUNDING: 1e-12}],
+        "unused": [0.0], "clipped": [0.0], "ratios": [2.0], "grad_norms": [0.5], "seconds": 60.0,
+    }  # fmt: skip
+    history = [
+        {"rollout": i, "reward": 0.1 * i, "rejection_rate": 0.1, "completions/mean_length": 90.0} for i in (0, 1)
+    ]
+    run.folder.mkdir(parents=True)
+    (run.folder / CODE).write_text(run.code)
+    (run.folder / "course.json").write_text(json.dumps(course))
+    summary = {"history": history, "summary": {"wall_time_seconds": 360.0, "kv_saving_final": 0.5}}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_tables_say_what_was_found(tmp_path: Path) -> None:
+    main = studies.compared()
+    for run in studies.planned(main, tmp_path / "runs", REAL):
+        ends = {"naive": 0.2, "dense": 0.6 + 0.01 * (run.seed == 20)}
+        write(run, ends.get(run.arm.label, 0.5))
+        run.checkpoint.parent.mkdir()
+    archive = Archive(tmp_path / "real.jsonl")
+    found = blocks(Results(archive, tmp_path / "runs", REAL, "cpu"), {"main": main, "rates": studies.RATES})
+    assert list(found) == ["main"], "what is not finished has no table"
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found["main"].splitlines()[2:]]
+    assert len(rows) == 12
+    naive = next(row for row in rows if row[:2] == ["a half", "naive"])
+    assert naive[2:6] == ["0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "+0.0 ± 0.0"]
+    assert naive[6] == "-40.2 ± 0.6"  # behind dense training, whose seed 20 ends higher
+    assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+30.0 ± 0.0"
+    assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
+    assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 55
+    run = studies.planned(main, tmp_path / "runs", REAL)[0]
+    command.tidy(run, archive)
+    assert not run.checkpoint.parent.exists()
+
+
+def test_a_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
+    (study,) = (replace(studies.RATES[0], recipe=Recipe(4, 4, 1e-3, rollouts=12, warm_up=0)),)
+    (run,) = study.runs(0, tmp_path, REAL, "gpu")
+    told = run.command()
+    for option in (
+        "trainer.max_steps=48", "model.init_args.steps_per_generation=4", "trainer.accelerator=gpu",
+        "model.init_args.rollout.cuda_graphs=require", "model.init_args.optimizer.init_args.lr=0.001",
+    ):  # fmt: skip
+        assert f"--{option}" in told
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not (REAL / "config.json").is_file(), reason="needs the model of make real-model")
+def test_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rollout of replay and of chance, whose command lines differ most."""
+    monkeypatch.setattr(studies, "PROBLEMS", 4)
+    short = replace(studies.USUAL, rollouts=1)
+    quarter, chance = (replace(study, recipe=short, seeds=(20,)) for study in studies.compared()[1::2])
+    runs = [
+        run
+        for run in studies.planned([quarter, chance], tmp_path, REAL)
+        if run.arm in (studies.REPLAY, studies.SPARSE_RL)
+    ]
+    for run in (runs[1], next(run for run in runs if run.settings.method["class_path"] == "RandomEviction")):
+        assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
+        (evaluation,) = json.loads((run.folder / "course.json").read_text())["evaluations"]
+        assert set(evaluation) == {"rollouts", "dense", "32"}
+        assert 0 <= evaluation["dense"] <= 1
