@@ -24,7 +24,7 @@ from docs.families import decoders_table, models_table
 from docs.predictions import cards_table, recipe_tables
 from docs.quoted import (
     budgets_table, compressors_table, gpu_cells_table, gpu_memory_table, gpu_table, learner_table, memory_table,
-    trainer_table,
+    real_table, trainer_table,
 )  # fmt: skip
 
 FOLDER = Path(__file__).parent
@@ -126,7 +126,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"": metric_tables},
     "models.md": {"families": models_table, "decoders": decoders_table},
     "recipes.md": {"": recipe_tables, "cards": cards_table},
-    "choosing.md": {"budgets": budgets_table, "compressors": compressors_table},
+    "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"": crossing_table},
     "gpu.md": {"": gpu_table, "memory": gpu_memory_table, "cells": gpu_cells_table},
     "learner.md": {"": learner_table},
