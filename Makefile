@@ -14,7 +14,7 @@ NOTEBOOKS := $(filter-out notebooks/real_%,$(wildcard notebooks/*.ipynb))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model real check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model real check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ $(foreach one,compressors float8 prompts routing $(STUDIES),$(eval TOLD.$(one) :
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }
 	$(SET.$(NAME)) $(BIN)/python -m $(if $(filter $(STUDIES),$(NAME)),experiments,benchmarks).$(NAME) $(TOLD.$(NAME)) $(ARGS)
+
+study-check: $(REAL)/config.json ## before a release: two runs of each comparison again, inside of what their arm came to; half an hour
+	$(BIN)/python -m experiments.check $(ARGS)
 
 # GPU_PYTHON needs torch, transformers and lightning; RESULTS is the folder of the pages
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

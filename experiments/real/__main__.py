@@ -1,7 +1,7 @@
 """The papers' question on a real instruct model: does training collapse under a compressed cache, and what saves it?
 
     python -m experiments.real --studies rates                       # dense alone: rates and steps per rollout
-    python -m experiments.real --studies main --rate 5e-4 --steps 2 [--seeds 20 21] [--jobs 2] [--save docs]
+    python -m experiments.real --studies main [--seeds 20 21] [--jobs 2] [--save docs]
 
 The protocol is experiments/real/PROTOCOL.md. The model is SmolLM2-135M-Instruct (`make real-model`), the task a story
 with six given words. Every run is `sparse-rl fit` in a process of its own, six to nine minutes on a core. What a
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,17 +23,14 @@ from benchmarks.common import kept
 from benchmarks.common.pages import insert, mark
 from experiments.arms.runs import Run
 from experiments.real.results import Results, blocks
-from experiments.real.studies import DEVICES, RATES, USUAL, Study, compared, planned
+from experiments.real.studies import DEVICES, MAIN, RATES, Study, planned
 from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 
 PAGE = "results.md"
 
 
-def chosen(names: Sequence[str], rate: float, steps: int) -> dict[str, tuple[Study, ...]]:
-    """The studies of these names."""
-    every = {"rates": RATES, "main": compared(replace(USUAL, rate=rate, steps=steps))}
-    return {name: every[name] for name in names}
+GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN}
 
 
 def tidy(run: Run, archive: Archive) -> None:
@@ -47,10 +42,8 @@ def tidy(run: Run, archive: Archive) -> None:
 def main() -> None:
     """Run the study and print or save its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", nargs="+", choices=["rates", "main"], default=["rates", "main"])
+    parser.add_argument("--studies", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
-    parser.add_argument("--rate", type=float, default=USUAL.rate, help="learning rate of the main comparison")
-    parser.add_argument("--steps", type=int, default=USUAL.steps, help="its optimizer steps per rollout")
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
     kept.add_options(parser, "real", PAGE)
@@ -59,7 +52,7 @@ def main() -> None:
     if not (args.policy / "config.json").is_file():
         sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
     folder = args.runs.absolute()
-    studies = chosen(args.studies, args.rate, args.steps)
+    studies = {name: GROUPS[name] for name in args.studies}
     every = [study for own in studies.values() for study in own]
     runs = planned(every, folder, args.policy, args.device, args.seeds)
     archive = Archive(args.kept, of_any_code=args.finished)

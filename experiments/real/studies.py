@@ -82,12 +82,11 @@ SEEDS = tuple(range(20, 25))
 FIVE = (DENSE, NAIVE, REWEIGHTING, SPARSE_RL, REPLAY)
 
 
-def compared(recipe: Recipe = USUAL) -> tuple[Study, ...]:
-    """The main comparison at this recipe: five arms under a half, four under a quarter, and chance under both."""
-    half = Study("SnapKV", HALF, FIVE, recipe, SEEDS)
-    quarter = replace(half, budget=QUARTER, arms=FIVE[1:])
-    chance = tuple(replace(own, method="RandomEviction", arms=(SPARSE_RL,)) for own in (half, quarter))
-    return (half, quarter, *chance)
+_HALF = Study("SnapKV", HALF, FIVE, USUAL, SEEDS)
+_QUARTER = replace(_HALF, budget=QUARTER, arms=FIVE[1:])
+_CHANCE = tuple(replace(study, method="RandomEviction", arms=(SPARSE_RL,)) for study in (_HALF, _QUARTER))
+MAIN = (_HALF, _QUARTER, *_CHANCE)
+"""Five arms under a half, four under a quarter, and chance under both."""
 
 
 def planned(

@@ -13,6 +13,7 @@ from experiments.arms.runs import DENSE, NAIVE, REPLAY, Arm
 from experiments.stability.outcomes import Outcome, geometric, mean
 from experiments.stability.records import SPIKE, Archive
 from experiments.stability.studies import (
+    AGAIN,
     CONTROL,
     COUNTDOWN,
     DELTA,
@@ -82,6 +83,23 @@ def arms_table(results: Results, study: Study) -> Table:
         own = results.of(study, arm)
         if own:
             table.add(arm.label, *cells(results, study, arm, ENDS), kept(own, dense))
+    return table
+
+
+def again_table(results: Results, studies: Sequence[Study] = AGAIN) -> Table:
+    """Arms under both caches with frozen task and rewards, and their leads; dense rollouts know no cache."""
+    heads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ENDING]
+    table = Table("", ["cache", "", *ENDS, *heads])
+    dense = results.of(studies[0], DENSE)
+    for study in studies:
+        naive = results.of(study, NAIVE)
+        for arm in study.arms:
+            own = results.of(study, arm)
+            if own:
+                leads = [difference(own, other, end) for other in (naive, dense) for end in ENDING.values()]
+                if study is not studies[0]:  # dense training was judged under the first compressed cache
+                    leads[-1] = MISSING
+                table.add(f"{study.budget} + 4", arm.label, *cells(results, study, arm, ENDS), *leads)
     return table
 
 
@@ -280,6 +298,6 @@ def tables(results: Results) -> dict[str, str]:
         "tight": arms_table(results, TIGHT), "tight leads": leads(results, TIGHT),
         "steps and rates": steps_table(results), "fewer steps": fewer_table(results),
         "countdown": countdown_table(results), "control": control_table(results), "chance": chance_table(results),
-        "spiral": spiral_table(results),
+        "spiral": spiral_table(results), "again": again_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,7 @@ class Study:
     recipe: Recipe
     seeds: tuple[int, ...]
     options: Mapping[str, str] = field(default_factory=dict)  # of the command line
+    judge: Mapping[str, str] = field(default_factory=dict)  # reward of the held-out problems, if not arithmetic's
 
     @property
     def place(self) -> str:
@@ -111,6 +113,9 @@ class Study:
         Other seeds see other prompts, all are judged on the same problems.
         """
         recipe = self.recipe
+        kind = {
+            name: value for name, value in self.options.items() if name == "data.class_path"
+        }  # before its arguments
         settings = Settings(
             policy=str(warmed(folder, TASKS[self.task]).absolute()),
             folder=(folder / self.place).absolute(),
@@ -122,8 +127,9 @@ class Study:
             threads=1,
             method=METHODS[self.method],
             callbacks=(MONITOR,),
+            judge=self.judge,
             options={
-                **recipe.options(), **self.options,
+                **kind, **recipe.options(), **self.options,
                 "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed),
             },
         )  # fmt: skip
@@ -154,6 +160,20 @@ SPIRAL = replace(MAIN, arms=(REJECTION, BASELINE, UNLEARNED), seeds=tuple(range(
 TIGHT = replace(MAIN, budget=30, arms=(NAIVE, REWEIGHTING, SPARSE_RL, REPLAY))
 
 
+FIVE = (DENSE, NAIVE, REWEIGHTING, SPARSE_RL, REPLAY)
+FROZEN = {
+    "data.class_path": "experiments.stability.task.Sums",
+    "model.init_args.reward_funcs": json.dumps(
+        [f"experiments.stability.task.{name}" for name in ("right_answer", "right_steps")]
+    ),
+}
+JUDGE = {"reward": "experiments.stability.task.right_answer"}
+AGAIN = tuple(
+    replace(MAIN, budget=study.budget, arms=arms, seeds=tuple(range(30, 36)), options=FROZEN, judge=JUDGE)
+    for study, arms in ((MAIN, FIVE), (TIGHT, FIVE[1:]))
+)
+"""Both comparisons with task and rewards that are files of this study."""
+
 MOST_STEPS = 4
 
 
@@ -168,7 +188,7 @@ def _at(steps: int, rate: float) -> tuple[Study, ...]:
 STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, MOST_STEPS))
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": tuple(chain(*STEPS)), "countdown": tuple(COUNTDOWN.values()),
-    "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,),
+    "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,), "again": AGAIN,
 }  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)

@@ -21,13 +21,13 @@ from experiments.stability.studies import Recipe
 
 
 def test_every_run_is_planned_once() -> None:
-    runs = studies.planned(studies.compared(), Path("runs"), REAL)
+    runs = studies.planned(studies.MAIN, Path("runs"), REAL)
     assert len({run.folder for run in runs}) == len(runs) == 55
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     dense = next(run for run in runs if run.arm == studies.DENSE)
     assert (dense.budget, dense.budgets) == (None, (72, 32))  # judged under both
     assert {run.budget for run in runs if run.arm == studies.REPLAY} == {72, 32}
-    few = studies.planned(studies.compared(), Path("runs"), REAL, seeds=[21])
+    few = studies.planned(studies.MAIN, Path("runs"), REAL, seeds=[21])
     assert {run.seed for run in few} == {21}
     assert not {run.seed for run in runs} & {run.seed for run in studies.planned(studies.RATES, Path("runs"), REAL)}
 
@@ -41,7 +41,7 @@ def test_task_and_reward_are_those_of_the_example_when_it_began() -> None:
 
 def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of the task or of a correction makes another run of it; an edited example does not."""
-    (run, *_) = studies.planned(studies.compared()[:1], tmp_path, REAL)
+    (run, *_) = studies.planned(studies.MAIN[:1], tmp_path, REAL)
     before = code.code_of(run.command())
 
     def edited(file: Path) -> str:
@@ -80,7 +80,7 @@ def write(run: Run, end: float) -> None:
 
 
 def test_tables_say_what_was_found(tmp_path: Path) -> None:
-    main = studies.compared()
+    main = studies.MAIN
     for run in studies.planned(main, tmp_path / "runs", REAL):
         ends = {"naive": 0.2, "dense": 0.6 + 0.01 * (run.seed == 20)}
         write(run, ends.get(run.arm.label, 0.5))
@@ -118,7 +118,7 @@ def test_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rollout of replay and of chance, whose command lines differ most."""
     monkeypatch.setattr(studies, "PROBLEMS", 4)
     short = replace(studies.USUAL, rollouts=1)
-    quarter, chance = (replace(study, recipe=short, seeds=(20,)) for study in studies.compared()[1::2])
+    quarter, chance = (replace(study, recipe=short, seeds=(20,)) for study in studies.MAIN[1::2])
     runs = [
         run
         for run in studies.planned([quarter, chance], tmp_path, REAL)

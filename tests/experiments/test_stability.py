@@ -18,11 +18,13 @@ import pytest
 from experiments.arms import curves
 from experiments.arms.runs import CODE, DENSE, NAIVE
 from experiments.stability import __main__ as command
-from experiments.stability import execution, outcomes, signs, studies
+from experiments.stability import execution, outcomes, signs, studies, task
 from experiments.stability.outcomes import fall
 from experiments.stability.records import BINS, Archive, Record, binned, key_of, long_steps
 from experiments.stability.results import Results, overview, tables
 from sparse_rl_lightning.callbacks.guards.step_guard import Cause, RatioWatch
+from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 
 COURSE_SECONDS = 30.0
 
@@ -62,6 +64,28 @@ def test_learned_eviction_draws_from_the_method_that_all_have(tmp_path: Path) ->
         assert drawn["init_args"]["compressor"] == json.loads(naive[0])
         assert study.budget + 4 == round(44 / times)
         assert all("--data.init_args.tasks=countdown" in run.command() for run in runs.values())
+
+
+def test_frozen_sums_are_the_librarys_when_they_began(tmp_path: Path) -> None:
+    """The same questions, paid alike: what is compared with earlier runs differs in seeds alone."""
+    ours, theirs = (kind(num_train=50, num_val=8, seed=3) for kind in (task.Sums, ArithmeticTasks))
+    assert ours.train_rows() == theirs.train_rows()
+    assert ours.val_rows() == theirs.val_rows()
+    (row,) = ours.train_rows()[:1]
+    right, steps = row["solution"], row["solution"].partition("#")[0]
+    texts = [right, steps, f"{steps};{right}", "1+2=3#" + row["answer"], "", f"{steps}#{row['answer']};1", "#"]
+    told = {"completions": texts, **{name: [row[name]] * len(texts) for name in ("answer", "solution", "task")}}
+    for own, usual in ((task.right_answer, arithmetic_reward), (task.right_steps, worked_steps_reward)):
+        assert own(**told) == usual(prompts=texts, completion_ids=texts, **told)
+    run = studies.AGAIN[1].runs(30, tmp_path)[0]
+    words = run.command()
+    places = [
+        next(i for i, w in enumerate(words) if w.startswith(f"--data.{name}")) for name in ("class_path", "init_args")
+    ]
+    assert places[0] < places[1], "a class takes what is said of it behind it"
+    assert "experiments.stability.task.right_steps" in next(w for w in words if "reward_funcs" in w)
+    assert {r.seed for study in studies.AGAIN for s in study.seeds for r in study.runs(s, tmp_path)} == {*range(30, 36)}
+    assert len(studies.planned(studies.AGAIN, tmp_path)) == 54
 
 
 def write(run: Any, end: float | None = None, ratio: float = 50.0, rejected: float = 0.1) -> None:

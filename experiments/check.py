@@ -1,0 +1,106 @@
+"""Two runs of each comparison again: do they fall into what their arm came to?
+
+    make study-check                                        # before a release; two CPU cores, half an hour
+    python -m experiments.check [--studies again real] [--number 2] [--draw 0]
+
+Runs are drawn among those that have a line of today's code and settings. Each is run again in an empty folder, and what
+it comes to with the full cache is held beside the runs of its arm: it is inside if it is no farther from their range
+than that range is wide. On the same machine it is the same to the last digit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+
+from benchmarks import REAL, ROOT
+from benchmarks.common.pages import say
+from experiments.arms.runs import Run
+from experiments.real import studies as real
+from experiments.stability import studies as stability
+from experiments.stability.__main__ import warm_up
+from experiments.stability.execution import execute
+from experiments.stability.records import Archive, Record, key_of
+
+LEAST = 0.02  # of the reward or the accuracy: what a range of equal runs is taken for
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def planned(name: str, folder: Path) -> list[Run]:
+    """All runs of a comparison."""
+    return stability.planned(stability.AGAIN, folder) if name == "again" else real.planned(real.MAIN, folder, REAL)
+
+
+def drawn(runs: Sequence[Run], archive: Archive, number: int, draw: int) -> list[Run]:
+    """Some of the runs that were measured."""
+    known = [run for run in runs if archive.of(run) is not None]
+    return Random(draw).sample(known, min(number, len(known)))
+
+
+def is_inside(value: float, others: Sequence[float]) -> bool:
+    """Whether a value is no farther from the range of others than that is wide."""
+    low, high = min(others), max(others)
+    return low - max(high - low, LEAST) <= value <= high + max(high - low, LEAST)
+
+
+def judged(run: Run, again: Record, archive: Archive, runs: Sequence[Run]) -> bool:
+    """Whether a run that was run again is inside, which is told."""
+    own = [one for one in runs if _kind(one) == _kind(run)]
+    ends = [record.end("dense", 3) for one in own if (record := archive.of(one)) is not None]
+    before, value = archive.records[key_of(run)].end("dense", 3), again.end("dense", 3)
+    inside = is_inside(value, ends)
+    say(
+        f"{key_of(run)}: {value:.3f} again, {before:.3f} before; its arm {min(ends):.3f} to {max(ends):.3f}: "
+        f"{'inside' if inside else 'OUTSIDE'}"
+    )
+    return inside
+
+
+def _kind(run: Run) -> tuple[object, ...]:
+    return run.arm, run.budget, run.settings.method
+
+
+def check(name: str, archive: Archive, folder: Path, number: int, draw: int, jobs: int) -> bool:
+    """Whether the runs that are drawn of a comparison come to what they did."""
+    runs = planned(name, folder)
+    chosen = drawn(runs, archive, number, draw)
+    if not chosen:
+        say(f"{name}: no run has a line of today's code, so there is nothing to check")
+        return True
+    fresh = Archive(folder / "check.jsonl")
+    if name == "again":
+        warm_up(folder, {"sum"})
+    execute(chosen, fresh, jobs)
+    found = [(run, fresh.of(run)) for run in chosen]
+    lost = [run for run, record in found if record is None]
+    for run in lost:
+        say(f"{key_of(run)}: stopped, see {run.folder / 'log.txt'}")
+    return not lost and all([judged(run, record, archive, runs) for run, record in found if record is not None])
+
+
+def main() -> None:
+    """Check, and fail if a run is outside."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", nargs="+", choices=["again", "real"], default=["again", "real"])
+    parser.add_argument("--number", type=int, default=2, help="runs of each")
+    parser.add_argument("--draw", type=int, default=0, help="another number draws other runs")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    files = {"again": RESULTS / "stability.jsonl", "real": RESULTS / "real.jsonl"}
+    with tempfile.TemporaryDirectory() as folder:
+        good = [
+            check(name, Archive(files[name]), Path(folder) / name, args.number, args.draw, args.jobs)
+            for name in args.studies
+        ]
+    sys.exit(not all(good))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Runs that are run again fall into what their arm came to, or are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_stability import write
+
+from experiments import check
+from experiments.arms.runs import Run
+from experiments.stability import studies
+from experiments.stability.records import Archive
+
+
+def test_a_value_is_inside_if_it_is_no_farther_than_the_range_is_wide() -> None:
+    assert check.is_inside(0.31, [0.4, 0.5])
+    assert not check.is_inside(0.29, [0.4, 0.5])
+    assert check.is_inside(0.6, [0.4, 0.5])
+    assert check.is_inside(0.42, [0.44, 0.44])
+    assert not check.is_inside(0.41, [0.44, 0.44])
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_what_ends_elsewhere_is_told(shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = tuple(replace(study, seeds=(30, 31)) for study in studies.AGAIN)
+    monkeypatch.setattr(studies, "AGAIN", few)
+    archive = Archive(tmp_path / "kept.jsonl")
+    for run in studies.planned(few, tmp_path / "kept"):
+        write(run)
+        assert archive.of(run) is not None
+
+    def again(runs: Sequence[Run], fresh: Archive, jobs: int) -> None:
+        for run in runs:
+            write(run, end=archive.of(run).end("dense", 3) + shift)  # type: ignore[union-attr]
+
+    said: list[str] = []
+    monkeypatch.setattr(check, "execute", again)
+    monkeypatch.setattr(check, "warm_up", lambda folder, tasks: folder.mkdir(parents=True))
+    monkeypatch.setattr(check, "say", lambda text: said.append(text))
+    assert check.check("again", archive, tmp_path / "fresh", number=2, draw=1, jobs=1) == (not shift)
+    assert len(said) == 2
+    assert all(line.endswith("OUTSIDE" if shift else "inside") for line in said)
+    other = Archive(tmp_path / "none.jsonl")
+    assert check.check("again", other, tmp_path / "none", number=2, draw=1, jobs=1)
+    assert "nothing to check" in said[-1]
+
+
+def test_a_run_that_stops_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "AGAIN", (replace(studies.AGAIN[1], seeds=(30,)),))
+    archive = Archive(tmp_path / "kept.jsonl")
+    for run in studies.planned(studies.AGAIN, tmp_path / "kept"):
+        write(run)
+        archive.of(run)
+    monkeypatch.setattr(check, "execute", lambda *_: None)
+    monkeypatch.setattr(check, "warm_up", lambda *_: None)
+    said: list[Any] = []
+    monkeypatch.setattr(check, "say", said.append)
+    (tmp_path / "fresh").mkdir()
+    assert not check.check("again", archive, tmp_path / "fresh", number=1, draw=0, jobs=1)
+    assert "stopped" in said[0]
