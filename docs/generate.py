@@ -23,8 +23,15 @@ from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
 from docs.predictions import cards_table, recipe_tables
 from docs.quoted import (
-    budgets_table, compressors_table, gpu_cells_table, gpu_memory_table, gpu_table, learner_table, memory_table,
-    real_table, trainer_table,
+    budgets_table,
+    compressors_table,
+    gpu_cells_table,
+    gpu_memory_table,
+    gpu_table,
+    learner_table,
+    memory_table,
+    real_table,
+    trainer_table,
 )  # fmt: skip
 
 FOLDER = Path(__file__).parent

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from benchmarks.common.tables import Table
 from benchmarks.compressors import records
 from benchmarks.compressors.pages import ACCURACY, HALF, SPEED, TAIL, by_budget
+from sparse_rl_lightning.quality.cells import Cell
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks" / "results"
@@ -67,9 +69,8 @@ def real_table() -> str:
     for cell in cells:
         low, high = cell.intervals["length"]
         length = "1" if cell.budget is None else f"{cell.length:.2f} [{low:.2f}, {high:.2f}]"
-        table.add(
-            cell.method, f"{abs(cell.kl or 0):.3f}", f"{cell.agreement:.3f}", f"{cell.tail:.3f}", f"{cell.rejected:.1%}", length
-        )  # fmt: skip
+        shares = (f"{abs(cell.kl or 0):.3f}", f"{cell.agreement:.3f}", f"{cell.tail:.3f}", f"{cell.rejected:.1%}")
+        table.add(cell.method, *shares, length)
     return table.untitled
 
 
