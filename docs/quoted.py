@@ -64,12 +64,17 @@ def compressors_table() -> str:
 def real_table() -> str:
     """Every compressor on a real model at 96 tokens, the closest to the full cache first."""
     kept = json.loads((RESULTS / "methods.json").read_text("utf-8"))["parts"]["all"]["cells"]
-    cells = sorted((Cell(**own) for own in kept if not own["reason"]), key=lambda cell: cell.kl or 0.0)
+    cells = sorted((Cell(**own) for own in kept if not own["reason"]), key=lambda cell: cell.kl)  # type: ignore[arg-type,return-value]
     table = Table("", ("compressor", "KL", "agreement", "tail", "rejected", "length of completions"))
     for cell in cells:
         low, high = cell.intervals["length"]
         length = "1" if cell.budget is None else f"{cell.length:.2f} [{low:.2f}, {high:.2f}]"
-        shares = (f"{abs(cell.kl or 0):.3f}", f"{cell.agreement:.3f}", f"{cell.tail:.3f}", f"{cell.rejected:.1%}")
+        shares = (
+            f"{max(cell.kl or 0.0, 0.0):.3f}",
+            f"{cell.agreement:.3f}",
+            f"{cell.tail:.3f}",
+            f"{cell.rejected:.1%}",
+        )
         table.add(cell.method, *shares, length)
     return table.untitled
 

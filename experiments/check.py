@@ -11,8 +11,8 @@ than that range is wide. On the same machine it is the same to the last digit.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -30,6 +30,7 @@ from experiments.stability.records import Archive, Record, key_of
 
 LEAST = 0.02  # of the reward or the accuracy: what a range of equal runs is taken for
 RESULTS = ROOT / "benchmarks" / "results"
+MODULES = {"again": "stability --studies again", "real": "real"}
 
 
 def planned(name: str, folder: Path) -> list[Run]:
@@ -71,8 +72,8 @@ def check(name: str, archive: Archive, folder: Path, number: int, draw: int, job
     runs = planned(name, folder)
     chosen = drawn(runs, archive, number, draw)
     if not chosen:
-        say(f"{name}: no run has a line of today's code, so there is nothing to check")
-        return True
+        say(f"{name}: no run has a line of today's code: measure first, python -m experiments.{MODULES[name]}")
+        return False
     fresh = Archive(folder / "check.jsonl")
     if name == "again":
         warm_up(folder, {"sum"})
@@ -91,14 +92,15 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=2, help="runs of each")
     parser.add_argument("--draw", type=int, default=0, help="another number draws other runs")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "check", help="folder of the runs, emptied first")
     args = parser.parse_args()
     torch.set_num_threads(1)
     files = {"again": RESULTS / "stability.jsonl", "real": RESULTS / "real.jsonl"}
-    with tempfile.TemporaryDirectory() as folder:
-        good = [
-            check(name, Archive(files[name]), Path(folder) / name, args.number, args.draw, args.jobs)
-            for name in args.studies
-        ]
+    shutil.rmtree(args.runs, ignore_errors=True)
+    good = [
+        check(name, Archive(files[name]), args.runs.absolute() / name, args.number, args.draw, args.jobs)
+        for name in args.studies
+    ]
     sys.exit(not all(good))
 
 

@@ -314,8 +314,8 @@ def is_installed(path: Path) -> bool:
     """Whether a file is of Python's library or of an installed package, and not of a user's own code."""
     if not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(LIBRARY):
         return True
-    origins = (getattr(sys.modules.get(name), "__file__", None) for name in FOUNDATIONS)
-    return any(path.is_relative_to(Path(origin).resolve().parent) for origin in origins if origin)
+    origins = (Path(getattr(sys.modules.get(name), "__file__", None) or "none.py") for name in FOUNDATIONS)
+    return any(path.is_relative_to(one.resolve().parent) for one in origins if one.name == "__init__.py")
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:

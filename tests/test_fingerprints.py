@@ -303,6 +303,11 @@ def test_a_checkout_of_a_large_package_counts_as_installed(folder: Path, monkeyp
         names = {path.name for path in _files(importlib.import_module(name).Kind)}
         assert names == ({"__init__.py"} if name == "trl" else {"__init__.py", "more.py"})
         monkeypatch.delitem(sys.modules, name)
+    Path("peft.py").write_text("import other\n\nclass Kind:\n    x = 1\n")  # a user's file of that name
+    Path("other.py").write_text("")
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    assert {path.name for path in _files(importlib.import_module("peft").Kind)} == {"peft.py", "other.py"}
+    monkeypatch.delitem(sys.modules, "peft")
 
 
 def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:

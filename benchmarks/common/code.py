@@ -14,7 +14,9 @@ from sparse_rl_lightning.cli.classes import imported, known_classes
 from sparse_rl_lightning.fingerprints import fingerprint, sources
 
 PARTS = ("rewards", "data", "environments", "compressors", "callbacks.corrections")
-DECIDING = (*(f"sparse_rl_lightning.{part}." for part in PARTS), "experiments.")
+FROZEN = ("experiments.real.task", "experiments.stability.task")
+"""Files of studies, with their tasks and rewards."""
+DECIDING = (*(f"sparse_rl_lightning.{part}." for part in PARTS), *(f"{module}." for module in FROZEN))
 ALWAYS = (losses, advantages, corrections)
 """Pure functions that no configuration names, and that every training run goes through."""
 
@@ -32,7 +34,7 @@ def code_of(*configs: Any) -> str:
 @cache
 def _sources(kind: Any) -> str:
     """As ``sources``; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
-    if kind.__module__.startswith("experiments."):
+    if kind.__module__ in FROZEN:
         return sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     return sources(kind)
 
@@ -46,4 +48,4 @@ def _texts(config: Any) -> Iterator[str]:
 
 
 def _found(name: str) -> Any:
-    return imported(name) if name.startswith(("sparse_rl_lightning.", "experiments.")) else None
+    return imported(name) if name.startswith(("sparse_rl_lightning.", *FROZEN)) else None

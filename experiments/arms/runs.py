@@ -121,6 +121,11 @@ class Run:
     settings: Settings
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Whether it trains on a GPU."""
+        return self.settings.options.get("trainer.accelerator") == "gpu"
+
+    @property
     def budgets(self) -> tuple[int, ...]:
         """What the policy is evaluated under, the full cache apart."""
         return self.settings.budgets if self.budget is None else (self.budget,)

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.common.tables import Table
 from experiments.arms.runs import Arm
 from experiments.real.studies import DENSE, HALF, NAIVE, Study
-from experiments.stability.outcomes import ENOUGH, geometric, interval, mean
+from experiments.stability.outcomes import COLLAPSED, ENOUGH, geometric, interval, mean
 from experiments.stability.records import Archive, Record
 from experiments.stability.results import paired
 
@@ -70,18 +70,26 @@ def rates_table(results: Results, studies: Sequence[Study]) -> Table:
 def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     """Arms by the held-out reward under both caches, and by their lead over naive and dense training."""
     leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
-    table = Table("", ("slot", "", "full cache", "compressed", *leads, *COLUMNS))
+    table = Table("", ("slot", "", "full cache", "compressed", *leads, "collapsed", *COLUMNS))
     dense = next((own for study in studies if (own := results.of(study, DENSE))), {})
+    before = next(iter(run.evaluations[0] for run in dense.values()), {})  # of the same policy on the same prompts
+    for budget in sorted((int(key) for key in before if key.isdigit()), reverse=True):
+        ends = [f"{before[key]:.2f}" for key in ("dense", str(budget))]
+        table.add(slot(budget), "before training", *ends, *[MISSING] * (len(table.header) - 4))
+    naive = {study.budget: own for study in studies if (own := results.of(study, NAIVE))}
     for study in studies:
-        naive = results.of(next(s for s in studies if s.budget == study.budget and NAIVE in s.arms), NAIVE)
         for arm in study.arms:
             own = results.of(study, arm)
-            for budget in (study.budget,) if arm.evicts else sorted(budgets_of(own), reverse=True):
+            for budget in sorted(budgets_of(own) if own else (), reverse=True):
                 cache, name = str(budget), arm.label if study.method == "SnapKV" else f"{arm.label}, {study.method}"
                 ends = {key: [run.end(key, 1) for run in own.values()] for key in ("dense", cache)}
+                others = (naive.get(budget, {}), dense)
+                compared = ("dense", cache if study.method == "SnapKV" else "")  # chance is judged under another cache
+                collapsed = sum(end < COLLAPSED * before["dense"] for end in ends["dense"]) if before else 0
                 table.add(
                     slot(budget), name, mean(ends["dense"]), mean(ends[cache]),
-                    *(lead(own, other, key) for other in (naive, dense) for key in ("dense", cache)),
+                    *(lead(own, other, key) for other in others for key in compared),
+                    f"{collapsed} of {len(own)}" if before else MISSING,
                     *(column(list(own.values())) for column in COLUMNS.values()),
                 )  # fmt: skip
     return table

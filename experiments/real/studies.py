@@ -69,7 +69,10 @@ class Study:
             judge=JUDGE,
             options={**recipe.options(), **DEVICES[device], "data.init_args.seed": str(1 + seed)},
         )
-        return [Run(arm, self.budget if arm.evicts else None, seed, settings) for arm in self.arms]
+        twice = replace(settings, every_n_rollouts=recipe.rollouts)  # before training too, which is the same for all
+        return [
+            Run(arm, self.budget, seed, settings) if arm.evicts else Run(arm, None, seed, twice) for arm in self.arms
+        ]
 
 
 USUAL = Recipe(prompts=4, steps=2, rate=5e-4, rollouts=12, warm_up=0)

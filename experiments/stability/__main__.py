@@ -69,18 +69,27 @@ def note(results: Results, runs: Sequence[Run]) -> str:
     )
 
 
-def blocks(results: Results) -> dict[str, str]:
-    """What is written into the page."""
-    return {**tables(results), "signs": signs_table(results).untitled}
+STUDY_OF = {
+    "how quiet": "quiet", "course": "main", "leads": "main", "signs": "main", "tight leads": "tight",
+    "steps and rates": "steps", "fewer steps": "steps", "chance": "control",
+}  # fmt: skip
+"""Studies whose names are not those of their blocks."""
 
 
-def save(results: Results, folder: Path, text: str) -> None:
-    """Every block of the page, and the pictures; the overview goes into the README above, where it has a place."""
-    insert(folder / PAGE, text, _marker("how it was measured"))
-    for name, table in blocks(results).items():
+def blocks(results: Results, studies: Collection[str] = tuple(GROUPS)) -> dict[str, str]:
+    """What is written into the page, of these studies."""
+    found = {**tables(results), "signs": signs_table(results).untitled}
+    return {name: text for name, text in found.items() if STUDY_OF.get(name, name) in studies}
+
+
+def save(results: Results, folder: Path, text: str, studies: Collection[str] = tuple(GROUPS)) -> None:
+    """The blocks of these studies; with all of them the pictures, and the overview for the README above."""
+    for name, table in blocks(results, studies).items():
         insert(folder / PAGE, table, _marker(name))
-    pictures(results, folder)
-    insert_if_marked(folder.parent / "README.md", overview(results).untitled, _marker("overview"))
+    if {"main", "tight"} <= set(studies):
+        insert(folder / PAGE, text, _marker("how it was measured"))
+        pictures(results, folder)
+        insert_if_marked(folder.parent / "README.md", overview(results).untitled, _marker("overview"))
 
 
 def _marker(name: str) -> str:
@@ -117,9 +126,15 @@ def main() -> None:
             insert(args.save / PAGE, "\n".join(f"- {line}" for line in lines), _marker("short"))
         return
     text = note(results, runs)
-    print(text, *(f"## {name}\n\n{table}" for name, table in blocks(results).items()), sep="\n\n")
+    found = blocks(results, args.studies)
+    print(text, *(f"## {name}\n\n{table}" for name, table in found.items()), sep="\n\n")
+    missing = [
+        name for name in args.studies if not any(results.archive.of(run) for run in planned(GROUPS[name], folder))
+    ]
+    if args.save and missing:
+        sys.exit(f"error: no run of {', '.join(missing)} is finished with today's code: name --studies, or --finished")
     if args.save:
-        save(results, args.save, text)
+        save(results, args.save, text, args.studies)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import ROOT
 from benchmarks.common import kept
 from benchmarks.common.pages import machine
@@ -61,9 +59,8 @@ class Record:
             "largest_norm": binned(course["grad_norms"], max),
         }
         return cls(
-            key_of(found.run), settings_of(found.run), machine("cuda" if torch.cuda.is_available() else "cpu"),
-            course["evaluations"],
-            curves,
+            key_of(found.run), settings_of(found.run), machine("cuda" if found.run.is_on_gpu else "cpu"),
+            course["evaluations"], curves,
             p05=late_median(found.logged("acceptance/p05")) if evicts else 1.0,
             k3=late_median([row[COMPRESSION] for row in splits]) if evicts else 0.0,
             rounding=max((row[ROUNDING] for row in splits if math.isfinite(row.get(ROUNDING, math.nan))), default=0.0),

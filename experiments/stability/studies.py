@@ -113,9 +113,6 @@ class Study:
         Other seeds see other prompts, all are judged on the same problems.
         """
         recipe = self.recipe
-        kind = {
-            name: value for name, value in self.options.items() if name == "data.class_path"
-        }  # before its arguments
         settings = Settings(
             policy=str(warmed(folder, TASKS[self.task]).absolute()),
             folder=(folder / self.place).absolute(),
@@ -129,7 +126,8 @@ class Study:
             callbacks=(MONITOR,),
             judge=self.judge,
             options={
-                **kind, **recipe.options(), **self.options,
+                **{name: self.options[name] for name in ("data.class_path",) if name in self.options},  # comes first
+                **recipe.options(), **self.options,
                 "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed),
             },
         )  # fmt: skip
@@ -199,10 +197,10 @@ SHORT = (HARD, MILD)  # only the answer is paid, the rate is high and stays: wha
 
 def planned(studies: Iterable[Study], folder: Path, seeds: Iterable[int] | None = None) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
+    wanted = None if seeds is None else set(seeds)
     runs: dict[Path, Run] = {}
-    chosen = [(study, study.seeds if seeds is None else tuple(seeds)) for study in studies]
-    for seed in sorted({seed for _, own in chosen for seed in own}):
-        for study, own in chosen:
-            for run in study.runs(seed, folder) if seed in own else ():
+    for seed, study in sorted(((seed, own) for own in studies for seed in own.seeds), key=lambda pair: pair[0]):
+        if wanted is None or seed in wanted:
+            for run in study.runs(seed, folder):
                 runs.setdefault(run.folder, run)
     return list(runs.values())

@@ -19,10 +19,6 @@ from sparse_rl_lightning.modules import SparseGRPO
 class Elsewhere(SingleDeviceStrategy):
     """The CPU as a device, in float32, and as the memory of the host, in float64."""
 
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.float()
-
     def teardown(self) -> None:
         super().teardown()
         assert self.lightning_module is not None
@@ -42,6 +38,9 @@ class Watched(SparseGRPO):
             return own(*args, **options)
 
         self.generator.generate = generate  # type: ignore[method-assign]
+
+    def to(self, *place: Any, **options: Any) -> Watched:
+        return super().to(*place, **options).float()
 
     def export(self, folder: str | Path, dtype: str | None = None) -> None:
         self.seen.append(f"exports from {place(self)}")

@@ -45,8 +45,8 @@ def test_what_ends_elsewhere_is_told(shift: float, tmp_path: Path, monkeypatch: 
     assert len(said) == 2
     assert all(line.endswith("OUTSIDE" if shift else "inside") for line in said)
     other = Archive(tmp_path / "none.jsonl")
-    assert check.check("again", other, tmp_path / "none", number=2, draw=1, jobs=1)
-    assert "nothing to check" in said[-1]
+    assert not check.check("again", other, tmp_path / "none", number=2, draw=1, jobs=1)
+    assert "measure first, python -m experiments.stability --studies again" in said[-1]
 
 
 def test_a_run_that_stops_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

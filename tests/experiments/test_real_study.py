@@ -42,7 +42,7 @@ def test_task_and_reward_are_those_of_the_example_when_it_began() -> None:
 def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of the task or of a correction makes another run of it; an edited example does not."""
     (run, *_) = studies.planned(studies.MAIN[:1], tmp_path, REAL)
-    before = code.code_of(run.command())
+    before = run.code
 
     def edited(file: Path) -> str:
         own = file.read_bytes()
@@ -59,7 +59,7 @@ def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert edited(Path(str(task.__file__))) != told
     assert edited(Path(str(code.corrections.__file__))) != told
     assert edited(Path(str(stories.__file__))) == told
-    assert code.code_of(run.command()) == before
+    assert replace(run, seed=21).code == before
 
 
 def write(run: Run, end: float) -> None:
@@ -89,14 +89,22 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     found = blocks(Results(archive, tmp_path / "runs", REAL, "cpu"), {"main": main, "rates": studies.RATES})
     assert list(found) == ["main"], "what is not finished has no table"
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found["main"].splitlines()[2:]]
-    assert len(rows) == 12
+    assert len(rows) == 2 + 12
     naive = next(row for row in rows if row[:2] == ["a half", "naive"])
     assert naive[2:6] == ["0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "+0.0 ± 0.0"]
     assert naive[6] == "-40.2 ± 0.6"  # behind dense training, whose seed 20 ends higher
     assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+30.0 ± 0.0"
     assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 55
-    run = studies.planned(main, tmp_path / "runs", REAL)[0]
+    run, *others = studies.planned(main, tmp_path / "runs", REAL)
+    few = Archive(tmp_path / "few.jsonl")
+    few.records = {
+        key: one for key, one in archive.records.items() if key.endswith("dense-budget-72-32-steps-24-seed-20")
+    }
+    for other in others:
+        (other.folder / "course.json").unlink()  # an early end
+    found = blocks(Results(few, tmp_path / "runs", REAL, "cpu"), {"main": main})
+    assert [line.split(" | ")[1] for line in found["main"].splitlines()[2:]] == ["before training"] * 2 + ["dense"] * 2
     command.tidy(run, archive)
     assert not run.checkpoint.parent.exists()
 

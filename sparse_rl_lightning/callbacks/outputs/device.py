@@ -16,7 +16,7 @@ def on_training_device(trainer: Trainer) -> Iterator[None]:
     """
     module = trainer.lightning_module
     before = module.device
-    trainer.strategy.model_to_device()
+    module.to(trainer.strategy.root_device)
     try:
         yield
     finally:

@@ -57,7 +57,7 @@ class ExportPolicy(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
             return
-        with on_training_device(trainer):  # where weights that are sharded over ranks can be gathered
+        with on_training_device(trainer):
             write_policy(pl_module, self.folder, self.dtype)
 
 
