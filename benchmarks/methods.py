@@ -127,11 +127,9 @@ def main(args: list[str] | None = None) -> None:
             "--max_completion_length", given.max_completion_length, "--output", str(folder),
         ]  # fmt: skip
         benchmark([*methods(part, folder), *own])
-    if given.save:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        save_tables(
-            given.runs, given.parts, given.save, given.policy.name, f"{machine(device)}. {given.remark}".strip()
-        )
+        if given.save:
+            where = machine("cuda" if torch.cuda.is_available() else "cpu")
+            save_tables(given.runs, [part], given.save, given.policy.name, f"{where}. {given.remark}".strip())
 
 
 def save_tables(runs: Path, parts: list[str], folder: Path, policy: str, measured_on: str) -> None:

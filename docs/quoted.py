@@ -64,7 +64,8 @@ def compressors_table() -> str:
 def real_table() -> str:
     """Every compressor on a real model at 96 tokens, the closest to the full cache first."""
     kept = json.loads((RESULTS / "methods.json").read_text("utf-8"))["parts"]["all"]["cells"]
-    cells = sorted((Cell(**own) for own in kept if not own["reason"]), key=lambda cell: cell.kl)  # type: ignore[arg-type,return-value]
+    known = [Cell(**own) for own in kept if own["kl"] is not None]
+    cells = sorted(known, key=lambda cell: cell.kl or 0.0)
     table = Table("", ("compressor", "KL", "agreement", "tail", "rejected", "length of completions"))
     for cell in cells:
         low, high = cell.intervals["length"]
