@@ -1,0 +1,90 @@
+"""What docs/methods.yaml and docs/choosing.md say of the tables of a real model, held to the tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from docs import method_pages
+from sparse_rl_lightning.quality.cells import Cell
+
+PARTS = json.loads(method_pages.RESULTS.read_text("utf-8"))["parts"]
+BY_AGE, CHANCE = "H2O, by age", "RandomEviction"
+
+
+def cells(part: str) -> dict[tuple[str, int | None], Cell]:
+    return {(cell.method, cell.budget): cell for cell in method_pages.cells_of({"parts": PARTS}, part)}
+
+
+def at(part: str, method: str, budget: int = 96) -> Cell:
+    return cells(part)[method, budget]
+
+
+def kl(method: str, part: str = "all", budget: int = 96) -> float:
+    value = at(part, method, budget).kl
+    assert value is not None
+    return value
+
+
+def length(method: str, part: str = "all", budget: int = 96) -> float:
+    value = at(part, method, budget).length
+    assert value is not None
+    return value
+
+
+def is_told_apart(one: str, other: str) -> bool:
+    """Whether the 95 % intervals of KL have nothing in common."""
+    (a, b), (c, d) = (at("all", method).intervals["kl"] for method in (one, other))
+    return b < c or d < a
+
+
+def test_by_age_is_the_closest_or_not_told_apart_from_it() -> None:
+    for part in ("all", "open", "kept", "budgets"):
+        for budget in {key[1] for key in cells(part) if key[0] == BY_AGE}:
+            others = {key[0] for key in cells(part) if key[1] == budget} - {BY_AGE}
+            low = min(at(part, other, budget).intervals["kl"][1] for other in others)
+            assert at(part, BY_AGE, budget).intervals["kl"][0] < low, (part, budget)
+    assert kl(BY_AGE) == min(kl(key[0]) for key in cells("all") if key[1] == 96)
+    assert not is_told_apart("H2O", "StreamingLLM")
+
+
+@pytest.mark.parametrize("method", ["KNorm", "KeyDiff", "CUR"])
+def test_methods_without_queries_are_not_told_apart_from_chance(method: str) -> None:
+    assert not is_told_apart(method, CHANCE)
+
+
+def test_what_is_near_and_what_is_between() -> None:
+    near = {"ExpectedAttention", "TOVA", "SnapKV", "TriAttention", "RKV"}
+    others = {"QFilters", "StreamingLLM", "H2O", "LagKV"}
+    assert max(map(kl, near)) < min(map(kl, others))
+    for method in others:
+        assert is_told_apart(method, CHANCE), method
+        assert kl(method) < kl(CHANCE)
+    for variant in ("drawn anew", "window 32"):
+        assert is_told_apart(f"{CHANCE}, {variant}", CHANCE)
+        assert kl(f"{CHANCE}, {variant}") < kl(CHANCE)
+    rejected = {method: at("all", method).rejected or 0.0 for method in near}
+    assert max(rejected, key=lambda method: rejected[method]) == "TOVA"
+
+
+def test_compression_lengthens_and_chance_does_not() -> None:
+    assert 1.1 < length("SnapKV") < 1.3
+    assert length("RKV") < length("SnapKV")
+    assert length("StreamingLLM") == max(length(key[0]) for key in cells("all") if key[1] == 96)
+    assert length(CHANCE) < 1
+    for budget in (64, 128, 192):
+        assert length("RKV", "budgets", budget) < length("SnapKV", "budgets", budget)
+
+
+def test_combinations() -> None:
+    assert kl("Combined") > kl("SnapKV")
+    assert kl("SnapKV, Pyramid") > kl("SnapKV")
+
+
+def test_a_protected_prompt_helps_neither_chance_nor_the_others() -> None:
+    assert abs(kl(CHANCE, "kept", 192) - kl(CHANCE, "open", 192)) < 0.01
+    assert kl(CHANCE, "kept", 192) > 2 * kl("SnapKV", "kept", 192)
+    for method in ("SnapKV", "RKV", "TOVA", BY_AGE):
+        assert kl(method, "kept", 192) > kl(method, "open", 192), method
+        assert length(method, "kept", 192) < length(method, "open", 192), method
