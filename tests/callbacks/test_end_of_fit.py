@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_grpo import Rows, module
 
@@ -28,6 +28,8 @@ class Elsewhere(SingleDeviceStrategy):
 class Watched(SparseGRPO):
     """Notes where its weights are when it is asked for texts or for its weights."""
 
+    accelerator = "cpu"
+
     def configure_model(self) -> None:
         super().configure_model()
         self.seen: list[str] = getattr(self, "seen", [])
@@ -40,20 +42,23 @@ class Watched(SparseGRPO):
         self.generator.generate = generate  # type: ignore[method-assign]
 
     def to(self, *place: Any, **options: Any) -> Watched:
-        return super().to(*place, **options).float()
+        moved: Watched = super().to(*place, **options)
+        return moved.float() if self.accelerator == "cpu" else moved
 
     def export(self, folder: str | Path, dtype: str | None = None) -> None:
         self.seen.append(f"exports from {place(self)}")
         super().export(folder, dtype)
 
 
-def place(grpo: LightningModule) -> str:
+def place(grpo: Watched) -> str:
     weight = next(grpo.parameters())
-    return {torch.float32: "the device", torch.float64: "the host"}[weight.dtype]
+    is_there = weight.is_cuda if grpo.accelerator == "cuda" else weight.dtype == torch.float32
+    return "the device" if is_there else "the host"
 
 
 def fit(folder: Path, accelerator: str, **options: Any) -> SparseGRPO:
     grpo = module(kind=Watched, **options)
+    grpo.accelerator = accelerator  # type: ignore[attr-defined]
     callbacks = [RunSummary(num_problems=2, folder=folder), ExportPolicy(folder / "policy")]
     strategy: Any = Elsewhere(torch.device("cpu")) if accelerator == "cpu" else "auto"
     trainer = Trainer(
@@ -64,17 +69,19 @@ def fit(folder: Path, accelerator: str, **options: Any) -> SparseGRPO:
     return grpo
 
 
-def test_the_last_evaluation_and_the_export_are_on_the_device(tmp_path: Path) -> None:
-    grpo = fit(tmp_path, "cpu")
+@pytest.mark.parametrize(
+    ("accelerator", "options"),
+    [("cpu", {}), pytest.param("cuda", {"cuda_graphs": "require"}, marks=pytest.mark.gpu)],
+)
+def test_the_last_evaluation_and_the_export_are_on_the_device(
+    accelerator: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """On the first GPU the last evaluation was on the CPU."""
+    grpo = fit(tmp_path, accelerator, **options)
     assert isinstance(grpo, Watched)
     assert set(grpo.seen) == {"draws on the device", "exports from the device"}
+    if accelerator == "cuda":
+        assert place(grpo) == "the host"  # where Lightning leaves it
     record = json.loads((tmp_path / "summary.json").read_text())
     assert set(record["summary"]["after"]) == {"dense", "sparse"}
-
-
-@pytest.mark.gpu
-def test_no_step_leaves_the_graphs(tmp_path: Path) -> None:
-    """As the first run on a GPU did: its last evaluation was on the CPU."""
-    grpo = fit(tmp_path, "cuda", cuda_graphs="require")
-    assert next(grpo.parameters()).device.type == "cpu"  # where Lightning leaves it
     assert (tmp_path / "policy" / "model.safetensors").is_file()
