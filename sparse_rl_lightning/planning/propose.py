@@ -57,7 +57,7 @@ def job_of(
     steps = PROMPTS * GENERATIONS // rows
     return Job(
         Blueprint(model, "float32") if trains_all else Blueprint(model, "bfloat16", adapters),
-        RKV(budget=budget, buffer=BUFFER, num_sinks=0),
+        RKV(budget=budget, buffer=BUFFER),
         SamplingParams(num_generations=GENERATIONS, max_completion_length=length - PROMPT),
         RolloutOptions(num_slots=slots, keep_pool=keep_pool),
         LearnerOptions(rows * length, chunk, gradient_checkpointing=checkpointing),
@@ -166,7 +166,7 @@ model:
   class_path: SparseGRPO
   init_args:
     policy: {policy}
-    compressor: {{class_path: RKV, init_args: {{budget: {budget}, buffer: {buffer}, num_sinks: 0}}}}
+    compressor: {{class_path: RKV, init_args: {{budget: {budget}, buffer: {buffer}}}}}
     reward_funcs: sparse_rl_lightning.rewards.boxed_math_reward
     sampling: {{num_generations: {generations}, max_completion_length: {completion}}}
     rollout: {{{ends}num_slots: {slots}, keep_pool: {keep}}}
