@@ -120,9 +120,9 @@ def main(args: list[str] | None = None) -> None:
         folder = given.runs / part
         rows = questions(given.data, given.policy, LENGTH_OF_KEPT if part in SHORT else None)[: int(given.problems)]
         write_whole(folder / "questions.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        usual = {"buffer": "32", "num_sinks": "4", "window": "8", "timed": "0", "dtype": "float32"}
+        usual = {**SIZES, "timed": 0, "dtype": "float32"}
         own = [
-            *(text for name, value in usual.items() for text in (f"--{name}", value)), *PARTS[part], "--as_chat",
+            *(text for name, value in usual.items() for text in (f"--{name}", str(value))), *PARTS[part], "--as_chat",
             "--policy", str(given.policy), "--data", str(folder / "questions.jsonl"), "--problems", given.problems,
             "--max_completion_length", given.max_completion_length, "--output", str(folder),
         ]  # fmt: skip

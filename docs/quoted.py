@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.tables import Table
@@ -37,6 +38,11 @@ def measured(page: str, heading: str = "Measured") -> list[Row]:
 def _padded(text: str) -> list[str]:
     """Lines whose empty cells are spelled, so that they can be split."""
     return [re.sub(r"\|\s*(?=\|)", "| – ", line) for line in text.splitlines()]
+
+
+def columns(rows: Sequence[Row], head: Sequence[str], note: str = "") -> str:
+    """Some columns of measured rows."""
+    return Table("", head, note, rows=[tuple(row[name] for name in head) for row in rows]).untitled
 
 
 def budgets_table() -> str:
@@ -84,7 +90,7 @@ def learner_table() -> str:
     """Peak memory of the learner's log-probs, all logits against chunks."""
     rows = measured("../benchmarks/results/learner-cpu.md", "Log-probs and entropies, forward and backward")
     head = ("way", "logits at a time", "peak GiB")
-    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+    return columns(rows, head)
 
 
 def memory_table() -> str:
@@ -93,28 +99,28 @@ def memory_table() -> str:
     (note,) = re.findall(r"^## Equal memory\n\n(.+)$", (FOLDER / page).read_text("utf-8"), re.MULTILINE)
     rows = measured(page, "Equal memory")
     head = ("cache", "sequences in flight", "tokens/s", "times as fast", "sequences per hour")
-    return Table("", head, note, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+    return columns(rows, head, note)
 
 
 def gpu_table() -> str:
     """Whole rollouts of one model on a GPU."""
     rows = measured("../benchmarks/results/gpu-whole-1.5b.md", "Whole rollouts, Qwen2.5-1.5B")
     head = ("cache", "tokens/s", "times as fast as FullKV", "share of steps alone", "KV GB")
-    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+    return columns(rows, head)
 
 
 def gpu_memory_table() -> str:
     """What the full and compressed caches decode in the same memory of a GPU."""
     rows = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")
     head = ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV")
-    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows]).untitled
+    return columns(rows, head)
 
 
 def gpu_cells_table() -> str:
     """Steps at given lengths on a GPU, beside the least time that memory and arithmetic need."""
     rows = measured("../benchmarks/results/gpu-cells-1.5b.md", "Steps at given lengths")
     head = ("batch", "length", "cache", "ms per step", "share of the floor", "times as fast as FullKV")
-    return Table("", head, rows=[tuple(row[name] for name in head) for row in rows if row["tokens/s"] != "–"]).untitled
+    return columns([row for row in rows if row["tokens/s"] != "–"], head)
 
 
 def trainer_table() -> str:

@@ -42,7 +42,7 @@ ANSWERS = PACKAGE.with_name("exact_answers")
 """The answer checker, which counts as a part of those parts that import it."""
 LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED = {"site-packages", "dist-packages"}
-FOUNDATIONS = ("torch", "transformers", "lightning", "peft", "trl", "datasets", "deepspeed")
+FOUNDATIONS = {"torch", "transformers", "lightning", "peft", "trl", "datasets", "deepspeed"}
 """Packages that count as installed also in a checkout of the user's: nobody's method, and thousands of files."""
 PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
 """Entries of a model's configuration that say where it lies and who wrote it."""
@@ -314,7 +314,8 @@ def is_installed(path: Path) -> bool:
     """Whether a file is of Python's library or of an installed package, and not of a user's own code."""
     if not INSTALLED.isdisjoint(path.parts) or path.is_relative_to(LIBRARY):
         return True
-    origins = (Path(getattr(sys.modules.get(name), "__file__", None) or "none.py") for name in FOUNDATIONS)
+    named = FOUNDATIONS.intersection(path.parts)
+    origins = (Path(getattr(sys.modules.get(name), "__file__", None) or "none.py") for name in named)
     return any(path.is_relative_to(one.resolve().parent) for one in origins if one.name == "__init__.py")
 
 

@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
@@ -25,6 +25,17 @@ from sparse_rl_lightning.files import write_whole
 CONFIGS = ROOT / "configs"
 CODE = "code.txt"  # in a run's folder: which code it was begun with
 ANY_CALLBACK = str | dict[str, Any]
+
+
+class Seeded(Protocol):
+    """A study in several seeds."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Its seeds."""
+
+
+S = TypeVar("S", bound=Seeded)
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,17 @@ class Run:
             write_whole(self.folder / CODE, self.code)
             run_in(self.folder, self.command())
         return self.is_finished
+
+
+def in_order(studies: Iterable[S], runs_of: Callable[[S, int], list[Run]], seeds: Iterable[int] | None) -> list[Run]:
+    """Every run once, in all seeds or in these alone; seed after seed, so that an early stop leaves whole ones."""
+    wanted = None if seeds is None else set(seeds)
+    found: dict[Path, Run] = {}
+    for seed, study in sorted(((seed, own) for own in studies for seed in own.seeds), key=lambda pair: pair[0]):
+        if wanted is None or seed in wanted:
+            for run in runs_of(study, seed):
+                found.setdefault(run.folder, run)
+    return list(found.values())
 
 
 def planned(settings: Settings, seeds: Sequence[int], corrections_under: int) -> list[Run]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.arms.runs import CAPPED, Arm, Run, Settings
+from experiments.arms.runs import CAPPED, Arm, Run, Settings, in_order
 from experiments.stability.studies import Recipe
 
 BASE, REPLAYED, FULL = (f"../experiments/real/{name}" for name in ("base", "replay", "dense"))  # as shipped ones
@@ -96,10 +96,4 @@ def planned(
     studies: Iterable[Study], folder: Path, policy: Path, device: str = "cpu", seeds: Iterable[int] | None = None
 ) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
-    wanted = None if seeds is None else set(seeds)
-    found: dict[Path, Run] = {}
-    for seed, study in sorted(((s, own) for own in studies for s in own.seeds), key=lambda pair: pair[0]):
-        if wanted is None or seed in wanted:
-            for run in study.runs(seed, folder, policy, device):
-                found.setdefault(run.folder, run)
-    return list(found.values())
+    return in_order(studies, lambda study, seed: study.runs(seed, folder, policy, device), seeds)

@@ -128,12 +128,10 @@ def main() -> None:
     text = note(results, runs)
     found = blocks(results, args.studies)
     print(text, *(f"## {name}\n\n{table}" for name, table in found.items()), sep="\n\n")
-    missing = [
-        name for name in args.studies if not any(results.archive.of(run) for run in planned(GROUPS[name], folder))
-    ]
-    if args.save and missing:
-        sys.exit(f"error: no run of {', '.join(missing)} is finished with today's code: name --studies, or --finished")
     if args.save:
+        without = [name for name in args.studies if not any(map(results.archive.of, planned(GROUPS[name], folder)))]
+        if without:
+            sys.exit(f"error: no run of {', '.join(without)} is finished with today's code: see --studies, --finished")
         save(results, args.save, text, args.studies)
 
 

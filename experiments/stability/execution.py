@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from benchmarks.common.pages import say
 from experiments.arms.runs import Run
-from experiments.stability.records import Archive
+from experiments.stability.records import Archive, key_of
 
 
 def execute(
@@ -35,9 +35,8 @@ def execute(
             run, took = done.result()
             minutes.append(took)
             left = (len(waiting) - len(minutes)) * statistics.fmean(minutes) / jobs
-            name = f"{run.settings.folder.name}/{run.folder.name}"
             end = f"stopped, see {run.folder / 'log.txt'}" if archive.of(run) is None else f"{took:.1f} min"
-            say(f"{len(minutes)}/{len(waiting)} {name}: {end}; about {left:.0f} min left")
+            say(f"{len(minutes)}/{len(waiting)} {key_of(run)}: {end}; about {left:.0f} min left")
             after_each(run)
     finally:  # Ctrl-C too: what waits is not begun
         pool.shutdown(cancel_futures=True)

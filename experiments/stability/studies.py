@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from experiments.arms.runs import CAPPED, DENSE, NAIVE, PAPER, REPLAY, Arm, Run, Settings
+from experiments.arms.runs import CAPPED, DENSE, NAIVE, PAPER, REPLAY, Arm, Run, Settings, in_order
 
 DELTA = Arm("naive, δ = 2", "naive", options={"loss.delta": 2.0})
 REJECTION = Arm("rejection only", "naive", ("SparsityAwareRejection",))
@@ -197,10 +197,4 @@ SHORT = (HARD, MILD)  # only the answer is paid, the rate is high and stays: wha
 
 def planned(studies: Iterable[Study], folder: Path, seeds: Iterable[int] | None = None) -> list[Run]:
     """Every run once, seed after seed, so that an early stop leaves whole seeds."""
-    wanted = None if seeds is None else set(seeds)
-    runs: dict[Path, Run] = {}
-    for seed, study in sorted(((seed, own) for own in studies for seed in own.seeds), key=lambda pair: pair[0]):
-        if wanted is None or seed in wanted:
-            for run in study.runs(seed, folder):
-                runs.setdefault(run.folder, run)
-    return list(runs.values())
+    return in_order(studies, lambda study, seed: study.runs(seed, folder), seeds)
