@@ -81,7 +81,7 @@ test-real: $(REAL)/config.json ## what is shown on the real model; minutes
 	$(BIN)/python -m pytest -m real
 
 # NUMBER=160, SEED=20261126; a baseline of coverage first, which is kept in build/mutants as long as that folder is
-mutants: $(INSTALLED) ## put small mistakes into the library: which do the fast tests notice? into docs/mutants.md; an hour or two
+mutants: $(INSTALLED) ## put small mistakes into the library: which do the fast tests notice? into tests/mutants.md; an hour or two
 	$(BIN)/python tests/mutants.py --jobs $(WORKERS) $(if $(NUMBER),--number $(NUMBER)) $(if $(SEED),--seed $(SEED))
 
 # END=oldest or END=newest runs one of them
@@ -124,7 +124,8 @@ NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
 $(foreach one,engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
-$(foreach one,compressors float8 prompts routing $(STUDIES),$(eval TOLD.$(one) := --save docs))
+$(foreach one,float8 prompts routing real,$(eval TOLD.$(one) := --save docs))
+$(foreach one,compressors $(filter-out real,$(STUDIES)),$(eval TOLD.$(one) := --save docs/measured))
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }
@@ -137,7 +138,7 @@ study-check: $(REAL)/config.json ## before a release: two runs of each compariso
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= benchmarks/results
 GPU := $(GPU_PYTHON) -m benchmarks.gpu --save $(RESULTS)
-gpu: ## all that a GPU is asked for, 25 minutes and more; docs/gpu.md has it in calls of nine minutes
+gpu: ## all that a GPU is asked for, 25 minutes and more; benchmarks/gpu/README.md has it in calls of nine minutes
 	$(GPU)
 
 # ARCHS="90" by default, the H100's and H200's compute capability

@@ -5,7 +5,9 @@
 The memory is what the full cache fills with eight sequences. Every cache has as many slots as fit, and draws twice
 as many sequences: slots are refilled as sequences end. Prompts are the task of ``make real`` as chats, completions may
 end from 1,500 tokens on and do at 2,500. Caches take turns; numbers are medians over the rounds, ratios those of the
-rounds' ratios.
+rounds' ratios. The second table adds what the learner takes for such sequences, one at a time: old log-probs, forward
+and backward pass. From that follow the training steps of an hour, with all samples learned from and with a part of
+them (down-sampling).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.common.tables import Table, median_ratio
 from examples.stories import Stories
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
+from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 
@@ -50,6 +53,12 @@ class Sizes:
 
 USUAL = Sizes(1500, 2500, full_slots=8, waves=2, budget=128, buffer=32)
 QUICK = Sizes(40, 60, full_slots=2, waves=2, budget=24, buffer=8)
+
+
+STEPS_TITLE = "Training steps per hour"
+STEPS_HEADER = ("cache", "rollout, s", "learned", "learner, s", "steps per hour", "times as many")
+DRAWN, LEARNED = 32, (32, 8)
+"""Samples of a step, and those of them that are learned from."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,19 @@ def full_bytes(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes) -
     return plan.total_bytes
 
 
-def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rounds: int) -> Iterator[Table]:
-    """All caches in turns; the table after every round."""
-    limit = full_bytes(model, prompts, sizes)
+def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rounds: int) -> Iterator[list[Table]]:
+    """All caches in turns; the tables after every round."""
+    limit, longest = full_bytes(model, prompts, sizes), max(map(len, prompts))
+    learner = learner_seconds(model, longest + (sizes.least + sizes.most) // 2, rounds)
     found: dict[str, list[Run]] = {name: [] for name in caches(sizes)}
     for turn in range(rounds):
         for name, compressor in list(caches(sizes).items())[:: 1 if turn % 2 == 0 else -1]:
             sampler = RolloutSampler(model, compressor, memory_limit=limit + 1)
             found[name].append(rolled_out(sampler, prompts, sizes, seed=turn))
             say(f"round {turn + 1}, {name}: {found[name][-1]}")
-        memory, longest = f"{limit / 2**20:,.0f} MiB of slots", max(map(len, prompts))
+        memory = f"{limit / 2**20:,.0f} MiB of slots"
         lengths = f"prompts of at most {longest} tokens, completions of {sizes.least:,} to {sizes.most:,}"
-        yield table(found, f"{memory}, {lengths}, {turn + 1} round(s).")
+        yield [table(found, f"{memory}, {lengths}, {turn + 1} round(s)."), steps_table(found, learner)]
 
 
 def table(found: dict[str, list[Run]], note: str) -> Table:
@@ -124,6 +134,41 @@ def table(found: dict[str, list[Run]], note: str) -> Table:
             f"{statistics.median(run.tokens / run.sequences for run in runs):,.0f}",
             f"{runs[0].kv_bytes / 2**20:,.0f}",
         )  # fmt: skip
+    return rows
+
+
+def learner_seconds(model: PreTrainedModel, length: int, rounds: int) -> float:
+    """Of the old log-probs, the forward and the backward pass of a sequence; the first round warms up."""
+    ids = torch.randint(model.config.vocab_size, (1, length))
+    mask = (torch.arange(length) > 0).expand(ids.shape)
+    model.requires_grad_(True)
+    found = []
+    for _ in range(rounds + 1):
+        model.zero_grad()
+        start = time.perf_counter()
+        with torch.no_grad():
+            sequence_logprobs(model, ids, mask)
+        sequence_logprobs(model, ids, mask)[0].sum().backward()  # type: ignore[no-untyped-call]
+        found.append(time.perf_counter() - start)
+    model.requires_grad_(False)
+    return statistics.median(found[1:])
+
+
+def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
+    """Steps per hour by cache and by how many samples are learned from."""
+    note = f"A step of {DRAWN} samples; the learner takes {learner:.1f} s a sequence, one at a time."
+    rows, full = Table(STEPS_TITLE, STEPS_HEADER, note), next(iter(found.values()))
+    for learned in LEARNED:
+        for name, runs in found.items():
+            steps = [
+                [3600 / (DRAWN * run.seconds / run.sequences + learned * learner) for run in own]
+                for own in (runs, full)
+            ]
+            rollout = statistics.median(DRAWN * run.seconds / run.sequences for run in runs)
+            rows.add(
+                name, f"{rollout:,.0f}", f"{learned} of {DRAWN}", f"{learned * learner:,.0f}",
+                f"{statistics.median(steps[0]):.1f}", f"{median_ratio(*steps):.2f}",
+            )  # fmt: skip
     return rows
 
 
@@ -142,8 +187,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = load_pretrained(str(args.policy), args.dtype)
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in Stories(num_words=20, num_train=64).train_rows()])
-    for rows in measured(model, prompts, QUICK if args.quick else USUAL, args.rounds):
-        text = f"{machine('cpu')}. {args.policy.name} in {args.dtype}.\n\n{rows}"
+    for tables in measured(model, prompts, QUICK if args.quick else USUAL, args.rounds):
+        text = f"{machine('cpu')}. {args.policy.name} in {args.dtype}.\n\n" + "\n\n".join(map(str, tables))
         if args.save:
             save(args.save, "equal-memory-cpu", "benchmarks.equal_memory", text)
     print(text)

@@ -4,7 +4,7 @@
 
 Under replay the learner sees what the sampler saw, unrounded, so what is left between the two is rounding. Beside it
 stands what the compression itself costs, the dense policy against the sampler in float32. ``--save`` writes the table
-between its markers in rollouts.md.
+between its markers in design.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_stat
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.testing import tiny_model
 
-PAGE, BEGIN = "rollouts.md", mark("benchmarks.float8")
+PAGE, BEGIN = "design.md", mark("benchmarks.float8")
 METHOD = SnapKV(budget=32, buffer=16, window=8)
 KINDS = ("bfloat16", "float8_e4m3fn")
 OPENINGS = ("Once upon a time, there was a little girl named Lily.", "Tom and his dog", "The sun was hot and")

@@ -7,8 +7,9 @@ The policy is SmolLM2-135M-Instruct (``make real-model``), the prompts are quest
 tokens, and compared in float32. Parts:
 
     all         every method at 96 tokens and a buffer of 32
-    budgets     the best six and chance at 64, 128 and 192
-    sinks       the same at 128, without sinks
+    budgets     chance and the first three of the best six at 64, 128 and 192
+    others      the other three at these budgets
+    sinks       chance and the best six at 128, without sinks
     cool        the same at 128, at temperature 0.7
     open, kept  the same at 192 with prompts of at most 96 tokens, open to eviction and protected
 
@@ -44,6 +45,7 @@ LENGTH_OF_KEPT = 96  # tokens of a prompt, so that the budget is twice as large
 PARTS: dict[str, list[str]] = {
     "all": ["--budgets", "96"],
     "budgets": ["--budgets", "64", "128", "192"],
+    "others": ["--budgets", "64", "128", "192"],
     "sinks": ["--budgets", "128", "--num_sinks", "0"],
     "cool": ["--budgets", "128", "--temperature", "0.7"],
     "open": ["--budgets", "192"],
@@ -81,7 +83,7 @@ def methods(part: str, folder: Path) -> list[str]:
     sizes = SIZES | ({"num_sinks": 0} if part == "sinks" else {}) | ({"protect_prompt": True} if part == "kept" else {})
     given = with_arguments(sizes)
     found = []
-    for name in (*PLAIN, *given) if part == "all" else BEST:
+    for name in {"all": (*PLAIN, *given), "budgets": BEST[:4], "others": BEST[4:]}.get(part, BEST):
         path = folder / f"{name}.yaml"
         if name in given:
             write_whole(path, yaml.safe_dump(given[name]))

@@ -4,7 +4,7 @@
 
 The same tokens, weights and loss; both ways take turns, and the ratio is the median of the rounds'. "Allowed" is the
 ratio of multiplications that both ways need: products for every token, causal attention, the head for completions.
-``--save`` writes the table between its marks in learner.md.
+``--save`` writes the table between its marks in design.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.shared_prompts import shared_statistics
 
-PAGE, BEGIN = "learner.md", mark("benchmarks.prompts")
+PAGE, BEGIN = "design.md", mark("benchmarks.prompts")
 GOAL = 0.8  # of what is allowed
 HEADER = ("prompt", "completion", "samples", "precision", "times as fast", "allowed", "share", f">= {GOAL:g}")
 

@@ -2,7 +2,8 @@
 
     python -m docs.address https://example.org/owner/name
 
-These are the URLs of ``pyproject.toml`` and ``CITATION.cff``. What has an address already is changed to the new one.
+These are the URLs of ``pyproject.toml``, ``CITATION.cff``, and the line of the README that clones. What has an address
+already is changed to the new one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def citation(text: str, address: str) -> str:
     return re.sub(r"repository-code: .*\n", "", text).replace("license:", f"repository-code: {address}\nlicense:")
 
 
-WRITERS = {"pyproject.toml": project, "CITATION.cff": citation}
+def readme(text: str, address: str) -> str:
+    """``README.md`` with the repository in the command that clones it."""
+    return re.sub(r"git clone \S+", f"git clone {address}", text)
+
+
+WRITERS = {"pyproject.toml": project, "CITATION.cff": citation, "README.md": readme}
 
 
 def main(root: Path, address: str) -> None:

@@ -1,11 +1,11 @@
 """Write what the documentation takes from the code: ``python -m docs.generate``, with ``--check`` only compare.
 
-Names of pages behind it, as in ``python -m docs.generate settings.md methods``, write or compare only those.
+Names of pages behind it, as in ``python -m docs.generate settings.md methods.md``, write or compare only those.
 
 ``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``recipes.md`` from the shipped configurations and their plans, those of ``models.md`` from published
-sizes, that of ``when.md`` from the cost model, those of ``choosing.md`` and ``learner.md`` from what was measured, the
-pages in ``methods`` from docstrings, formulas and a run of ``sparse-rl benchmark``. The files are committed, so that a
+tables of ``papers.md`` and ``one_card.md`` from configurations and their plans, those of ``models.md`` from published
+sizes, that of ``when.md`` from the cost model, ``methods.md`` from docstrings, formulas and a run of ``sparse-rl
+benchmark``, all others from what was measured. The files are committed, so that a
 code host shows them.
 """
 
@@ -37,11 +37,9 @@ from docs.quoted import (
 FOLDER = Path(__file__).parent
 
 
-def pages(name: str) -> dict[Path, str]:
-    """The page of a name, or those of its folder, by path."""
-    if name == METHODS:
-        return method_pages.pages(FOLDER / name)
-    return {FOLDER / name: WHOLE[name]() if name in WHOLE else written(name, PARTS[name])}
+def page(name: str) -> str:
+    """The text of a page."""
+    return WHOLE[name]() if name in WHOLE else written(name, PARTS[name])
 
 
 def written(page: str, parts: dict[str, Callable[[], str]]) -> str:
@@ -128,20 +126,25 @@ def metric_tables() -> str:
     return "\n\n".join(parts)
 
 
-WHOLE: dict[str, Callable[[], str]] = {"settings.md": settings_page, "callbacks.md": callbacks_page}
+WHOLE: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "callbacks.md": callbacks_page,
+    "methods.md": method_pages.page,
+}
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"": metric_tables},
     "models.md": {"families": models_table, "decoders": decoders_table},
-    "recipes.md": {"": recipe_tables, "cards": cards_table},
+    "papers.md": {"": recipe_tables},
+    "one_card.md": {"cards": cards_table},
     "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"": crossing_table},
-    "gpu.md": {"": gpu_table, "memory": gpu_memory_table, "cells": gpu_cells_table},
-    "learner.md": {"": learner_table},
+    "measured/gpu.md": {"": gpu_table, "memory": gpu_memory_table, "cells": gpu_cells_table},
+    "design.md": {"": learner_table},
     "from_trl.md": {"": trainer_table},
+    "results.md": {"memory": memory_table},
     "../README.md": {"memory": memory_table},
 }
-METHODS = "methods"
-PAGES = (*WHOLE, *PARTS, METHODS)
+PAGES = (*WHOLE, *PARTS)
 
 
 def main(arguments: list[str]) -> int:
@@ -152,11 +155,10 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := sorted({*args.pages} - {*PAGES}):
         parser.error(f"{', '.join(unknown)} is not generated; generated are {', '.join(PAGES)}")
-    found = {path: text for name in args.pages or PAGES for path, text in pages(name).items()}
+    found = {FOLDER / name: page(name) for name in args.pages or PAGES}
     different = [(path, text) for path, text in found.items() if not path.exists() or path.read_text("utf-8") != text]
     for path, text in different:
         if not args.check:
-            path.parent.mkdir(exist_ok=True)
             path.write_text(text, "utf-8")
         print(f"{'Differs' if args.check else 'Written'}: docs/{path.relative_to(FOLDER)}")
     return int(bool(different) and args.check)

@@ -1,8 +1,9 @@
-"""Counts long sentences in pages: of prose alone, without code, tables and what is generated.
+"""Counts long and crowded sentences in pages: of prose alone, without code, tables and what is generated.
 
     python -m docs.language README.md docs/*.md [--most 5]
 
-A page with more than ``--most`` percent of sentences above 30 words is named, and the command ends with 1.
+A page with more than ``--most`` percent of sentences above 30 words, or of sentences with more than two numbers, is
+named, and the command ends with 1.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LONG = 30  # words
+CROWDED = 2  # numbers
 BLOCKS = re.compile(
     r"^```.*?^```$|<!-- written by.*?<!-- until here -->|<!--.*?-->|^[|#][^\n]*$", re.MULTILINE | re.DOTALL
 )
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
+NUMBER = re.compile(r"`[^`]*`|(?<![\w.-])(\d[\d.,]*)(?![\w-])")  # code holds none
 END = re.compile(r"(?<=[.!?])[*_)`\"]*\s+(?=[A-Z`*\[(\"0-9])")
+
+
+def by_hand(text: str) -> str:
+    """A page without the blocks that programs write."""
+    return re.sub(r"<!-- written by.*?<!-- until here -->", "", text, flags=re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,13 @@ class Prose:
         return [sentence for sentence in self.sentences if words(sentence) > LONG]
 
     @property
-    def share(self) -> float:
-        """Their share, in percent."""
-        return 100 * len(self.long) / max(1, len(self.sentences))
+    def crowded(self) -> list[str]:
+        """Sentences with more than two numbers."""
+        return [sentence for sentence in self.sentences if sum(map(bool, NUMBER.findall(sentence))) > CROWDED]
+
+    def share(self, some: list[str]) -> float:
+        """Some of the sentences, in percent of all."""
+        return 100 * len(some) / max(1, len(self.sentences))
 
 
 def words(sentence: str) -> int:
@@ -67,23 +79,22 @@ def main(arguments: list[str]) -> int:
     """Print a line per page; 1 if one has too many long sentences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--most", type=float, default=5.0, help="percent of long sentences that a page may have")
-    parser.add_argument("--show", action="store_true", help="print the long sentences too")
+    parser.add_argument("--most", type=float, default=5.0, help="percent of such sentences that a page may have")
+    parser.add_argument("--show", action="store_true", help="print these sentences too")
     args = parser.parse_args(arguments)
     good = True
     for page in args.pages:
         prose = Prose.of(page.read_text("utf-8"))
         mean = prose.num_words / max(1, len(prose.sentences))
-        numbers = sum(len(re.findall(r"\d[\d.,]*", sentence)) for sentence in prose.sentences)
-        rate = 100 * numbers / max(1, prose.num_words)
-        is_good = prose.share <= args.most
+        long, crowded = prose.share(prose.long), prose.share(prose.crowded)
+        is_good = max(long, crowded) <= args.most
         good &= is_good
         print(
-            f"{page}: {prose.num_words:,} words, {mean:.1f} a sentence, {prose.share:.0f} % above {LONG}, "
-            f"{rate:.1f} numbers in 100 words{'' if is_good else ': too many long sentences'}"
+            f"{page}: {prose.num_words:,} words, {mean:.1f} a sentence, {long:.0f} % above {LONG}, "
+            f"{crowded:.0f} % with more than {CROWDED} numbers{'' if is_good else ': too many'}"
         )
         if args.show:
-            print(*(f"    {sentence}" for sentence in prose.long), sep="\n")
+            print(*(f"    {sentence}" for sentence in dict.fromkeys([*prose.long, *prose.crowded])), sep="\n")
     return 0 if good else 1
 
 

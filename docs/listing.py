@@ -66,7 +66,8 @@ METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, *WRAPPERS
 GROUPS: list[Group] = [
     (
         "Modules",
-        "`model.class_path`. [Replay](replay.md), [learned evictions](replay.md#evictions-that-are-learned), "
+        "`model.class_path`. [Replay](corrections.md#exact-replay), "
+        "[learned evictions](corrections.md#evictions-that-are-learned), "
         "[DistillSparse](sparrow.md#distillsparse) and [evaluation](evaluation.md) have pages or sections.",
         [
             modules.SparseGRPO,

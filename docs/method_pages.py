@@ -1,74 +1,106 @@
-"""A page per compressor: its docstring, its formula, its rows of ``sparse-rl benchmark``, and when to use it."""
+"""The page of all compressors: the tables of ``sparse-rl benchmark``, then a section for each method."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from docs import docstrings, listing
-from sparse_rl_lightning.cli.benchmark import FLOOR, FULL
 from sparse_rl_lightning.quality.cells import Cell
-from sparse_rl_lightning.quality.page import explained, markdown_table
+from sparse_rl_lightning.quality.page import markdown_table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "methods.json"
-LETTERS = (
-    "*s* is the score of entry *j*, higher is kept; *k* and *v* are its key (rotated) and value, *p* its position, *n* "
-    "the newest; *D* channels, *q* recent queries, *g* query heads of a KV head, *z* a standardized score. "
-    "Sinks and window stay whatever they score."
-)
 SAID = yaml.safe_load((Path(__file__).parent / "methods.yaml").read_text("utf-8"))
 """Formula and use of every class, by its name."""
-KIND = {cls.__name__: cls for cls in [*listing.METHODS, *listing.WRAPPERS]}
+KIND = {
+    kind.__name__: kind
+    for kind in sorted([*listing.METHODS, *listing.WRAPPERS], key=lambda kind: kind.__name__.lower())
+}
+"""Every class by its name, in the order of the sections."""
 NOTE = "<!-- This page is written by `make docs-pages`: change docs/methods.yaml and the docstrings, not the page. -->"
 
+INTRO = """\
+# Method by method
 
-def pages(folder: Path) -> dict[Path, str]:
-    """The page of every method and their index, by path."""
+This page has every [compressor](compressors.md): first all of them in tables on a real model, then a section for
+each, with formula, source and advice when to use it. [Choosing](choosing.md) draws the conclusions.
+
+The tables are those of `sparse-rl benchmark` for {policy} on questions of GSM8K, without training. Brackets are 95 %
+intervals over the problems.
+
+| column | what it is |
+|---|---|
+| tail | 5th percentile of the [acceptance](concepts.md#glossary) over all sampled tokens |
+| agreement | share of these tokens for which both caches have the same most likely token |
+| KL | KL of compressed-cache to full-cache policy, nats per token; rows are sorted by it |
+| rejected | expected share of sequences with a token whose probability ratio is below 1e-4 |
+| length | mean length of the completions over that with the full cache |
+| KV saved | share of the KV tokens that is not stored at the end |"""
+
+MEASURED = """\
+## How it was measured
+
+The policy answers in its chat template and in float32, with up to 512 tokens per completion. Each method samples its
+own completions, at temperature 1 unless the heading says otherwise. After `make real-model`, this measures again:
+`python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results`.
+
+All methods have a buffer of 32 tokens, four sinks and a window of 8, and the prompt may be evicted, unless the
+heading says otherwise. LagKV's chunks have 31 tokens, and `Pyramid` has beta 2. `Combined` is `SnapKV` with
+`KeyDiff`; one set per layer is `SnapKV` alone with `across_heads`. `Drawn` is around `SnapKV`. "By age" is
+`age_normalized: true`, "drawn anew" is `redraw: true`. Statistics and networks come from other completions of the
+model. Replay reproduces the sampler's log-probs in every row; the largest difference is {replay:.0e}.
+
+{runs}
+
+The sections below also name small policies: the tiny models of [another benchmark](measured/compressors.md), on
+sums, reductions, countdown and stories."""
+
+LETTERS = """\
+## Letters in the formulas
+
+*s* is the score of entry *j*, and higher scores are kept. *k* and *v* are the entry's key (rotated) and value, *p*
+its position, *n* the newest position. *D* is the number of channels, *q* a recent query, *g* a query head of the KV
+head, *z* a standardized score. Sinks and window stay whatever they score."""
+
+TITLES = {
+    "all": "Every method, budget 96",
+    "budgets": "Random eviction and the best, other budgets",
+    "others": "Three more of the best, other budgets",
+    "sinks": "Without sinks, budget 128",
+    "cool": "Temperature 0.7, budget 128",
+    "open": "Prompts of at most 96 tokens, not protected, budget 192",
+    "kept": "The same prompts, protected, budget 192",
+}
+"""Headings of the parts of the run."""
+SHOWN = ("kl", "rejected", "length")
+"""Numbers with their intervals."""
+
+
+def page() -> str:
+    """The whole page."""
     kept = json.loads(RESULTS.read_text("utf-8"))
-    found = {folder / f"{name}.md": method_page(name, kept) for name in KIND}
-    return {folder / "index.md": index_page(kept), **found}
+    cells = [cell for part in TITLES for cell in cells_of(kept, part)]
+    replay = max(cell.replay_difference or 0.0 for cell in cells)
+    parts = [
+        NOTE,
+        INTRO.format(policy=kept["policy"]),
+        *(f"## {title}\n\n{_table(own)}" for title, _, own in _tables(kept)),
+        MEASURED.format(replay=replay, runs=_runs(kept)),
+        LETTERS,
+        *map(section, KIND),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def cells_of(kept: dict[str, Any], part: str) -> list[Cell]:
     """What was measured in a part, without rows that say why they are empty."""
     cells = (Cell(**own) for own in kept["parts"].get(part, {"cells": []})["cells"])
     return [cell for cell in cells if not cell.reason]
-
-
-def index_page(kept: dict[str, Any]) -> str:
-    """The whole tables, and how they came about."""
-    parts = [
-        NOTE,
-        "# Method by method",
-        "Every compressor with its formula, its source, its rows of these tables, and when to use it. The tables are "
-        "those of `sparse-rl benchmark` ([what its columns are](../choosing.md#measure-your-own)), on a real instruct "
-        "model, by `python -m benchmarks.methods --data gsm8k_test.jsonl --save benchmarks/results` (after `make "
-        "real-model`); [compressors](../compressors.md#measured) has small policies on tasks that they can answer.",
-        f"{kept['policy']} in float32, questions of GSM8K in its chat template, completions of up to 512 tokens that "
-        "each cache drew itself, at temperature 1 if nothing else is said. Buffer 32, four sinks, a window of 8, the "
-        "prompt open; LagKV's chunks are 31 tokens, `Pyramid` has beta 2, `Combined` is `SnapKV` and `KeyDiff`, or "
-        "`SnapKV` with one set of tokens for the heads of a layer, `Drawn` is around `SnapKV`; statistics come from "
-        "other texts of the model. The closest to the full cache come first.",
-        *(f"## {title}\n\n{_how(kept, part)}\n\n{markdown_table(cells)}" for title, part, cells in _tables(kept)),
-        explained(),
-        f"## Letters\n\n{LETTERS}",
-        "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(KIND) + "\n```",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-TITLES = {
-    "all": "Every method at 96 tokens",
-    "budgets": "Chance and the best at other budgets",
-    "sinks": "Without sinks, at 128",
-    "cool": "At temperature 0.7, at 128",
-    "open": "Prompts of at most 96 tokens, open, at 192",
-    "kept": "The same prompts, protected, at 192",
-}
 
 
 def _tables(kept: dict[str, Any]) -> list[tuple[str, str, list[Cell]]]:
@@ -81,36 +113,41 @@ def _order(cell: Cell) -> tuple[int, float]:
     return cell.budget or 0, cell.kl or 0.0
 
 
-def _how(kept: dict[str, Any], part: str) -> str:
-    """The machine and the texts of a table."""
-    table = kept["parts"][part]
-    lengths = table["completions"]
-    return (
-        f"{len(lengths)} questions, completions of {sum(lengths) / len(lengths):.0f} tokens on average with the full "
-        f"cache, sequences of {table['lengths'][0]} and at most {table['lengths'][1]}. {table['machine']}"
-    )
+def _table(cells: list[Cell]) -> str:
+    """The rows, with some of the intervals, and without replay, which the introduction has."""
+    return markdown_table([
+        replace(cell, replay_difference=None, intervals={n: own for n, own in cell.intervals.items() if n in SHOWN})
+        for cell in cells
+    ])  # fmt: skip
 
 
-def method_page(name: str, kept: dict[str, Any]) -> str:
-    """The page of one method."""
+def _runs(kept: dict[str, Any]) -> str:
+    """The problems and the machine of every table."""
+    rows = [
+        "| table | questions | mean completion, full cache | mean sequence | longest | run |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for title, part, _ in _tables(kept):
+        table = kept["parts"][part]
+        lengths, (mean, longest) = table["completions"], table["lengths"]
+        cells = (title, len(lengths), f"{sum(lengths) / len(lengths):.0f}", mean, longest, table["machine"])
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
+def section(name: str) -> str:
+    """What there is to know of one method."""
     kind = KIND[name]
-    wanted = FULL.name if name == "FullKV" else name
-    cells = [*cells_of(kept, "all"), *(cell for cell in cells_of(kept, "budgets") if cell.budget)]
-    own = [cell for cell in cells if cell.method.partition(", ")[0] == wanted and cell.method != FLOOR.name]
-    row = markdown_table(own)
-    others = "[Beside random eviction, the full cache and all other methods, with what the columns are](index.md)."
     parts = [
-        NOTE, f"# {name}", docstrings.summary(kind), "## Formula", f"```math\n{SAID[name]['formula'].strip()}\n```",
-        "[What the letters are](index.md#letters).", docstrings.body(kind),
-        "## Source", sources(kind), "## Its rows", f"{row}\n\n{others}",
-        "## When to use it", SAID[name]["when"].strip(),
+        f"## {name}", docstrings.summary(kind), f"```math\n{SAID[name]['formula'].strip()}\n```",
+        f"**When to use it.** {SAID[name]['when'].strip()}", f"**Source.** {sources(kind)}",
     ]  # fmt: skip
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(filter(None, parts))
 
 
 def sources(kind: type) -> str:
     """Papers that the docstring names, the class and its settings."""
     said = f"{docstrings.summary(kind)} {docstrings.body(kind)}"
     papers = [f"[arXiv {n}](https://arxiv.org/abs/{n})" for n in dict.fromkeys(re.findall(r"\b\d{4}\.\d{5}\b", said))]
-    anchor = f"[settings](../settings.md#{kind.__name__.lower()})"
+    anchor = f"[settings](settings.md#{kind.__name__.lower()})"
     return ", ".join([*papers, f"`{kind.__module__}.{kind.__name__}`", anchor]) + "."

@@ -47,7 +47,7 @@ def columns(rows: Sequence[Row], head: Sequence[str], note: str = "") -> str:
 
 def budgets_table() -> str:
     """Accuracy with the full cache by budget and arm, and what the paper's correction rejects."""
-    found = {(row["budget"], row["–"]): row for row in measured("replay.md")}
+    found = {(row["budget"], row["–"]): row for row in measured("measured/arms.md", "Budgets and replay")}
     rows: list[tuple[str, ...]] = []
     for budget in dict.fromkeys(budget for budget, _ in found):
         accuracies = [found[budget, arm]["full cache"] for arm in CORRECTED]

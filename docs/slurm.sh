@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two nodes of eight GPUs with ZeRO-2: sbatch docs/slurm.sh configs/qwen2.5-7b.yaml, from a copy whose numbers per rank
 # (prompts_per_rollout, steps_per_generation, accumulate_grad_batches) are those of 16 ranks: 8, 8 and 2, a quarter of the file's.
-# Four nodes: sbatch --nodes=4, with 4, 4 and 1 (docs/recipes.md, "More machines").
+# Four nodes: sbatch --nodes=4, with 4, 4 and 1 (docs/scaling.md, "More machines").
 # Half an hour before the time limit the run is told to save after its optimizer step, and the job queues again. The
 # signal is only noted until then: the time must be longer than one rollout, one optimizer step and one save.
 #SBATCH --job-name=sparse-rl

@@ -1,6 +1,6 @@
 """The tail of the acceptance before and after DistillSparse, under one schedule and on the same held-out prompts.
 
-    python -m experiments.distill [--steps 480] [--threads 2] [--quick] [--save docs]
+    python -m experiments.distill [--steps 480] [--threads 2] [--quick] [--save docs/measured]
 
 Every run is `configs/distill.yaml` with a schedule in place of its budget, and with what the adapter learns from
 changed. Its policy is measured three times: as it was at the start, as it is at the end without its adapter, and with

@@ -1,9 +1,9 @@
 """Small mistakes put into the library one by one: which of them do the fast tests notice?
 
 ``make mutants`` draws a sample of places by a seed, over areas alike, changes each in a copy of the tree, and runs the
-tests that cover its line, the cheapest first. What survives is listed in docs/mutants.md, with the sentence that judges
-it in ``mutants_judged.json``. mutmut and cosmic-ray do this for suites that run in seconds: neither draws a sample, or
-orders thousands of slow tests by what they cover.
+tests that cover its line, the cheapest first. What survives is listed in tests/mutants.md, with the sentence that
+judges it in ``mutants_judged.json``. mutmut and cosmic-ray do this for suites that run in seconds: neither draws a
+sample, or orders thousands of slow tests by what they cover.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=40, help="of tests that a mutant is shown to")
     parser.add_argument("--only", default="", help="mutants whose name has this text, judged again")
-    parser.add_argument("--save", type=Path, default=ROOT / "docs" / "mutants.md")
+    parser.add_argument("--save", type=Path, default=ROOT / "tests" / "mutants.md")
     args = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     covered, seconds = baseline(args.jobs)

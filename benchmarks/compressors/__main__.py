@@ -1,6 +1,6 @@
 """Measures what every compressor costs in quality, beside random eviction and the full cache.
 
-    python -m benchmarks.compressors [--policy FOLDER] [--stories FOLDER] [--threads 2] [--save docs]
+    python -m benchmarks.compressors [--policy FOLDER] [--stories FOLDER] [--threads 2] [--save docs/measured]
 
 sums, reductions, countdown: small policies on held-out problems of the kind they were trained on. stories: a small
 Llama on stories that it told itself. The texts were drawn with the full cache and go token by token through the

@@ -1,7 +1,7 @@
 """Builds, tests, measures, trains and sanitizes on one GPU, in pieces that go on where they were stopped.
 
     make gpu                                     # all of it: 25 minutes and more on one H100 or H200
-    python -m benchmarks.gpu build test --minutes 8.5 --pack gpu.tgz          # some pieces: docs/gpu.md has the calls
+    python -m benchmarks.gpu build test --minutes 8.5 --pack gpu.tgz          # some pieces: README.md has the calls
 
 It needs no network, and of Python no more than torch, transformers and lightning; nothing is installed but what lacks,
 from build/gpu/wheels, and kernels come from build/gpu/kernels: `make gpu-carry` fills both on a machine with a network

@@ -1,6 +1,6 @@
 """Dense, naive, Sparse-RL, replay and every correction on the quickstart's task, from the same warm-up.
 
-    python -m experiments.arms [--budgets 30 26] [--seeds 0] [--steps 240] [--only ARM ...] [--quick] [--save docs]
+    python -m experiments.arms [--budgets 30 26] [--seeds 0] [--steps 240] [--only ARM ...] [--save docs/measured]
 
 Every run is `sparse-rl fit` with a shipped configuration in a process of its own, in a folder below --runs. What is
 finished is not run again, unless its rewards, task or compressor have other code now, what was interrupted goes on from
@@ -26,8 +26,7 @@ from benchmarks.common.pages import insert, machine, mark, say
 from experiments.arms.curves import LAST, Found, picture, sampled, table
 from experiments.arms.runs import ARMS, CORRECTIONS, Run, Settings, planned
 
-PICTURE = "arms.png"
-BEGIN = mark("experiments.arms")
+PAGE, PICTURE = "arms.md", "arms.png"
 POLICY = ROOT / "runs" / "warmup" / "policy"
 TINY = json.dumps({"class_path": "TinyPolicy"})
 
@@ -67,13 +66,13 @@ def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
     )
 
 
-def pages(found: Sequence[Found], settings: Settings, text: str) -> dict[str, str]:
-    """The text of each page of the documentation."""
+def blocks(found: Sequence[Found], settings: Settings, text: str) -> dict[str, str]:
+    """What is written into the page, by the name of its mark."""
     image = f"\n\n![Reward, accuracies, mismatch and rejection of the four arms over the rollouts]({PICTURE})"
     under = settings.budgets[-1]
     return {
-        "replay.md": str(table(found, ARMS, settings.budgets, text)) + image,
-        "corrections.md": str(table(found, CORRECTIONS, [under], text)),
+        "replay": str(table("Budgets and replay", found, ARMS, settings.budgets, text)) + image,
+        "corrections": str(table("Corrections by name", found, CORRECTIONS, [under], text)),
     }
 
 
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
-    parser.add_argument("--save", type=Path, help=f"folder of replay.md, corrections.md and {PICTURE}")
+    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the pages")
     args = parser.parse_args()
     if not args.quick and not (args.policy / "config.json").is_file():
@@ -106,10 +105,10 @@ def main() -> None:
     found = execute([run for run in runs if args.only is None or run.arm.label in args.only], args.finished)
     if not sampled(found, settings.budgets):
         sys.exit("error: no run under a budget was finished")
-    for name, text in pages(found, settings, note(settings, args.seeds, args.remark)).items():
+    for name, text in blocks(found, settings, note(settings, args.seeds, args.remark)).items():
         print(text)
         if args.save:
-            insert(args.save / name, text, BEGIN)
+            insert(args.save / PAGE, text, mark("experiments.arms", name))
     if args.save:
         picture(found, settings.budgets, args.save / PICTURE)
 

@@ -109,9 +109,9 @@ def sampled(found: Sequence[Found], budgets: Sequence[int]) -> list[int]:
     return [budget for budget in budgets if any(one.run.budget == budget for one in found)]
 
 
-def table(found: Sequence[Found], arms: Sequence[Arm], budgets: Sequence[int], note: str) -> Table:
+def table(title: str, found: Sequence[Found], arms: Sequence[Arm], budgets: Sequence[int], note: str) -> Table:
     """Finished arms by columns, one block of rows per budget, the policy before training first."""
-    result = Table("Measured", ["budget", "", *COLUMNS], note)
+    result = Table(title, ["budget", "", *COLUMNS], note)
     for budget in sampled(found, budgets):
         for started in [one for one in found if budget in one.run.budgets][:1]:
             first = [f"{started.curve(cache)[1][0]:.3f}" for cache in ("dense", str(budget))]

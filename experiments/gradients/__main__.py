@@ -1,6 +1,6 @@
 """Where compressed rollouts push the policy: gradients of each correction beside the full cache's, at fixed weights.
 
-    python -m experiments.gradients [--chunks 16] [--jobs 2] [--save docs]
+    python -m experiments.gradients [--chunks 16] [--jobs 2] [--save docs/measured]
 
 Three runs of `sparse-rl fit` by the recipe of `experiments.stability` leave policies along their way: one with the full
 cache (in the middle and at the end), and again two of its main comparison that go wrong, one naive and one that rejects
@@ -65,7 +65,7 @@ class Source:
         return {name: run.folder / "policies" / f"{place:04d}" for name, place in places.items() if place is not None}
 
 
-SOURCES = (  # the second and the third are the first seeds of their arms that fall in docs/results.md
+SOURCES = (  # the second and the third are the first seeds of their arms that fall in docs/measured/stability.md
     Source(DENSE, 20, {ORDER[1]: LAST // 3, ORDER[2]: LAST}),
     Source(NAIVE, 10, {ORDER[3]: None}),
     Source(REJECTION, 13, {ORDER[4]: None}),
@@ -116,7 +116,7 @@ def main() -> None:
             insert(args.save / PAGE, text, mark("experiments.gradients", name))
     if args.save:
         insert_if_marked(
-            args.save.parent / "README.md", overview(lines).untitled, mark("experiments.gradients", "overview")
+            args.save.parents[1] / "README.md", overview(lines).untitled, mark("experiments.gradients", "overview")
         )
         picture(lines, args.save / "gradients.png")
 

@@ -1,4 +1,4 @@
-"""Tables and picture of docs/gradients.md from the kept lines of ``experiments.gradients``."""
+"""Tables and picture of docs/measured/gradients.md from the kept lines of ``experiments.gradients``."""
 
 from __future__ import annotations
 

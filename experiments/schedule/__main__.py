@@ -1,6 +1,6 @@
 """A calibrated schedule against a fixed budget of the same mean cost, on the quickstart.
 
-    python -m experiments.schedule [--seeds 0 1 2] [--steps 240] [--fixed 30] [--folder runs/schedule] [--save docs]
+    python -m experiments.schedule [--seeds 0 1 2] [--steps 240] [--fixed 30] [--save docs/measured]
 
 First ``sparse-rl calibrate --config configs/calibrate.yaml`` measures the tail of the acceptance by budget and length.
 Of the schedules that it allows, one for each target, that with the highest target is taken which reads no more of the

@@ -1,12 +1,12 @@
 """The papers' claims at laptop scale: who collapses, what each correction brings, and what replay adds.
 
-    python -m experiments.stability [--studies quiet main] [--seeds 10 11] [--jobs 2] [--save docs]
+    python -m experiments.stability [--studies quiet main] [--seeds 10 11] [--jobs 2] [--save docs/measured]
 
-The protocol stands in docs/results.md. Every run is `sparse-rl fit` with a shipped configuration in a process of its
-own, in a folder below --runs, from one warm-up per task. What an interrupted run has is kept: it goes on from its last
-checkpoint. What a finished run came to is a line in --kept, a file of the repository, and a run that has one is not run
-again, unless its rewards, task or compressor have other code now: delete the line to have it anew. Seeds come one after
-the other, so that an early end leaves whole ones.
+The protocol stands in docs/measured/stability.md. Every run is `sparse-rl fit` with a shipped configuration in a
+process of its own, in a folder below --runs, from one warm-up per task. What an interrupted run has is kept: it goes
+on from its last checkpoint. What a finished run came to is a line in --kept, a file of the repository, and a run that
+has one is not run again, unless its rewards, task or compressor have other code now: delete the line to have it anew.
+Seeds come one after the other, so that an early end leaves whole ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from experiments.stability.results import Results, overview, rounding, tables
 from experiments.stability.signs import signs_table
 from experiments.stability.studies import GROUPS, SHORT, TASKS, Study, planned, warmed
 
-PAGE = "results.md"
+PAGE = "stability.md"
 
 
 def warm_up(folder: Path, tasks: Collection[str]) -> None:
@@ -89,7 +89,7 @@ def save(results: Results, folder: Path, text: str, studies: Collection[str] = t
     if {"main", "tight"} <= set(studies):
         insert(folder / PAGE, text, _marker("how it was measured"))
         pictures(results, folder)
-        insert_if_marked(folder.parent / "README.md", overview(results).untitled, _marker("overview"))
+        insert_if_marked(folder.parents[1] / "README.md", overview(results).untitled, _marker("overview"))
 
 
 def _marker(name: str) -> str:

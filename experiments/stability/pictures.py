@@ -1,4 +1,4 @@
-"""The pictures of docs/results.md: what the arms came to, and how they got there."""
+"""The pictures of docs/measured/stability.md: what the arms came to, and how they got there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md from the kept records of ``experiments.stability``."""
+"""The tables of docs/measured/stability.md from the kept records of ``experiments.stability``."""
 
 from __future__ import annotations
 

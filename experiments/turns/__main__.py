@@ -1,6 +1,6 @@
 """Training on conversations with a calculator under a cache that forgets: which arm learns, and what it forgets.
 
-    python -m experiments.turns [--seeds 0 1 2] [--steps 180] [--arms dense naive] [--budget 34] [--save docs]
+    python -m experiments.turns [--seeds 0 1 2] [--steps 180] [--arms dense naive] [--budget 34] [--save docs/measured]
 
 Every run is `sparse-rl fit` of `configs/tools.yaml` with one thing changed, in a process and a folder of its own below
 --runs, from one warm-up. An interrupted run goes on from its last checkpoint. A finished one is a line in --kept and is

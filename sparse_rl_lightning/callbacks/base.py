@@ -185,7 +185,7 @@ def rollout_callbacks(module: RolloutModule) -> list[RolloutCallback]:
 
 
 def rescores_all(module: RolloutModule) -> bool:
-    """Whether even the first optimizer step on a rollout needs log-probs from before it (``docs/learner.md``).
+    """Whether even the first optimizer step on a rollout needs log-probs from before it (``docs/design.md``).
 
     Those of its own forward passes are of the same policy, but come too late for numbers of the whole rollout, and with
     dropout they are of another distribution.

@@ -128,7 +128,7 @@ def record() -> Parser:
     commands = made.add_subparsers(required=True, dest="command")
     words = "replay a record, and say whether its log-probabilities are those of the replay"
     check = commands.add_parser("check", help=words, description=words, allow_abbrev=False)
-    check.add_argument("file", metavar="FILE", help="record, a safetensors file (docs/record.md)")
+    check.add_argument("file", metavar="FILE", help="record, a safetensors file (docs/from_verl.md)")
     check.add_argument("--model", required=True, metavar="FOLDER", help="weights that drew it, a Hugging Face folder")
     check.add_argument("--tolerance", type=float, default=1e-3, help="difference in nats that is rounding")
     check.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the replay")

@@ -1,7 +1,7 @@
 """Old log-probs: those of the policy before the update, which the loss and the corrections compare with.
 
 They cost a forward pass over a rollout. The forward passes of the first optimizer step on it are of the same policy, so
-its sequences get theirs there, unless a callback or an option needs them earlier (``docs/learner.md``).
+its sequences get theirs there, unless a callback or an option needs them earlier (``docs/design.md``).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Cell:
     budget: int | None  # None for the full cache
     fingerprint: str = ""  # of what was measured
     tail: float | None = None  # 5th percentile of the acceptance, over the sampled tokens
-    agreement: float | None = None  # share of these tokens for which both caches have the same favorite
+    agreement: float | None = None  # share of these tokens for which both caches have the same most likely token
     kl: float | None = None  # KL(sparse || dense) per token
     rejected: float | None = None  # share of sequences that rejection at 1e-4 is expected to take
     length: float | None = None  # of completions, over that with the full cache on the same problems

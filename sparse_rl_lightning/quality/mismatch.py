@@ -34,7 +34,7 @@ class Mismatch:
     Args:
         acceptance: Overlap of both distributions (N,).
         kl: KL(sparse || dense) (N,), in nats.
-        agrees: Whether both have the same favorite (N,).
+        agrees: Whether both have the same most likely token (N,).
         log_kept: Log of the probability (N,) that the sparse policy draws no token with a ratio below 1e-4.
         replay_difference: Distance (N,) of the drawn token's log-probability from the sampler's.
     """

@@ -18,10 +18,11 @@ HEAD = (
 )  # fmt: skip
 ON_THE_PAGE = ("KV saved", "replay")  # and not in a terminal, which is narrow
 LEGEND = (
-    "tail: 5th percentile of the acceptance of sampled tokens. agreement: share of them where both policies have the\n"
-    "same favorite. KL: of sparse to dense policy, nats per token. rejected: share of sequences expected to have a\n"
-    "token with a ratio below 1e-4. length: of completions, over the full cache's. accuracy: of greedy answers, in %.\n"
-    "ms/event: cutting one sequence in all layers. time: per token over the full cache's, the same texts in turns."
+    "tail: 5th percentile of the acceptance of sampled tokens. agreement: share of them with the same most likely\n"
+    "token under both caches. KL: of compressed to full-cache policy, nats per token. rejected: expected share of\n"
+    "sequences with a token whose ratio is below 1e-4. length: of completions, over the full cache's. accuracy: of\n"
+    "greedy answers, in %. ms/event: one compression of a sequence in all layers. time: per token over the full\n"
+    "cache's, on the same completions in turns."
 )
 WIDTH, COLUMNS = 30, 120
 

@@ -8,8 +8,8 @@ from sparse_rl_lightning.testing import tiny_model
 
 def test_slots_fill_the_memory_of_the_full_cache() -> None:
     sizes = equal_memory.QUICK
-    tables = list(equal_memory.measured(tiny_model(vocab_size=64), [[5] * 12, [7] * 15], sizes, rounds=2))
-    full, compressed = tables[-1].rows
+    *_, (table, steps) = equal_memory.measured(tiny_model(vocab_size=64), [[5] * 12, [7] * 15], sizes, rounds=2)
+    full, compressed = table.rows
     assert full[1] == str(sizes.full_slots)
     assert full[2] == "1.0"
     assert full[4] == "1.00"
@@ -18,7 +18,8 @@ def test_slots_fill_the_memory_of_the_full_cache() -> None:
     assert compressed[2] == f"{slots / sizes.full_slots:.1f}"
     for row in (full, compressed):
         assert sizes.least <= float(row[6]) <= sizes.most
-    assert tables[-1].note.startswith("0 MiB of slots, prompts of at most 15 tokens")
+    assert table.note.startswith("0 MiB of slots, prompts of at most 15 tokens")
+    assert [row[0] for row in steps.rows] == 2 * [full[0], compressed[0]]
 
 
 def test_ratios_are_of_the_rounds() -> None:
@@ -29,3 +30,17 @@ def test_ratios_are_of_the_rounds() -> None:
     full, compressed = equal_memory.table(found, "").rows
     assert compressed == ("RKV", "96", "12.0", "240", "4.50", "17,280", "50", "1")
     assert full[3] == "60"
+
+
+def test_steps_are_of_rollout_and_learner() -> None:
+    """32 sequences take 20 s with the full cache and 4 s with the other; the learner takes 1 s for each."""
+    found = {name: [equal_memory.Run(8, 16, 1600, seconds, 0)] for name, seconds in (("FullKV", 10.0), ("RKV", 2.0))}
+    rows = equal_memory.steps_table(found, learner=1.0).rows
+    assert rows[:2] == [
+        ("FullKV", "20", "32 of 32", "32", "69.2", "1.00"),
+        ("RKV", "4", "32 of 32", "32", "100.0", "1.44"),
+    ]
+    assert rows[2:] == [
+        ("FullKV", "20", "8 of 32", "8", "128.6", "1.00"),
+        ("RKV", "4", "8 of 32", "8", "300.0", "2.33"),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_every_method_is_measured_and_has_a_page(tmp_path: Path) -> None:
 
 
 def test_changes_reach_methods_with_arguments_of_their_own(tmp_path: Path) -> None:
-    for part, sinks, protects in (("budgets", 4, False), ("sinks", 0, False), ("kept", 4, True)):
+    for part, sinks, protects in (("others", 4, False), ("sinks", 0, False), ("kept", 4, True)):
         (path,) = [name for name in methods.methods(part, tmp_path) if name.endswith(".yaml")]
         compressor = Method.of(path).compressor({"budget": 128})
         assert (compressor.num_sinks, compressor.protect_prompt, compressor.budget) == (sinks, protects, 128)
@@ -40,8 +41,9 @@ def test_changes_reach_methods_with_arguments_of_their_own(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = character_tokenizer(ARITHMETIC_ALPHABET)
-    tokenizer.chat_template = TEMPLATE
-    for part in (tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.3), tokenizer):
+    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, None  # so that completions are long enough to evict
+    model = tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.3, eos_token_id=None)
+    for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "policy")
     rows = [{"question": "07+12+25+03=", "answer": "47"}, {"question": "1+2=" * 30, "answer": "3"}] * 2
     (tmp_path / "gsm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -61,18 +63,15 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert again["kept"] == kept["parts"]["kept"], "parts of other runs stay"
 
 
-def test_pages_hold_formula_source_rows_and_use() -> None:
-    pages = {path.stem: text for path, text in method_pages.pages(Path("methods")).items()}
+def test_the_page_holds_formula_source_rows_and_use() -> None:
+    page = method_pages.page()
     parts = json.loads(method_pages.RESULTS.read_text("utf-8"))["parts"]
-    kept = [Cell(**cell) for part in ("all", "budgets") for cell in parts.get(part, {"cells": []})["cells"]]
-    for name in method_pages.KIND:
-        page = pages[name]
-        headings = ["# ", "## Formula", "## Source", "## Its rows", "## When to use it"]
-        assert all(f"\n{heading}" in page for heading in headings), name
-        own = [cell for cell in kept if cell.method.partition(", ")[0] == (FULL.name if name == "FullKV" else name)]
-        own = [cell for cell in own if not cell.reason and cell.method != FLOOR.name]
-        assert own, name
-        for cell in own:
-            assert f"| {cell.tail:.3f} [" in page
-    assert "https://arxiv.org/abs/2404.14469" in pages["SnapKV"]
+    names = re.findall(r"^## (\w+)$", page, re.MULTILINE)  # `import re` at the top
+    assert names == sorted(method_pages.KIND, key=str.lower)
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        section = page.partition(f"\n## {name}\n")[2].partition(f"\n## {following}\n")[0]
+        assert all(part in section for part in ("```math\n", "**When to use it.** ", "**Source.** ")), name
+    for cell in (Cell(**cell) for part in parts.values() for cell in part["cells"]):
+        assert bool(cell.reason) or f"| {cell.tail:.3f} " in page
+    assert "https://arxiv.org/abs/2404.14469" in page
     assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined", "Drawn"]

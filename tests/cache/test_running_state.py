@@ -22,7 +22,7 @@ from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import check_compressor, tiny_model
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "compressors.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "own_compressor.md"
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40)]
 PARAMS = SamplingParams(num_generations=3, max_completion_length=30, seed=3)

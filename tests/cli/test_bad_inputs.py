@@ -1,4 +1,4 @@
-"""Wrong input is answered in a line, and costs nothing that was there before; docs/bad_inputs.md says how.
+"""Wrong input is answered in a line, and costs nothing that was there before; tests/bad_inputs.md says how.
 
 The cases stand in tests/cases, one a line. ``PYTHONPATH=tests python tests/cli/test_bad_inputs.py`` runs them all and
 writes the page; with words behind it, those that have one of them in their names.
@@ -49,7 +49,7 @@ from sparse_rl_lightning.rewards import MathReward
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.testing import tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "bad_inputs.md"
+PAGE = Path(__file__).parents[1] / "bad_inputs.md"
 HEAD = """# Error messages for wrong input
 
 Every message says what was given, what is allowed and what to change. A user's mistake is one line behind `error:`, or

@@ -22,7 +22,7 @@ from sparse_rl_lightning.planning import Sharding
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PLANNED = ("recipes.md",)  # of which a row takes seconds
+PLANNED = ("papers.md", "one_card.md")  # of which a row takes seconds
 BY_HAND = ("qwen2.5-1.5b", "qwen2.5-7b")  # recipes of which more is tested
 PAGES = sorted(DOCS.rglob("*.md"))
 PACKAGES = ("callbacks", "compressors", "data", "modules", "retrievers", "rewards")
@@ -93,9 +93,10 @@ def test_faults_end_the_build(tmp_path: Path, builder: str) -> None:
 
 
 def test_every_page_can_be_reached() -> None:
-    index = (DOCS / "index.md").read_text("utf-8")
-    named = {line.strip() for line in index.splitlines()}
-    assert [page.stem for page in DOCS.glob("*.md") if page.stem not in named | {"index"}] == []
+    lists = [(DOCS / name).read_text("utf-8") for name in ("index.md", "reference.md")]
+    named = {line.strip() for text in lists for line in text.splitlines()}
+    pages = [page for page in [*DOCS.glob("*.md"), *DOCS.glob("measured/*.md")] if page.name != "index.md"]
+    assert [page.name for page in pages if page.relative_to(DOCS).with_suffix("").as_posix() not in named] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(DOCS).as_posix() for page in PAGES])
@@ -198,10 +199,10 @@ def test_sharded_predictions_by_hand() -> None:
 
 
 def test_more_machines_draw_and_step_as_the_file_does() -> None:
-    """The table of docs/recipes.md: the paper's 128 prompts, 4 optimizer steps and micro-batches of the same size."""
+    """The table of docs/scaling.md: the paper's 128 prompts, 4 optimizer steps and micro-batches of the same size."""
     job = predictions.plan_of("qwen2.5-7b").job
     number = r"[^|]*\| *(\d+) *"
-    rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "recipes.md").read_text("utf-8"), re.M)
+    rows = re.findall(rf"^\| (\d+) machines? of (\d+){number * 3}\|$", (DOCS / "scaling.md").read_text("utf-8"), re.M)
     rows = [tuple(map(int, row)) for row in rows]
     assert [row[:2] for row in rows] == [(1, 4), (2, 8), (4, 8)]
     for machines, gpus, prompts, parts, accumulate in rows:

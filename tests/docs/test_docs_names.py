@@ -45,7 +45,7 @@ OWN_OPTIONS = {action.dest for action in benchmark_parser()._actions} | {
     "help",
     "tolerance",
 }
-OTHERS_PAGES = ("from_trl.md", "from_verl.md", "bad_inputs.md")
+OTHERS_PAGES = ("from_trl.md", "from_verl.md")
 PAGES = [document for document in DOCS if document.parent.name != "api"]
 
 

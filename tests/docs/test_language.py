@@ -8,6 +8,10 @@ import pytest
 
 from docs import language
 
+DOCS = Path(__file__).parents[2] / "docs"
+GENERATED = ("settings.md", "callbacks.md", "metrics.md", "methods.md", "reference.md")  # the last is a list of pages
+BY_HAND = sorted(page for page in DOCS.glob("*.md") if page.name not in GENERATED)
+
 PAGE = """# A heading that is no sentence
 
 One sentence here. Another one, with a [link of four words](page.md#a-b)! `Code` begins a third.
@@ -36,6 +40,24 @@ def test_prose_is_counted_and_long_sentences_are_named(tmp_path: Path, capsys: p
     prose = language.Prose.of(page.read_text())
     assert [language.words(sentence) for sentence in prose.sentences] == [3, 8, 4, 6, 3, 31]
     assert language.main([str(page)]) == 1
-    assert "55 words, 9.2 a sentence, 17 % above 30" in capsys.readouterr().out
+    assert "55 words, 9.2 a sentence, 17 % above 30, 0 % with" in capsys.readouterr().out
     page.write_text(PAGE.replace("LONG", " ".join(["word"] * 30)))
     assert language.main([str(page)]) == 0
+    page.write_text(PAGE.replace("LONG", "From 1 to 2, and `3`; to x-4 or 5.5."))
+    assert language.main([str(page), "--show"]) == 1
+    assert "From 1 to 2, and" in capsys.readouterr().out
+    page.write_text(PAGE.replace("LONG", "From 1 to 2, and `3`, to x-4."))
+    assert language.main([str(page)]) == 0
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *BY_HAND], ids=lambda page: page.name)
+def test_pages_are_plainly_written(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At most 5 % of the sentences have more than 30 words, or more than two numbers."""
+    assert language.main([str(page), "--show"]) == 0, capsys.readouterr().out
+
+
+def test_pages_by_hand_are_few_and_short() -> None:
+    assert len(BY_HAND) <= 22
+    words = {page.name: len(language.by_hand(page.read_text("utf-8")).split()) for page in BY_HAND}
+    assert sum(words.values()) <= 40_000, words
+    assert len(language.by_hand((DOCS.parent / "README.md").read_text("utf-8")).split()) <= 800

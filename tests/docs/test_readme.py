@@ -269,18 +269,18 @@ def tree_paths(text: str) -> list[str]:
     return paths
 
 
-def test_file_tree_of_the_readme_exists() -> None:
-    trees = [
-        b.code for b in find_blocks(read(README)) if b.language in ("", "text") and "sparse_rl_lightning/" in b.code
-    ]
+def test_file_tree_exists() -> None:
+    blocks = [b.code for b in find_blocks(read(CONTRIBUTING)) if b.language in ("", "text")]
+    trees = [code for code in blocks if "sparse_rl_lightning/" in code]
     assert len(trees) == 1
     paths = tree_paths(trees[0])
     assert {"sparse_rl_lightning/", "sparse_rl_lightning/rollout/", "configs/"} <= set(paths)
     assert [path for path in paths if not any(map(is_published, ROOT.glob(path.rstrip("/"))))] == []
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    files = [name for name in NAMED_FILE.findall(read(README)) if not name.startswith("runs/")]
+@named([README, CONTRIBUTING])
+def test_files_that_are_named_exist(document: Path) -> None:
+    files = [name for name in NAMED_FILE.findall(read(document)) if not name.startswith("runs/") and "/my_" not in name]
     homes = (ROOT, ROOT / "sparse_rl_lightning")
     assert [name for name in files if not any(is_published(home / name) for home in homes)] == []
 

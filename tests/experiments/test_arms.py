@@ -104,8 +104,8 @@ def test_pages_say_what_was_found(tmp_path: Path) -> None:
     own = settings(tmp_path)
     runs = [run for run in planning.planned(own, [0, 1], 26) if run.arm.label != "TIS"]
     results = [found(run, 0.2 + 0.1 * run.seed) for run in runs]
-    pages = command.pages(results, own, "note")
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in pages["corrections.md"].splitlines()]
+    blocks = command.blocks(results, own, "note")
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in blocks["corrections"].splitlines()]
     by_label = {row[1]: row for row in rows if len(row) > 2}
     # evaluations 0, .2, .4, .6, .8: the last three; k3 .7 and .8 in the last quarter; 150 s less 30 s
     assert by_label["IcePop"] == [
@@ -114,7 +114,7 @@ def test_pages_say_what_was_found(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert by_label["before training"][2:4] == ["0.000", "0.000"]
     assert "TIS" not in by_label  # was not run
-    assert pages["replay.md"].count("| dense |") == 2
+    assert blocks["replay"].count("| dense |") == 2
     curves.picture(results, own.budgets, tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
 
@@ -125,7 +125,7 @@ def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         args = ["arms.py", "--quick", "--threads", "1", f"--runs={tmp_path}/runs", f"--save={tmp_path}", "--budgets=26"]
         monkeypatch.setattr(sys, "argv", [*args, f"--steps={steps}", "--only", "naive", "replay"])
         command.main()
-        return (tmp_path / "replay.md").read_text(encoding="utf-8")
+        return (tmp_path / "arms.md").read_text(encoding="utf-8")
 
     page = run(4)
     assert "| 26 | naive |" in page

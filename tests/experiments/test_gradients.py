@@ -59,7 +59,7 @@ def test_agreement_without_noise_is_exact() -> None:
 
 
 def test_one_near_impossible_token_takes_the_step_and_every_cure_stops_it() -> None:
-    """The cause proposed for naive training's collapse, on a rollout made by hand (docs/gradients.md)."""
+    """The cause proposed for naive training's collapse, on a rollout made by hand (docs/measured/gradients.md)."""
     steps = {cure: one_token.followed(cure) for cure in ("none", "rejection", "weights", "Sparse-RL", "δ = 2")}
     first = steps["none"][0].norm
     assert steps["none"][0].ratio == 1.0  # nothing is wrong with the first step

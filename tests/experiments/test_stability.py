@@ -140,9 +140,9 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             write(run)
     kept = tmp_path / "kept.jsonl"
     results = Results(Archive(kept), tmp_path)
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "results.md").write_text("before\n", encoding="utf-8")
+    docs = tmp_path / "docs" / "measured"
+    docs.mkdir(parents=True)
+    (docs / "stability.md").write_text("before\n", encoding="utf-8")
     readme = tmp_path / "README.md"
     readme.write_text("<!-- written by experiments.stability: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
     command.save(results, docs, command.note(results, runs))
@@ -151,7 +151,7 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "0 of 3",
     ]
     assert "old" not in readme.read_text(encoding="utf-8")
-    page = (docs / "results.md").read_text(encoding="utf-8")
+    page = (docs / "stability.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")
     blocks = tables(results)
     assert all(text in page for text in blocks.values())

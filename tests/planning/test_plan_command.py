@@ -174,14 +174,14 @@ def test_what_fit_takes_is_taken(written: str) -> None:
 
 
 def test_the_full_cache_stands_beside_the_compressed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Qwen3-1.7B, 128 sequences of 4,096 tokens of 112 KiB: the numbers of docs/recipes.md."""
+    """Qwen3-1.7B, 128 sequences of 4,096 tokens of 112 KiB: the numbers of docs/one_card.md."""
     own: dict[str, Any] = {name: options[-1] for name, options in levels(4096).items()}
     job = job_of("Qwen/Qwen3-1.7B", 4096, **own | {"slots": 128, "budget": 512, "quantization": None})
     cache = slot_size(job).of(128)
     plan = Plan(job, card_of(memory="24GB"), {"cache": (cache, cache, cache)}, 128)
     assert plan.full_cache == pytest.approx(128 * 4096 * 112 * 1024, rel=0.03)
     assert plan.caches == ("The cache of 128 sequences of 4096 tokens takes 9.7 GB, a full cache would take 61.0 GB.")
-    assert "takes 9.7 GB, a full cache would take 61.0 GB." in (CONFIGS.parent / "docs/recipes.md").read_text("utf-8")
+    assert "takes 9.7 GB, a full cache would take 61.0 GB." in (CONFIGS.parent / "docs/one_card.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_a_saved_session_goes_on_as_if_nothing_had_happened() -> None:
     assert_same(session.take(numbers), resumed.take(numbers))
 
 
-# -------------------------------------------------------------------- noise: the numbers of docs/rollouts.md
+# -------------------------------------------------------------------- noise: the numbers of docs/design.md
 
 # (k1, k3, 5th percentile of the ratio) of replay to sampler: at most, at most, at least
 BOUNDS = {

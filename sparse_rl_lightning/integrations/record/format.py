@@ -31,7 +31,7 @@ class SampledRecord:
 
     Letters: B requests with N tokens in all, E evictions with R runs of positions in all. Every array is int32 but the
     log-probabilities. Layers are those of full attention, in the model's order; a layer with a sliding window or a
-    recurrent state has no evictions to record. docs/record.md describes every field for those who write one.
+    recurrent state has no evictions to record. docs/from_verl.md describes every field for those who write one.
 
     Raises:
         ValueError: If an array has another type or shape than it must, or says what cannot have happened.
