@@ -15,7 +15,9 @@
 set -uo pipefail
 
 config=$1
-dirpath=$(sed -n 's/.*dirpath: *\([^,} ]*\).*/\1/p' "$config" | head -1)
+value() { sed -n "s/.*$1: *\([^,} ]*\).*/\1/p" "$config" | head -1; }
+dirpath=$(value dirpath)
+: "${dirpath:=$(value default_root_dir)/checkpoints}" # where RolloutCheckpoint writes if it is not told
 resume=()
 # a job killed while it replaced the folder has left it in .replaced, from where it is brought back
 if [[ -e "$dirpath/last.ckpt" || -e "$dirpath/.replaced/last.ckpt" ]]; then resume=(--ckpt_path=last); fi

@@ -127,7 +127,8 @@ class Generator:
             tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
             assert policy is not None
             compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
-            self._samplers[dense] = self.options.sampler(policy, tokenizer, compressor, retriever)
+            options = self.options.for_full_cache(policy.device) if dense else self.options
+            self._samplers[dense] = options.sampler(policy, tokenizer, compressor, retriever)
         return self._samplers[dense]
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor
@@ -21,6 +22,8 @@ from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 PartialCheckpoint = Literal["store", "restart"]
+OF_FULL_CACHE = 0.8
+"""Share of the free memory for the slots of evaluations with the full cache; prefill and logits need the rest."""
 OF_MEMORY = ("num_slots", "memory_limit", "max_prefill_tokens", "keep_pool", "cuda_graphs")
 """Options of rollouts, and arguments of samplers, that change no result: what is stored does not depend on them."""
 OnLongPrompt = Literal["error", "skip", "truncate"]
@@ -155,6 +158,14 @@ class RolloutOptions:
             if getattr(self, name) != getattr(RolloutOptions, name):
                 raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
         return with_generation_kwargs(sampling, self.generation_kwargs)
+
+    def for_full_cache(self, device: torch.device) -> RolloutOptions:
+        """These options for evaluations with the full cache, whose slots are many times those of training.
+
+        Without a limit they take as many slots as fit into most of what a GPU has free, and further sequences wait.
+        """
+        is_bounded = self.memory_limit is not None or device.type == "cpu"
+        return self if is_bounded else replace(self, memory_limit=OF_FULL_CACHE)
 
     def sampler(
         self,

@@ -110,14 +110,15 @@ def test_the_slurm_script_is_sound() -> None:
     assert "--ckpt_path=last" in text
 
 
+@pytest.mark.parametrize("named", ["dirpath: {}/run", "default_root_dir: {}", "{{default_root_dir: {}, max_steps: 4}}"])
 @pytest.mark.parametrize("left", [None, "last.ckpt", ".replaced/last.ckpt"])
-def test_the_slurm_script_goes_on_from_what_is_left(left: str | None, tmp_path: Path) -> None:
+def test_the_slurm_script_goes_on_from_what_is_left(left: str | None, named: str, tmp_path: Path) -> None:
     """A job that was killed between the two renames has its only checkpoint in ``.replaced``."""
-    (tmp_path / "config.yaml").write_text(f"dirpath: {tmp_path}/run\n")
+    (tmp_path / "config.yaml").write_text(f"{named.format(tmp_path)}\n")
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     if left is not None:
-        (tmp_path / "run" / left).mkdir(parents=True)
+        (tmp_path / ("run" if "dirpath" in named else "checkpoints") / left).mkdir(parents=True)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NNODES": "2"}
     command = ["bash", str(ROOT / "docs" / "slurm.sh"), str(tmp_path / "config.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

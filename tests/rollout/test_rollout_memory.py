@@ -13,16 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
-from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.compressors import RKV, SnapKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, free_bytes, plan_slots, slot_bytes
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.generator import Generator
+from sparse_rl_lightning.rollout.options import OF_FULL_CACHE, RolloutOptions
 from sparse_rl_lightning.rollout.session import VersionedLogs
-from sparse_rl_lightning.testing import tiny_model
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.gpus import RealGPU
+from tests.pretend_gpu import PretendGPU
+from tests.rollout_cases import SMALL
 
 LOGGED = [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_logprobs=3, min_completion_length=2)]
 
@@ -262,3 +266,17 @@ def test_a_share_measured_before_is_not_measured_again(monkeypatch: pytest.Monke
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.memory.free_bytes", lambda device: 2048)
     assert plan_slots(slot, 0.5, 10**9, before=first).num_slots == first.num_slots > 1
     assert plan_slots(slot, 1.0, 10**9, before=first).limit == 2048
+
+
+def test_evaluations_with_the_full_cache_take_what_a_gpu_has_free() -> None:
+    """A slot of the full cache can be many times one of training, of which as many were asked for as fit."""
+    options, model = RolloutOptions(), tiny_model()
+    tokenizer = character_tokenizer()
+    with PretendGPU() as gpu:
+        for device, limit in (("cpu", None), ("cuda", OF_FULL_CACHE)):
+            generator = Generator(RKV(**SMALL), SamplingParams(), options)
+            generator.bind(model if device == "cpu" else gpu.copy_of(model), tokenizer)
+            assert generator.sampler().memory_limit is None
+            assert generator.sampler(dense=True).memory_limit == limit
+    given = RolloutOptions(memory_limit=0.3)
+    assert given.for_full_cache(torch.device("cuda")) is given
