@@ -10,7 +10,6 @@ WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
-NOTEBOOKS := $(filter-out notebooks/real_%,$(wildcard notebooks/*.ipynb))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -162,12 +161,10 @@ lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(if $(NOTEBOOKS),$(BIN)/nbstripout --verify $(NOTEBOOKS))
 
-format: $(INSTALLED) ## let ruff and nbstripout rewrite what they can
+format: $(INSTALLED) ## let ruff rewrite what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(NOTEBOOKS),$(BIN)/nbstripout $(NOTEBOOKS))
 
 typecheck: $(INSTALLED) ## mypy --strict on the packages
 	$(BIN)/mypy

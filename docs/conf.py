@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package beside this fo
 
 from sphinx.application import Sphinx
 
+from docs.notebook_pages import markdown_of
 from sparse_rl_lightning import __version__
 
 project = "Sparse-RL Lightning"
@@ -18,6 +20,7 @@ copyright = author
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 html_theme = "furo"
 html_title = project
 html_show_sourcelink = False
@@ -71,9 +74,12 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object,
         lines[:] = [f"{said}: {kept[0]}", *kept[1:]]
 
 
-def name_files_outside(app: Sphinx, page: str, source: list[str]) -> None:
-    """Markdown files above this folder are no pages: say where they are in the checkout instead of linking there."""
+def read_source(app: Sphinx, page: str, source: list[str]) -> None:
+    """Turn notebooks into Markdown; name Markdown files above this folder, which are not pages, in place of links."""
+    if page.startswith("notebooks/"):
+        source[0] = markdown_of(source[0])
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([\w/]+\.md)\)", outside, source[0])
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
 
 
 def outside(found: re.Match[str]) -> str:
@@ -84,7 +90,16 @@ def outside(found: re.Match[str]) -> str:
     return f"`{path}`" if text == path else f"{text} (`{path}`)"
 
 
+def copy_notebooks() -> None:
+    """Copy them below this folder, since a site has no pages from elsewhere."""
+    here = Path(__file__).parent
+    (here / "notebooks").mkdir(exist_ok=True)
+    for path in (here.parent / "notebooks").glob("*.ipynb"):
+        shutil.copy(path, here / "notebooks")
+
+
 def setup(app: Sphinx) -> None:
     """Napoleon's own priority is 500."""
+    copy_notebooks()
     app.connect("autodoc-process-docstring", keep_colons, priority=600)
-    app.connect("source-read", name_files_outside)
+    app.connect("source-read", read_source)

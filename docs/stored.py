@@ -1,12 +1,15 @@
-"""Runs notebooks of the real model and stores what they show, without stderr, times and numbers of execution.
+"""Runs notebooks and stores what they show, without stderr, times and numbers of execution.
 
     python -m docs.stored [real_answer ...]
 
-They are kept with their outputs, so that they can be read where nobody has run them; other notebooks are kept without.
+They are kept with their outputs, so that they can be read where nobody has run them. Those named ``real_`` need the
+model of ``make real-model``.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -15,9 +18,11 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from PIL import Image
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-REAL = sorted(FOLDER.glob("real_*.ipynb"))
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+REAL = [path for path in NOTEBOOKS if path.stem.startswith("real_")]
 LARGEST = 200_000
 """Bytes of a notebook with its outputs."""
 SECONDS = 3600
@@ -53,6 +58,8 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
                 kept[-1].text += output.text
             else:
                 kept.append(output)
+            if "image/png" in output.get("data", {}):
+                output.data["image/png"] = with_few_colors(output.data["image/png"])
             if "text/html" in output.get("data", {}):
                 output.data["text/plain"] = ""  # the same once more
         cell.outputs = kept
@@ -60,9 +67,19 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
+def with_few_colors(picture: str) -> str:
+    """A PNG of 256 colors, in base64; one that has a palette already stays."""
+    image = Image.open(io.BytesIO(base64.b64decode(picture)))
+    if image.mode == "P":
+        return picture
+    kept = io.BytesIO()
+    image.convert("RGB").quantize(256).save(kept, "PNG", optimize=True)
+    return base64.b64encode(kept.getvalue()).decode() + "\n"
+
+
 def main(names: list[str]) -> None:
     """Run and store these notebooks, or all."""
-    for path in [FOLDER / f"{name}.ipynb" for name in names] or REAL:
+    for path in [FOLDER / f"{name}.ipynb" for name in names] or NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
         with tempfile.TemporaryDirectory() as folder:
             execute(notebook, Path(folder))

@@ -84,7 +84,8 @@ def advice() -> list[str]:
     unusable = [] if torch.cuda.is_available() or not unused_gpus() else [why_unused()]
     missing = [f"missing for {device.upper()}: {ops.MISSING[device]}" for device in wanted if ops.MISSING[device]]
     if not missing:
-        return unusable or ["Nothing is missing."]
+        where = "" if torch.cuda.is_available() else " for CPUs, and no GPU was found"
+        return unusable or [f"Nothing is missing{where}."]
     missing = [*unusable, *missing]
     if (PACKAGE.parent / "setup.py").exists():
         missing.append(

@@ -156,9 +156,16 @@ class TextHeat:
         )
 
 
+def _css(color: Sequence[int]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in color)
+
+
 _TABLE = "border-collapse:collapse;margin:0.5em 0"
 _LABEL = "text-align:right;vertical-align:top;padding:2px 10px 2px 0;white-space:nowrap;font-weight:600"
-_TEXT = "text-align:left;padding:2px 0;font-family:monospace;line-height:1.7;overflow-wrap:anywhere"
+_TEXT = (
+    "text-align:left;padding:2px 0;font-family:monospace;line-height:1.7;white-space:pre-wrap;overflow-wrap:anywhere;"
+    f"color:{_css(INK)}"
+)
 _LEGEND = "text-align:left;padding-top:6px;font-size:85%"
 
 
@@ -167,12 +174,8 @@ def _span(token: str, value: float, scale: float) -> str:
     back = NOTHING if math.isnan(value) else [round(255 + share * (part - 255)) for part in full]
     brightness = 0.299 * back[0] + 0.587 * back[1] + 0.114 * back[2]
     front = WHITE if brightness < DARK else INK if abs(value) >= FAINT * scale else FADED
-    style = f"background:{_css(back)};color:{_css(front)};padding:2px 0;white-space:pre-wrap"
-    return f'<span style="{style}" title="{value:.4g}">{html.escape(token)}</span>'
-
-
-def _css(color: Sequence[int]) -> str:
-    return "#" + "".join(f"{part:02x}" for part in color)
+    color = "" if front is INK else f";color:{_css(front)}"
+    return f'<span style="background:{_css(back)}{color}" title="{value:.3g}">{html.escape(token)}</span>'
 
 
 def _plain(token: str, share: float) -> str:

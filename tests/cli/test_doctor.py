@@ -24,7 +24,8 @@ def test_every_op_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     for name in SCHEMAS:
         assert f"{name:<20} {here:<10} " in text
     assert torch.__version__ in text
-    assert ("Nothing is missing." in text) == (ops.HAS_NATIVE and not torch.cuda.is_available())
+    complete = ops.HAS_NATIVE and not torch.cuda.is_available()
+    assert ("Nothing is missing for CPUs, and no GPU was found." in text) == complete
 
 
 def test_without_kernels_the_cure_is_told() -> None:
@@ -55,7 +56,7 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_told(tmp_path: Path) -> None:
     assert "GPU: NVIDIA L40S, which torch cannot use" in done.stdout
     assert "There is a GPU, but this torch is a CPU build: pip install --force-reinstall torch==" in done.stdout
     assert "+cpu from PyPI" not in done.stdout
-    assert "Nothing is missing." not in done.stdout
+    assert "Nothing is missing" not in done.stdout
 
 
 def test_a_cuda_build_of_torch_that_cannot_use_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

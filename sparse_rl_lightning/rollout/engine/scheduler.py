@@ -25,6 +25,7 @@ from sparse_rl_lightning.rollout.engine.finished import FinishCheck, NewestToken
 from sparse_rl_lightning.rollout.engine.prefill import Prefill, prefill
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key
 from sparse_rl_lightning.rollout.engine.sequences import FinishedSequence, RunningSequence, SequenceGroup
+from sparse_rl_lightning.text import shown
 
 CHECK_EVERY = {"cpu": 1}  # steps between two checks for finished sequences: a check is free on the CPU
 CHECK_EVERY_ON_DEVICE = 8
@@ -303,7 +304,7 @@ class Scheduler:
             ]
             sequences = [self.running[slot].sequence for slot in missing]
             raise UserError(
-                f"Reading the prompts of sequences {sequences}, at decode step {self.num_steps}: {error}"
+                f"Reading the prompts of sequences {shown(sequences, 60)}, at decode step {self.num_steps}: {error}"
             ) from error
 
     def _decode(self) -> list[int]:
