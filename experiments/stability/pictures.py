@@ -27,6 +27,7 @@ def pictures(results: Results, folder: Path) -> None:
     with rc_context(STYLE):
         drawn = {"results": ends(results, (TIGHT, MAIN))}
         drawn |= {f"results-{name}": courses(results, study) for name, study in (("tight", TIGHT), ("courses", MAIN))}
+        drawn["collapse"] = courses(results, TIGHT, tuple(PANELS)[:1])
         for name, figure in drawn.items():
             figure.savefig(folder / f"{name}.png", dpi=110)
 
@@ -36,16 +37,16 @@ def of_arm(results: Results, study: Study, arm: Arm) -> list[Outcome]:
     return list(results.of(study if arm.evicts else MAIN, arm).values())
 
 
-def _figure(columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+def _figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+    return figure, figure.subplots(rows, columns, squeeze=False, **options).ravel()
 
 
 def ends(results: Results, studies: Sequence[Study]) -> Any:
     """A panel per cache, a row per arm: accuracy with the full cache and the compressed one, a bar for the mean."""
-    figure, axes = _figure(len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
+    figure, axes = _figure(1, len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
     labels = ["before", *(arm.label for arm in ALL)]
     for ax, study in zip(axes, studies, strict=True):
         first = [run for arm in study.arms for run in results.of(study, arm).values() if arm.evicts][:1]
@@ -90,10 +91,12 @@ PANELS: dict[str, tuple[Draw, str]] = {
 }
 
 
-def courses(results: Results, study: Study) -> Any:
-    """Curves over the rollouts of a study: mean over the seeds, and a band from the least to the largest."""
-    figure, axes = _figure(len(PANELS), 12.5, 3.6, sharex=True)
-    for ax, (title, (draw, scale)) in zip(axes, PANELS.items(), strict=True):
+def courses(results: Results, study: Study, panels: Sequence[str] = tuple(PANELS)) -> Any:
+    """Curves over the rollouts of a study, two panels a row: means over the seeds, bands from least to largest."""
+    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
+    figure, axes = _figure(rows, columns, 2.0 + 2.8 * columns, 0.8 + 2.5 * rows, sharex=True)
+    for ax, title in zip(axes, panels, strict=True):
+        draw, scale = PANELS[title]
         for arm in ALL:
             _band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
         ax.set_title(title, fontsize=10)
@@ -105,7 +108,7 @@ def courses(results: Results, study: Study) -> Any:
             ax.set_ylim(bottom=0.0)
     handles = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     return figure
 
 
