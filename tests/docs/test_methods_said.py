@@ -40,7 +40,7 @@ def is_told_apart(one: str, other: str) -> bool:
 
 
 def test_by_age_is_the_closest_or_not_told_apart_from_it() -> None:
-    for part in ("all", "open", "kept", "budgets"):
+    for part in ("all", "open", "kept", "budgets", "sinks", "cool"):
         for budget in {key[1] for key in cells(part) if key[0] == BY_AGE}:
             others = {key[0] for key in cells(part) if key[1] == budget} - {BY_AGE}
             low = min(at(part, other, budget).intervals["kl"][1] for other in others)
@@ -87,10 +87,12 @@ def test_combinations() -> None:
 
 
 def test_sinks_matter_to_what_does_not_find_them() -> None:
-    for method in ("SnapKV", "RKV"):
+    for method in ("SnapKV", "RKV", "TOVA"):
         without, with_them = kl(method, "sinks", 128), at("budgets", method, 128).intervals["kl"]
         assert abs(without - kl(method, "budgets", 128)) < with_them[1] - with_them[0]
+    assert abs(kl(BY_AGE, "sinks", 128) - kl(BY_AGE, "others", 128)) < 0.005
     assert kl(CHANCE, "sinks", 128) > 3 * kl(CHANCE, "budgets", 128)
+    assert kl("StreamingLLM", "sinks", 128) == max(cell.kl or 0.0 for cell in cells("sinks").values())
     assert (at("sinks", CHANCE, 128).rejected or 0) > 0.2
 
 
