@@ -96,6 +96,13 @@ def test_sinks_matter_to_what_does_not_find_them() -> None:
     assert (at("sinks", CHANCE, 128).rejected or 0) > 0.2
 
 
+def test_a_temperature_below_one_widens_the_gap() -> None:
+    assert (at("cool", "SnapKV", 128).rejected or 0) > 4 * (at("budgets", "SnapKV", 128).rejected or 1)
+    assert all(kl(method, "cool", 128) > kl(method, "budgets", 128) for method in (CHANCE, "SnapKV", "RKV", "TOVA"))
+    assert kl("StreamingLLM", "cool", 128) < at("cool", "RKV", 128).intervals["kl"][1]
+    assert kl("StreamingLLM", "cool", 128) < kl("RKV", "cool", 128)
+
+
 def test_a_protected_prompt_helps_neither_chance_nor_the_others() -> None:
     assert abs(kl(CHANCE, "kept", 192) - kl(CHANCE, "open", 192)) < 0.01
     assert kl(CHANCE, "kept", 192) > 2 * kl("SnapKV", "kept", 192)
