@@ -157,7 +157,7 @@ docs-pages: $(INSTALLED) ## write again what docs/ takes from code, configuratio
 docs-links: $(INSTALLED) ## ask every link of the documentation whether it answers; needs the network
 	$(SPHINX) -b linkcheck docs build/docs-links
 
-lint: $(INSTALLED) ## ruff, format check, spelling, notebooks without output
+lint: $(INSTALLED) ## ruff, format check, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell

@@ -72,6 +72,11 @@ class Run:
     kv_bytes: int
 
     @property
+    def step_seconds(self) -> float:
+        """Of as many sequences as a training step draws."""
+        return DRAWN * self.seconds / self.sequences
+
+    @property
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
@@ -110,16 +115,22 @@ def full_bytes(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes) -
 def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rounds: int) -> Iterator[list[Table]]:
     """All caches in turns; the tables after every round."""
     limit, longest = full_bytes(model, prompts, sizes), max(map(len, prompts))
-    learner = learner_seconds(model, longest + (sizes.least + sizes.most) // 2, rounds)
+    learner: list[float] = []
     found: dict[str, list[Run]] = {name: [] for name in caches(sizes)}
     for turn in range(rounds):
         for name, compressor in list(caches(sizes).items())[:: 1 if turn % 2 == 0 else -1]:
             sampler = RolloutSampler(model, compressor, memory_limit=limit + 1)
             found[name].append(rolled_out(sampler, prompts, sizes, seed=turn))
             say(f"round {turn + 1}, {name}: {found[name][-1]}")
+        last = [runs[-1] for runs in found.values()]
+        mean = sum(run.tokens for run in last) // sum(run.sequences for run in last)
+        learner.append(learner_seconds(model, longest + mean))
         memory = f"{limit / 2**20:,.0f} MiB of slots"
         lengths = f"prompts of at most {longest} tokens, completions of {sizes.least:,} to {sizes.most:,}"
-        yield [table(found, f"{memory}, {lengths}, {turn + 1} round(s)."), steps_table(found, learner)]
+        yield [
+            table(found, f"{memory}, {lengths}, {turn + 1} round(s)."),
+            steps_table(found, statistics.median(learner)),
+        ]
 
 
 def table(found: dict[str, list[Run]], note: str) -> Table:
@@ -137,21 +148,20 @@ def table(found: dict[str, list[Run]], note: str) -> Table:
     return rows
 
 
-def learner_seconds(model: PreTrainedModel, length: int, rounds: int) -> float:
-    """Of the old log-probs, the forward and the backward pass of a sequence; the first round warms up."""
+def learner_seconds(model: PreTrainedModel, length: int) -> float:
+    """Of the old log-probs, the forward and the backward pass of a sequence; the first time warms up."""
     ids = torch.randint(model.config.vocab_size, (1, length))
     mask = (torch.arange(length) > 0).expand(ids.shape)
     model.requires_grad_(True)
-    found = []
-    for _ in range(rounds + 1):
-        model.zero_grad()
+    for _ in range(2):
         start = time.perf_counter()
         with torch.no_grad():
             sequence_logprobs(model, ids, mask)
         sequence_logprobs(model, ids, mask)[0].sum().backward()  # type: ignore[no-untyped-call]
-        found.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        model.zero_grad()
     model.requires_grad_(False)
-    return statistics.median(found[1:])
+    return seconds
 
 
 def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
@@ -160,11 +170,8 @@ def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
     rows, full = Table(STEPS_TITLE, STEPS_HEADER, note), next(iter(found.values()))
     for learned in LEARNED:
         for name, runs in found.items():
-            steps = [
-                [3600 / (DRAWN * run.seconds / run.sequences + learned * learner) for run in own]
-                for own in (runs, full)
-            ]
-            rollout = statistics.median(DRAWN * run.seconds / run.sequences for run in runs)
+            steps = [[3600 / (run.step_seconds + learned * learner) for run in own] for own in (runs, full)]
+            rollout = statistics.median(run.step_seconds for run in runs)
             rows.add(
                 name, f"{rollout:,.0f}", f"{learned} of {DRAWN}", f"{learned * learner:,.0f}",
                 f"{statistics.median(steps[0]):.1f}", f"{median_ratio(*steps):.2f}",

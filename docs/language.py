@@ -17,9 +17,8 @@ from pathlib import Path
 
 LONG = 30  # words
 CROWDED = 2  # numbers
-BLOCKS = re.compile(
-    r"^```.*?^```$|<!-- written by.*?<!-- until here -->|<!--.*?-->|^[|#][^\n]*$", re.MULTILINE | re.DOTALL
-)
+WRITTEN = r"<!-- written by.*?<!-- until here -->"
+BLOCKS = re.compile(rf"^```.*?^```$|{WRITTEN}|<!--.*?-->|^[|#][^\n]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
 NUMBER = re.compile(r"`[^`]*`|(?<![\w.-])(\d[\d.,]*)(?![\w-])")  # code holds none
@@ -28,7 +27,7 @@ END = re.compile(r"(?<=[.!?])[*_)`\"]*\s+(?=[A-Z`*\[(\"0-9])")
 
 def by_hand(text: str) -> str:
     """A page without the blocks that programs write."""
-    return re.sub(r"<!-- written by.*?<!-- until here -->", "", text, flags=re.DOTALL)
+    return re.sub(WRITTEN, "", text, flags=re.DOTALL)
 
 
 @dataclass(frozen=True)

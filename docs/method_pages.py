@@ -142,7 +142,7 @@ def section(name: str) -> str:
         f"## {name}", docstrings.summary(kind), f"```math\n{SAID[name]['formula'].strip()}\n```",
         f"**When to use it.** {SAID[name]['when'].strip()}", f"**Source.** {sources(kind)}",
     ]  # fmt: skip
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(parts)
 
 
 def sources(kind: type) -> str:

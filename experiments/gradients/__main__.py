@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import kept
-from benchmarks.common.pages import insert, insert_if_marked, mark, say
+from benchmarks.common.pages import insert, mark, say
 from experiments.arms.runs import DENSE, NAIVE, Arm, Run
 from experiments.gradients.jobs import CASES, Job
 from experiments.gradients.measure import Samples
 from experiments.gradients.one_token import explosion_table
-from experiments.gradients.page import ORDER, overview, picture, tables
+from experiments.gradients.page import ORDER, picture, tables
 from experiments.stability.__main__ import warm_up
 from experiments.stability.outcomes import fall
 from experiments.stability.studies import MAIN, REJECTION, warmed
@@ -115,9 +115,6 @@ def main() -> None:
         if args.save:
             insert(args.save / PAGE, text, mark("experiments.gradients", name))
     if args.save:
-        insert_if_marked(
-            args.save.parents[1] / "README.md", overview(lines).untitled, mark("experiments.gradients", "overview")
-        )
         picture(lines, args.save / "gradients.png")
 
 

@@ -113,17 +113,6 @@ def tables(lines: Sequence[Line]) -> dict[str, str]:
     return {**first, **along, "projection": projection_table(lines).untitled, **blocks}
 
 
-def overview(lines: Sequence[Line]) -> Table:
-    """Ways to train at the warm policy, SnapKV alone: what the README shows."""
-    own = only(lines, weights=ORDER[0], method="SnapKV")
-    named = sorted({line["budget"] for line in own}, reverse=True)
-    table = Table("", ["", *(f"{budget} + 4: {what}" for budget in named for what in ("cosine", "length"))])
-    for variant in COMPARED:
-        found = [only(own, budget=budget, variant=variant)[0] for budget in named]
-        table.add(variant, *(str(Estimate(**line[what])) for line in found for what in ("cosine", "length")))
-    return table
-
-
 def picture(lines: Sequence[Line], path: Path) -> None:
     """Cosine above length over the budgets of SnapKV, a column per policy."""
     from matplotlib import rc_context

@@ -280,7 +280,7 @@ def test_file_tree_exists() -> None:
 
 @named([README, CONTRIBUTING])
 def test_files_that_are_named_exist(document: Path) -> None:
-    files = [name for name in NAMED_FILE.findall(read(document)) if not name.startswith("runs/") and "/my_" not in name]
+    files = [name for name in NAMED_FILE.findall(read(document)) if not name.startswith("runs/")]
     homes = (ROOT, ROOT / "sparse_rl_lightning")
     assert [name for name in files if not any(is_published(home / name) for home in homes)] == []
 
