@@ -233,7 +233,10 @@ class Evaluation(PolicyModule):
         """A sampler with one of the caches, whose memory is freed afterwards."""
         kind = self.caches[cache]
         pair = (kind, None) if isinstance(kind, Compressor) else (FullKV(), kind)
-        sampler = self.generator.options.sampler(self.policy, self.tokenizer, *pair)
+        options = self.generator.options
+        if not pair[0].evicts:
+            options = options.for_full_cache(self.policy.device)
+        sampler = options.sampler(self.policy, self.tokenizer, *pair)
         try:
             yield sampler
         finally:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from benchmark_files import GOLDS, write_benchmarks
+from pretend_gpu import PretendGPU
 from pyarrow import parquet
 
 from sparse_rl_lightning.cli import main
@@ -28,6 +29,7 @@ from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.math import CONVENTIONS, MathChecker
 from sparse_rl_lightning.rollout import Progress, RolloutOptions, SamplingParams
+from sparse_rl_lightning.rollout.options import OF_FULL_CACHE
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +172,19 @@ def test_a_checkpoint_is_evaluated_instead_of_the_folder(folder: Path, policy: P
     torch.save(checkpoint, folder / "last.ckpt")
     main(["test", "--config", file, only, "--ckpt_path", str(folder / "last.ckpt")])
     assert stored(folder, "dense", "aime24")["fingerprint"] != before["fingerprint"]
+
+
+def test_a_full_cache_takes_what_a_gpu_has_free(policy: Path) -> None:
+    """Its slots are many times those of the compressed caches beside it."""
+    module = Evaluation(str(policy), [RKV(12, buffer=4, num_sinks=1, window=3)])
+    module.configure_model()
+    with PretendGPU() as gpu:
+        module.policy = gpu.copy_of(module.policy)
+        limits = []
+        for cache in module.caches:
+            with module.caching(cache) as sampler:
+                limits.append(sampler.memory_limit)
+    assert limits == [OF_FULL_CACHE, None]
 
 
 def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
