@@ -48,7 +48,7 @@ class Preemption(Callback):
         if path is None:
             rank_zero_warn(f"Stopped on {name} without a checkpoint: no ModelCheckpoint has save_last and a dirpath.")
         else:
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             if save_failed(trainer):
                 rank_zero_warn(
                     f"Stopped on {name} after optimizer step {trainer.global_step}, which could not be saved: the "

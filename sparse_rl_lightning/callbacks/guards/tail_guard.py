@@ -314,7 +314,7 @@ class TailGuard(RolloutCallback):
         self._stop = False
         path = self._folder(trainer) / f"tail_guard_{module.num_rollouts - 1:05d}.ckpt"
         self.watch.start_over()  # a user who resumes from it has changed something
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         trainer.should_stop = True
         rank_zero_info(f"TailGuard: stopped; resume from {path}.")
 
