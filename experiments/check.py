@@ -50,11 +50,16 @@ def is_inside(value: float, others: Sequence[float]) -> bool:
     return low - max(high - low, LEAST) <= value <= high + max(high - low, LEAST)
 
 
+def end(record: Record) -> float:
+    """What a run came to with the full cache; there may be an evaluation before it."""
+    return record.end("dense", min(3, max(1, len(record.evaluations) - 1)))
+
+
 def judged(run: Run, again: Record, archive: Archive, runs: Sequence[Run]) -> bool:
     """Whether a run that was run again is inside, which is told."""
     own = [one for one in runs if _kind(one) == _kind(run)]
-    ends = [record.end("dense", 3) for one in own if (record := archive.of(one)) is not None]
-    before, value = archive.records[key_of(run)].end("dense", 3), again.end("dense", 3)
+    ends = [end(record) for one in own if (record := archive.of(one)) is not None]
+    before, value = end(archive.records[key_of(run)]), end(again)
     inside = is_inside(value, ends)
     say(
         f"{key_of(run)}: {value:.3f} again, {before:.3f} before; its arm {min(ends):.3f} to {max(ends):.3f}: "

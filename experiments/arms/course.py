@@ -15,7 +15,7 @@ from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.cli.classes import imported
-from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors import Compressor, Drawn, FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
@@ -24,13 +24,22 @@ SPLIT_EVERY = 5  # rollouts
 STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
 
 
+def learned(own: Compressor) -> dict[str, Compressor]:
+    """The method whose evictions a run draws, undrawn and with what it has learned, by its budget; none of others."""
+    if not isinstance(own, Drawn):
+        return {}
+    undrawn = copy(own)
+    undrawn.temperature = 0.0
+    return {str(own.budget): undrawn}
+
+
 class Course(RolloutCallback):
     """The reward of greedy answers under caches that are the same for every run, and what becomes of the tokens.
 
     Notes its mean on the first validation rows with the full cache and under every compressor, whatever the run itself
-    samples with; the parts of the mismatch; the share of tokens whose loss is left out or weighs nothing; the
-    share that the clip of the staleness ratio stops; and of every step the largest such ratio and the gradient's norm.
-    Written to ``course.json`` at the end of ``fit``.
+    samples with. One whose evictions the run draws is judged itself, undrawn. Notes also the parts of the mismatch; the
+    share of tokens whose loss is left out or weighs nothing; the share that the clip of the staleness ratio stops; and
+    of every step the largest such ratio and the gradient's norm. Written to ``course.json`` at the end of ``fit``.
 
     Args:
         compressors: Told apart by their budgets.
@@ -105,7 +114,7 @@ class Course(RolloutCallback):
             data.seed, data.num_val = self.problems_seed, self.num_problems
         rows = data.val_rows()[: self.num_problems]
         prompts, found = module.generator.encode(rows), {}
-        for name, cache in self.caches.items():
+        for name, cache in (self.caches | learned(module.generator.compressor)).items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
             found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling, self.judge)
             sampler.release()

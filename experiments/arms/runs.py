@@ -145,7 +145,7 @@ class Run:
     def folder(self) -> Path:
         """Where it writes, told apart by arm, budgets, steps and seed alone; for other settings give another."""
         name = re.sub(r"[^a-z0-9.]+", "-", self.arm.label.lower()).strip("-")
-        budgets = "-".join(map(str, self.budgets))
+        budgets = "-".join(map(str, self.budgets)) or "full"
         return self.settings.folder / f"{name}-budget-{budgets}-steps-{self.settings.steps}-seed-{self.seed}"
 
     @cached_property

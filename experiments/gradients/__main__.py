@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -72,11 +72,21 @@ SOURCES = (  # the second and the third are the first seeds of their arms that f
 )
 
 
-def missing(names: Iterable[str], lines: list[dict[str, Any]]) -> dict[str, tuple[tuple[str, int], ...]]:
+def missing(
+    names: Iterable[str], lines: list[dict[str, Any]], cases: Sequence[tuple[str, int]] = CASES
+) -> dict[str, tuple[tuple[str, int], ...]]:
     """Cases that have no line yet, by the policy's name; policies that have them all are left out."""
     done = {(line["weights"], line["method"], line["budget"]) for line in lines}
-    left = {name: tuple(case for case in CASES if (name, *case) not in done) for name in names}
-    return {name: cases for name, cases in left.items() if cases}
+    left = {name: tuple(case for case in cases if (name, *case) not in done) for name in names}
+    return {name: own for name, own in left.items() if own}
+
+
+def measure(jobs: Iterable[Job], pool: Executor, lines: list[dict[str, Any]], path: Path) -> None:
+    """Add what each job finds to the lines, and keep them."""
+    for done in as_completed([pool.submit(job) for job in jobs]):
+        lines += done.result()
+        kept.write(path, lines)
+        say(f"{len(lines)} lines")
 
 
 def main() -> None:
@@ -104,10 +114,7 @@ def main() -> None:
                 say(f"{name}: there is no such policy, its run has not ended or did not fall")
             samples = Samples(args.chunks)
             waiting = [Job(name, str(found[name]), samples, wanted[name]) for name in wanted if name in found]
-            for done in as_completed([pool.submit(job) for job in waiting]):
-                lines += done.result()
-                kept.write(args.kept, lines)
-                say(f"{len(lines)} lines")
+            measure(waiting, pool, lines, args.kept)
     if not lines:
         sys.exit("error: nothing is measured: run without --finished")
     for name, text in {**tables(lines), "one token": explosion_table().untitled}.items():

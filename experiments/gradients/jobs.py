@@ -11,17 +11,9 @@ import torch
 from benchmarks.common.pages import machine
 from experiments.gradients.agreement import cosine, estimate, length, noise, projection
 from experiments.gradients.measure import FULL, Samples, gram, measured
-from experiments.stability.studies import METHODS
-from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
+from sparse_rl_lightning.compressors import FullKV
 
 CASES: tuple[tuple[str, int], ...] = (("SnapKV", 34), ("SnapKV", 30), ("SnapKV", 26), ("R-KV", 30), ("R-KV", 26))
-
-
-def compressor(method: str, budget: int) -> Compressor:
-    """The compressor of a case, as in ``experiments.stability``."""
-    if method == "R-KV":
-        return RKV(budget=budget, buffer=4, num_sinks=0)
-    return SnapKV(budget=budget, **METHODS["SnapKV"]["init_args"])
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Job:
         return [line for case in self.missing for line in self._case(case, full.by_variant)]
 
     def _case(self, case: tuple[str, int], full: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        own = measured(self.policy, compressor(*case), self.samples)
+        own = measured(self.policy, self.samples.compressor(*case), self.samples)
         products = gram(full | own.by_variant)
         for place, variant in enumerate((FULL, *own.by_variant)):
             numbers = {

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from experiments.gradients.variants import NAIVE, REPLAY, VARIANTS, Variant, gradients
-from sparse_rl_lightning.compressors import Compressor, FullKV
+from experiments.stability.studies import METHODS
+from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 from sparse_rl_lightning.rollout import SamplingParams
 
 FULL = "full cache"
-Reward = Callable[..., list[float | None]]
-QUICKSTARTS: tuple[Reward, ...] = (arithmetic_reward, worked_steps_reward)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """How many: chunks of prompts, each its own prompts, and their samples."""
+    """Chunks of prompts, each its own prompts, and their samples; a subclass says of which task and policy."""
 
     chunks: int = 16
     prompts: int = 32  # per chunk
@@ -34,11 +35,40 @@ class Samples:
     task: str = "sum"
     seed: int = 77
 
+    variants: ClassVar[tuple[Variant, ...]] = VARIANTS
+
     def rows(self) -> list[Rows]:
         """Training problems, chunk by chunk."""
-        count = self.chunks * self.prompts
-        rows = ArithmeticTasks(self.task, num_train=count, num_val=0, seed=self.seed).train_rows()
-        return [rows[start : start + self.prompts] for start in range(0, count, self.prompts)]
+        rows = self.problems(self.chunks * self.prompts)
+        return [rows[start : start + self.prompts] for start in range(0, len(rows), self.prompts)]
+
+    def problems(self, count: int) -> Rows:
+        """So many training problems."""
+        return ArithmeticTasks(self.task, num_train=count, num_val=0, seed=self.seed).train_rows()
+
+    def compressor(self, method: str, budget: int) -> Compressor:
+        """The compressor of a case, as in ``experiments.stability``."""
+        if method == "R-KV":
+            return RKV(budget=budget, buffer=4, num_sinks=0)
+        return SnapKV(budget=budget, **METHODS["SnapKV"]["init_args"])
+
+    def module(self, policy: str, compressor: Compressor) -> SparseGRPO:
+        """What samples and learns at a policy's weights."""
+        return self._module(policy, compressor, [arithmetic_reward, worked_steps_reward], 48)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What sampling and learning happen in."""
+        return nullcontext()
+
+    def _module(
+        self, policy: str | PolicySource, compressor: Compressor, reward_funcs: list[Any], length: int, **options: Any
+    ) -> SparseGRPO:
+        sampling = SamplingParams(num_generations=self.generations, max_completion_length=length, seed=self.seed)
+        options |= {"sampling": sampling, "steps_per_generation": self.parts}
+        if isinstance(compressor, FullKV):
+            return SparseGRPO(policy, compressor, reward_funcs, **options)
+        # mixed computes both kinds of log-probs
+        return ReplayGRPO(policy, compressor, reward_funcs, replay_objective="mixed", **options)
 
 
 @dataclass
@@ -49,26 +79,21 @@ class Gradients:
     statistics: dict[str, float]
 
 
-def measured(
-    policy: str, compressor: Compressor, samples: Samples, reward_funcs: Sequence[Reward] = QUICKSTARTS
-) -> Gradients:
+def measured(policy: str, compressor: Compressor, samples: Samples) -> Gradients:
     """The gradients of every variant at a policy's weights, of rollouts under a compressor; only one with FullKV."""
     sparse = not isinstance(compressor, FullKV)
-    options: dict[str, Any] = {"replay_objective": "mixed"} if sparse else {}  # it computes both kinds of log-probs
-    module = (ReplayGRPO if sparse else SparseGRPO)(
-        policy, compressor, list(reward_funcs),
-        sampling=SamplingParams(num_generations=samples.generations, max_completion_length=48, seed=samples.seed),
-        steps_per_generation=samples.parts, **options,
-    )  # fmt: skip
+    module = samples.module(policy, compressor)
     module.configure_model()
     found = Gradients({}, {})
     totals: dict[str, list[float]] = {}
     for rows in samples.rows():
-        rollout = module.roll_out(rows).rollout
-        module.num_rollouts += 1  # other random numbers
+        with samples.precision():
+            rollout = module.roll_out(rows).rollout
+            module.num_rollouts += 1  # other random numbers
+            own = dict(of_chunk(module, rollout, samples.variants if sparse else (NAIVE,), samples.parts))
         for name, value in described(rollout).items():
             totals.setdefault(name, []).append(value)
-        for name, gradient in of_chunk(module, rollout, VARIANTS if sparse else (NAIVE,), samples.parts):
+        for name, gradient in own.items():
             found.by_variant.setdefault(name if sparse else FULL, []).append(gradient)
     found.statistics = {name: sum(values) / len(values) for name, values in totals.items()}
     return found
@@ -104,7 +129,5 @@ def described(rollout: Rollout) -> dict[str, float]:
 
 def gram(found: dict[str, list[Tensor]]) -> Tensor:
     """Products (K, C, K, C), float64, of all gradients in all chunks."""
-    stacked = torch.cat([torch.stack(chunks) for chunks in found.values()])
-    count = len(next(iter(found.values())))
-    products = (stacked @ stacked.T).double()
-    return products.reshape(len(found), count, len(found), count)
+    every = list(found.values())
+    return torch.stack([torch.stack([torch.stack(a) @ torch.stack(b).T for b in every], dim=1) for a in every]).double()

@@ -2,6 +2,7 @@
 
     python -m experiments.real --studies rates                       # dense alone: rates and steps per rollout
     python -m experiments.real --studies main [--seeds 20 21] [--jobs 2] [--save docs]
+    python -m experiments.real --studies learned                     # does a learned eviction pass the best rule?
 
 The protocol is experiments/real/PROTOCOL.md. The model is SmolLM2-135M-Instruct (`make real-model`), the task a story
 with six given words. Every run is `sparse-rl fit` in a process of its own, six to nine minutes on a core. What a
@@ -23,14 +24,15 @@ from benchmarks.common import kept
 from benchmarks.common.pages import insert, mark
 from experiments.arms.runs import Run
 from experiments.real.results import Results, blocks
-from experiments.real.studies import DEVICES, MAIN, RATES, Study, planned
+from experiments.real.studies import DEVICES, LEARNING_TO_EVICT, MAIN, NETWORK, RATES, Study, planned
+from experiments.real.teacher import teach
 from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 
 PAGE = "results.md"
 
 
-GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN}
+GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN, "learned": LEARNING_TO_EVICT}
 
 
 def tidy(run: Run, archive: Archive) -> None:
@@ -58,6 +60,8 @@ def main() -> None:
     archive = Archive(args.kept, of_any_code=args.finished)
     if not args.finished:
         folder.mkdir(parents=True, exist_ok=True)
+        if "learned" in studies:
+            teach(args.policy, folder / NETWORK)
         execute(runs, archive, args.jobs, after_each=lambda run: tidy(run, archive))
     found = blocks(Results(archive, folder, args.policy, args.device), studies)
     if not found:

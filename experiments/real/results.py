@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common.tables import Table
 from experiments.arms.runs import Arm
-from experiments.real.studies import DENSE, HALF, NAIVE, Study
+from experiments.real.studies import DENSE, HALF, NAIVE, REPLAY, Study
 from experiments.stability.outcomes import COLLAPSED, ENOUGH, geometric, interval, mean
 from experiments.stability.records import Archive, Record
 from experiments.stability.results import paired
@@ -48,6 +48,8 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
         tables["rates"] = rates_table(results, studies["rates"])
     if "main" in studies:
         tables["main"] = arms_table(results, studies["main"])
+    if "learned" in studies:
+        tables["learned"] = learned_table(results, studies["learned"])
     return {name: table.untitled for name, table in tables.items() if table.rows}
 
 
@@ -72,7 +74,7 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
     table = Table("", ("slot", "", "full cache", "compressed", *leads, "collapsed", *COLUMNS))
     dense = next((own for study in studies if (own := results.of(study, DENSE))), {})
-    before = next(iter(run.evaluations[0] for run in dense.values()), {})  # of the same policy on the same prompts
+    before = next((row for run in dense.values() for row in run.evaluations if row["rollouts"] == 0), {})
     for budget in sorted((int(key) for key in before if key.isdigit()), reverse=True):
         ends = [f"{before[key]:.2f}" for key in ("dense", str(budget))]
         table.add(slot(budget), "before training", *ends, *[MISSING] * (len(table.header) - 4))
@@ -91,6 +93,25 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
                     *(lead(own, other, key) for other in others for key in compared),
                     f"{collapsed} of {len(own)}" if before else MISSING,
                     *(column(list(own.values())) for column in COLUMNS.values()),
+                )  # fmt: skip
+    return table
+
+
+def learned_table(results: Results, studies: Sequence[Study]) -> Table:
+    """Replay under each way to evict by what it comes to under its own cache, and by the lead over SnapKV's."""
+    rule = replace(studies[0], method="SnapKV", arms=(REPLAY,))
+    cache = str(rule.budget)
+    snapkv = results.of(rule, REPLAY)
+    table = Table("", ("", "compressed", "ahead of SnapKV", "full cache", "5th percentile of acceptance", *COLUMNS))
+    for study in (rule, *studies):
+        for arm in study.arms:
+            own = results.of(study, arm)
+            if own:
+                runs = list(own.values())
+                table.add(
+                    f"{study.method}, {arm.label}", mean([run.end(cache, 1) for run in runs]), lead(own, snapkv, cache),
+                    mean([run.end("dense", 1) for run in runs]), mean([run.p05 for run in runs], 3),
+                    *(column(runs) for column in COLUMNS.values()),
                 )  # fmt: skip
     return table
 

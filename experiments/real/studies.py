@@ -12,13 +12,16 @@ from typing import Any
 from experiments.arms.runs import CAPPED, Arm, Run, Settings, in_order
 from experiments.stability.studies import Recipe
 
-BASE, REPLAYED, FULL = (f"../experiments/real/{name}" for name in ("base", "replay", "dense"))  # as shipped ones
+BASE, REPLAYED, LEARNING, FULL = (
+    f"../experiments/real/{name}" for name in ("base", "replay", "learned", "dense")
+)  # as shipped ones
 REJECTING = {"class_path": "SparsityAwareRejection", "init_args": {"threshold": 1e-4}}
 DENSE = Arm("dense", FULL)
 NAIVE = Arm("naive", BASE)
 REWEIGHTING = Arm("reweighting only", BASE, (CAPPED,))
 SPARSE_RL = Arm("Sparse-RL", BASE, (REJECTING, CAPPED))
 REPLAY = Arm("replay", REPLAYED)
+LEARNED = Arm("replay + learned eviction", LEARNING, temperature=0.3)
 
 BUFFER = 8
 HALF, QUARTER = 72, 32
@@ -27,7 +30,10 @@ _SIZES = {"buffer": BUFFER, "num_sinks": 4, "window": 8}
 METHODS: dict[str, dict[str, Any]] = {
     "SnapKV": {"class_path": "SnapKV", "init_args": _SIZES},
     "RandomEviction": {"class_path": "RandomEviction", "init_args": _SIZES},
+    "H2O, by age": {"class_path": "H2O", "init_args": {**_SIZES, "age_normalized": True}},
+    "LearnedScore": {"class_path": "LearnedScore", "init_args": _SIZES},
 }
+NETWORK = "learned_score.safetensors"  # in the folder of the runs: what LearnedScore begins with
 PROBLEMS, PROBLEMS_SEED = 256, 1_000_000  # held-out prompts, the same for every run
 MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
 JUDGE = {"reward": "experiments.real.task.story_reward"}
@@ -46,38 +52,50 @@ class Study:
     arms: Sequence[Arm]
     recipe: Recipe
     seeds: tuple[int, ...]
+    judged: tuple[int, ...] = (HALF, QUARTER)  # budgets under which dense runs are judged too
 
     @property
     def place(self) -> str:
         """Name of its folder, which studies with the same compressor and recipe share."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.method} {self.recipe}".lower())
 
+    def compressor(self, folder: Path) -> dict[str, Any]:
+        """Its class and arguments but for the budget."""
+        method = METHODS[self.method]
+        if self.method != "LearnedScore":
+            return method
+        return {**method, "init_args": {**method["init_args"], "weights": str((folder / NETWORK).absolute())}}
+
     def runs(self, seed: int, folder: Path, policy: Path, device: str = "cpu") -> list[Run]:
-        """Those of one seed. Dense rollouts are judged under both budgets, others under their own."""
+        """Those of one seed. Dense runs are judged under several budgets, others under their own.
+
+        The policy before training is the same in all, and judged once.
+        """
         recipe = self.recipe
         settings = Settings(
             policy=json.dumps({"class_path": "LoraPolicy", "init_args": {"policy": str(policy.absolute()), "r": 16}}),
             folder=(folder / self.place).absolute(),
-            budgets=(HALF, QUARTER),
+            budgets=self.judged,
             steps=recipe.rollouts * recipe.steps,
             every_n_rollouts=0,
             num_problems=PROBLEMS,
             problems_seed=PROBLEMS_SEED,
             threads=1,
-            method=METHODS[self.method],
+            method=self.compressor(folder),
             callbacks=(MONITOR,),
             judge=JUDGE,
             options={**recipe.options(), **DEVICES[device], "data.init_args.seed": str(1 + seed)},
         )
-        twice = replace(settings, every_n_rollouts=recipe.rollouts)  # before training too, which is the same for all
+        before = recipe.rollouts if self.judged and seed == self.seeds[0] else 0
+        dense = replace(settings, every_n_rollouts=before)
         return [
-            Run(arm, self.budget, seed, settings) if arm.evicts else Run(arm, None, seed, twice) for arm in self.arms
+            Run(arm, self.budget, seed, settings) if arm.evicts else Run(arm, None, seed, dense) for arm in self.arms
         ]
 
 
 USUAL = Recipe(prompts=4, steps=2, rate=5e-4, rollouts=12, warm_up=0)
 RATES = tuple(
-    Study("SnapKV", HALF, (DENSE,), replace(USUAL, steps=steps, rate=rate), (0,))
+    Study("SnapKV", HALF, (DENSE,), replace(USUAL, steps=steps, rate=rate), (0,), judged=())
     for steps in (1, 2, 4)
     for rate in (2e-4, 5e-4, 1e-3)
 )
@@ -90,6 +108,11 @@ _QUARTER = replace(_HALF, budget=QUARTER, arms=FIVE[1:])
 _CHANCE = tuple(replace(study, method="RandomEviction", arms=(SPARSE_RL,)) for study in (_HALF, _QUARTER))
 MAIN = (_HALF, _QUARTER, *_CHANCE)
 """Five arms under a half, four under a quarter, and chance under both."""
+LEARNING_TO_EVICT = (
+    replace(_QUARTER, method="H2O, by age", arms=(REPLAY,)),
+    replace(_QUARTER, method="LearnedScore", arms=(REPLAY, LEARNED)),
+)
+"""Under a quarter, beside replay of MAIN: the best rule, a network that imitates attention, and one that learns on."""
 
 
 def planned(

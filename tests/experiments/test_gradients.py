@@ -20,7 +20,8 @@ from experiments.gradients.variants import VARIANTS
 from experiments.stability.outcomes import fall
 from experiments.stability.records import Archive, key_of
 from experiments.stability.studies import MAIN, planned
-from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
+from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
 
@@ -81,16 +82,23 @@ def likes_digits(prompts: Any, completions: list[str], **_: Any) -> list[float |
     return [sum(letter.isdigit() for letter in text) / 48 for text in completions]
 
 
+class DigitSamples(Samples):
+    """The quickstart's problems, judged by how many digits an answer has."""
+
+    def module(self, policy: str, compressor: Compressor) -> SparseGRPO:
+        return self._module(policy, compressor, [likes_digits], 48)
+
+
 @pytest.mark.slow
 def test_gradients_are_those_of_the_losses(tmp_path: Path) -> None:
     """With nothing evicted all variants but the official one's denominators are the full cache's gradient."""
     module = SupervisedWarmup(TinyPolicy())
     module.configure_model()
     module.export(tmp_path / "policy")
-    samples = Samples(chunks=2, prompts=2, generations=4, parts=2)
+    samples = DigitSamples(chunks=2, prompts=2, generations=4, parts=2)
     policy = str(tmp_path / "policy")
-    full = measured(policy, FullKV(), samples, [likes_digits])
-    roomy = measured(policy, SnapKV(budget=200, buffer=8, window=4, kernel_size=3), samples, [likes_digits])
+    full = measured(policy, FullKV(), samples)
+    roomy = measured(policy, SnapKV(budget=200, buffer=8, window=4, kernel_size=3), samples)
     assert set(full.by_variant) == {FULL}
     assert set(roomy.by_variant) == {variant.name for variant in VARIANTS}
     for name, chunks in roomy.by_variant.items():

@@ -65,8 +65,10 @@ def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.Monkey
 def write(run: Run, end: float) -> None:
     """The files of a finished run."""
     evaluation = {"rollouts": 12, "dense": end, **{str(budget): end / 2 for budget in run.budgets}}
+    before = [{**evaluation, "rollouts": 0}] if run.settings.every_n_rollouts else []
     course = {
-        "evaluations": [evaluation], "splits": [{"rollouts": 0, curves.COMPRESSION: 0.5, curves.ROUNDING: 1e-12}],
+        "evaluations": [*before, evaluation],
+        "splits": [{"rollouts": 0, curves.COMPRESSION: 0.5, curves.ROUNDING: 1e-12}],
         "unused": [0.0], "clipped": [0.0], "ratios": [2.0], "grad_norms": [0.5], "seconds": 60.0,
     }  # fmt: skip
     history = [
