@@ -12,7 +12,7 @@ turns/cut_turns                             turns        turns of the policy tha
 turns/cut_observations                      answers      answers of the environment that were shortened
 turns/failed                                samples      conversations that an error of the environment ended
 turns/timeouts                              samples      conversations in which it took too long
-kv/evicted/prompt                           share        tokens of prompts evicted in the end, over layers and heads
+kv/evicted/prompt                           share        tokens of prompts evicted at the end, over layers and heads
 kv/evicted/drawn                            share        the same of the tokens that the policy drew
 kv/evicted/given                            share        the same of the tokens that the environment gave
 mismatch/kl_k3/first_turn                   nats/token   KL(sparse || dense) in the first turn
@@ -81,7 +81,7 @@ def roles_of(rollout: Rollout) -> Tensor:
 
 
 def evicted_by_role(rollout: Rollout, evictions: EvictionRecord) -> dict[str, Tensor]:
-    """The share () of each role's tokens that are evicted in the end, as ``kv/evicted/{role}``; 0 without any."""
+    """The share () of each role's tokens that are evicted at the end, as ``kv/evicted/{role}``; 0 without any."""
     roles, heads = roles_of(rollout), evictions.num_layers * evictions.num_heads
     rows = torch.arange(len(evictions), device=roles.device).repeat_interleave(evictions.num_dead)
     dead = roles[rows, evictions.positions.long()]

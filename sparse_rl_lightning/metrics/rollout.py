@@ -26,7 +26,7 @@ downsampling/drawn/reward_std               reward       as `reward_std`, of all
 downsampling/drawn/frac_reward_zero_std     share        prompts whose drawn samples all have the same reward
 downsampling/dropped/reward                 reward       mean of the samples that are not trained on
 downsampling/dropped/mean_length            tokens       mean length of their completions
-rejection_rate                              share        sequences without any token left by rejection
+rejection_rate                              share        sequences of which rejection leaves no token
 token_mask_rate                             share        tokens left out, including rejected sequences
 mismatch/kl_k1                              nats/token   KL(sparse || dense), unbiased, may be negative
 mismatch/kl_k3                              nats/token   the same, never negative

@@ -59,12 +59,12 @@ class Evaluation(PolicyModule):
     """Accuracy of a policy with the full cache and with any compressors, on ``MathBenchmarks`` (``sparse-rl test``).
 
     Finished benchmarks are written to ``evaluation/`` in ``trainer.default_root_dir`` and reused by a later run that
-    would find the same. One for which something is another now is measured anew, with a line that says what: the policy
-    with its configuration and adapters, tokenizer, token ids of the prompts, end tokens, precision, settings, or the
-    code of a compressor, a retriever, an environment or the answer checker, your own and the library's. Sequences draw
-    the same random numbers under every cache and in any batch. The defaults are the paper's (arXiv 2601.10079):
-    temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem that does not fit into the model's context is not
-    sampled and counts as wrong, with a message and in the log.
+    would find the same. A benchmark whose inputs have changed is measured again, with a log line that names the change:
+    the policy with its configuration and adapters, tokenizer, token ids of the prompts, end tokens, precision,
+    settings, or the code of a compressor, a retriever, an environment or the answer checker, your own and the
+    library's. Sequences draw the same random numbers under every cache and in any batch. The defaults are the paper's
+    (arXiv 2601.10079): temperature 0.8, top-p 0.95. In ``sparse-rl test`` a problem that does not fit into the model's
+    context is not sampled and counts as wrong, with a message and in the log.
 
     Args:
         policy: Hugging Face folder or hub name, or a source of models. ``--ckpt_path`` loads a checkpoint into it.

@@ -41,8 +41,8 @@ class EmptyRollouts(RolloutCallback):
     policy gradient. Modules that roll out add this callback themselves.
 
     Args:
-        warn_after: Number of rollouts in a row, empty, with few tokens, or without a difference of rewards, after which
-            to warn, once per row.
+        warn_after: Number of rollouts in a row that are empty, have few tokens, or have equal rewards, after which to
+            warn, once per streak.
         few: Share of the completion tokens below which they are few.
 
     Raises:

@@ -33,10 +33,10 @@ class StepGuard(Callback):
     ``torch.load(weights_only=True)`` reads. Steps that float16 skips while it searches its loss scale (one above 1, or
     any of DeepSpeed's) are counted, but not as steps in a row. Modules that roll out add this callback themselves.
 
-    A step whose gradient is far longer than those before it is not skipped but told of, with its likely cause and what
-    helps: training on tokens whose staleness ratio has exploded goes on for a while before the reward shows it. Where
-    the sampler sees less than the whole cache and neither weights nor replay account for it, such a ratio is told of by
-    itself, once: a loss that bounds it has no long steps. Where nothing accounts for it, that is told of at the start.
+    A step whose gradient is far longer than those before it is taken, with a warning that names the likely cause and
+    what helps: tokens whose staleness ratio has exploded are trained on for a while before the reward shows it. Under a
+    compressed cache without weights or replay, the first such ratio triggers a warning by itself, because a loss that
+    bounds the ratio has no long steps. Training without any correction triggers a warning at the start.
 
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.

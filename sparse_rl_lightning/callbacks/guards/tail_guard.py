@@ -122,9 +122,9 @@ class TailGuard(RolloutCallback):
     """Watch the acceptance's tail, the rejection rate and the response length, and warn, raise the budget, or stop.
 
     A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
-    last in reward (Sparrow, arXiv 2606.08446). Signs are: a length bin whose 5th percentile is below the target, as
-    ``AcceptanceMonitor`` measures it; a mean rejection rate above its limit, or one that has risen; mean responses that
-    have shrunk. The reaction to a sign that persists is the ``mode``:
+    last in reward (Sparrow, arXiv 2606.08446). There are three signs. A length bin's 5th percentile is below the
+    target, as ``AcceptanceMonitor`` measures it. The mean rejection rate is above its limit, or rising. Responses have
+    become shorter on average. The reaction to a sign that persists is the ``mode``:
 
     - ``warn``: warn once, until the sign is gone.
     - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its

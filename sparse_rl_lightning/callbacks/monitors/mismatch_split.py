@@ -29,9 +29,8 @@ class MismatchSplit(RolloutCallback):
     ``kl_k1``, ``kl_k3`` (never negative) and the 5th percentile of the ratio of probabilities, replayed / sampler's and
     dense / replayed. Costs two forward passes over a rollout, without gradient.
 
-    Where choices of experts are recorded (``rollout.record_routing``) both passes make them again, and a third one
-    shows what routers would add that choose anew: ``routing``, replayed with free routers / replayed. Otherwise that is
-    part of rounding.
+    Where choices of experts are recorded (``rollout.record_routing``) both passes reuse them, and a third pass shows
+    what free routers would add: ``routing``, replayed with free routers / replayed. Otherwise that is part of rounding.
 
     Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; if
     none remain, nothing is logged.

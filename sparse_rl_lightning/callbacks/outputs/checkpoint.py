@@ -28,7 +28,7 @@ class RolloutCheckpoint(ModelCheckpoint):
             ``train_time_interval`` is given.
         save_last: Whether ``last.ckpt`` is written beside the newest checkpoint; ``link`` makes it a link.
         enable_version_counter: Whether an existing ``last.ckpt`` is kept and ``last-v1.ckpt`` is written.
-        minutes: Minutes after which ``last.ckpt`` is written although no checkpoint is due, behind an optimizer step;
+        minutes: Minutes after which ``last.ckpt`` is written even if none is due, after an optimizer step;
             null for never, as without ``save_last``, and with ``every_n_epochs`` or ``train_time_interval``.
     """
 

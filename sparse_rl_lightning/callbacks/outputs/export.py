@@ -18,7 +18,7 @@ from sparse_rl_lightning.files import remove, writable_folder
 
 
 class ExportPolicy(Callback):
-    """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, all of it or nothing.
+    """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, atomically.
 
     An interrupted run or a trial run (``fast_dev_run``) leaves an existing folder unchanged. Weights that are
     sharded over ranks are gathered.
