@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from benchmarks import ROOT
 from docs import method_pages
 from sparse_rl_lightning.quality.cells import Cell
 
@@ -109,3 +111,10 @@ def test_a_protected_prompt_helps_neither_chance_nor_the_others() -> None:
     for method in ("SnapKV", "RKV", "TOVA", BY_AGE):
         assert kl(method, "kept", 192) > kl(method, "open", 192), method
         assert length(method, "kept", 192) < length(method, "open", 192), method
+
+
+def test_replay_is_as_exact_as_the_results_say() -> None:
+    every = [cell.replay_difference or 0.0 for part in PARTS for cell in cells(part).values()]
+    page = (ROOT / "docs/results.md").read_text("utf-8")
+    (said,) = re.findall(r"differ from the sampler's by at most (\S+), in float32", page)
+    assert float(said) == float(f"{max(every):.0e}")
