@@ -1,6 +1,7 @@
 """Draw the pictures of ``concepts.md`` and ``design.md`` into ``docs/figures``: ``python -m docs.figures``.
 
-What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule.
+What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule. All are
+narrow: on a screen of 500 pixels no letter is smaller than nine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from sparse_rl_lightning.testing import tiny_model
 FOLDER = Path(__file__).parent / "figures"
 SINK, KEPT, WINDOW, FREE, GONE, LINE = "#99b8dd", "#66ccee", "#ddcc66", "#f4f4f4", "#ee6677", "#4477aa"
 INK = "#333333"
-STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 110}
+WIDTH = 6.4  # inches
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "savefig.dpi": 150,
+}
 
 
 def main() -> None:
@@ -42,7 +50,7 @@ def main() -> None:
 def canvas(width: float, height: float, right: float, top: float) -> tuple[Figure, Axes]:
     """An empty drawing whose units are cells."""
     figure = Figure(figsize=(width, height))
-    axes = figure.subplots()
+    axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, right), ylim=(0, top))
     axes.axis("off")
     return figure, axes
@@ -66,7 +74,7 @@ def box(axes: Axes, x: float, y: float, text: str, color: str, width: float = 2.
     """A box with text, around its middle."""
     place = (x - width / 2, y - height / 2)
     axes.add_patch(FancyBboxPatch(place, width, height, "round,pad=0.06", facecolor=color, edgecolor=INK))
-    axes.text(x, y, text, ha="center", va="center", fontsize=9.5)
+    axes.text(x, y, text, ha="center", va="center")
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], bend: float = 0.0) -> None:
@@ -89,28 +97,33 @@ def tiny_rollout() -> tuple[torch.nn.Module, Compressor, Rollout]:
 
 def loop() -> Figure:
     """The way of a block of prompts, from the data to the next one."""
-    figure, axes = canvas(12, 3.8, 20, 7)
-    steps = [
-        ("prompts", FREE), ("rollout:\nsparse policy,\nsmall cache", KEPT),
-        ("rescoring:\ndense policy,\nfull cache", SINK),
-        ("rewards,\nadvantages", WINDOW), ("callbacks:\nreject,\nreweight", GONE), ("loss,\noptimizer", FREE),
-    ]  # fmt: skip
-    for number, (text, color) in enumerate(steps):
-        box(axes, 1.6 + 3.35 * number, 4, text, color, 2.6, 2.2)
-        if number:
-            arrow(axes, (3.35 * number - 0.42, 4), (3.35 * number + 0.28, 4))
-    arrow(axes, (18.3, 2.1), (5, 2.1), -0.2)
-    axes.text(11.6, -0.1, "new weights, next rollout", ha="center")
-    for number, field in enumerate(("data", "generator", "learner", "rewards", "RolloutCallback", "learner, loss")):
-        axes.text(1.6 + 3.35 * number, 2.68, field, ha="center", va="top", fontsize=9, family="monospace")
-    for x, text in ((4.95, "sampler_logprobs\nevictions"), (8.3, "old_logprobs"), (15, "keep, weights")):
-        axes.text(x, 5.5, text, ha="center", va="bottom", fontsize=9, family="monospace")
+    figure, axes = canvas(WIDTH, 4.4, 14, 9.6)
+    (left, middle, right), (above, below) = (2, 7, 12), (7.2, 2.4)
+    for x, y, text, field, color in (
+        (left, above, "prompts", "data", FREE), (middle, above, "rollout:\ncompressed\ncache", "generator", KEPT),
+        (right, above, "rescoring:\nfull cache", "learner", SINK),
+        (right, below, "rewards,\nadvantages", "rewards", WINDOW),
+        (middle, below, "callbacks:\nreject,\nreweight", "RolloutCallback", GONE),
+        (left, below, "loss,\noptimizer", "learner, loss", FREE),
+    ):  # fmt: skip
+        box(axes, x, y, text, color, 2.9, 2)
+        axes.text(x, y - 1.15, field, ha="center", va="top", fontsize=9, family="monospace")
+    for y, text, x in (
+        (above, "sampler_logprobs\nevictions", middle), (above, "old_logprobs", right), (below, "keep, weights", middle)
+    ):  # fmt: skip
+        axes.text(x, y + 1.25, text, ha="center", va="bottom", fontsize=9, family="monospace")
+    for start, end, y in ((left, middle, above), (middle, right, above), (right, middle, below), (middle, left, below)):
+        ahead = 1.6 if end > start else -1.6
+        arrow(axes, (start + ahead, y), (end - ahead, y))
+    arrow(axes, (right, above - 1.75), (right, below + 1.2))
+    arrow(axes, (left, below + 1.2), (middle - 1.3, above - 1.2), -0.15)
+    axes.text(left - 1.5, 4.75, "new weights,\nnext rollout", ha="left", va="center")
     return figure
 
 
 def slot() -> Figure:
     """What one sequence owns in one layer and KV head."""
-    figure, axes = canvas(9, 2.6, 18, 5.4)
+    figure, axes = canvas(WIDTH, 2.2, 18, 5.4)
     colors = [SINK] * 2 + [KEPT] * 7 + [WINDOW] * 3 + [FREE] * 4
     cells(axes, 3, colors, [str(n) for n in (0, 1, 5, 6, 9, 14, 17, 18, 22, 24, 25, 26)] + [""] * 4, x=1)
     axes.text(1.9, 4.15, "sinks", ha="center")
@@ -125,7 +138,7 @@ def slot() -> Figure:
 
 def compression() -> Figure:
     """A full slot, its scores, and what is left of it."""
-    figure, axes = canvas(9, 4.4, 18, 9.4)
+    figure, axes = canvas(WIDTH, 3.7, 18, 9.4)
     positions = [0, 1, 5, 6, 9, 14, 17, 18, 22, 24, 25, 26, 27, 28, 29, 30]
     scores = [0.55, 0.2, 0.8, 0.35, 0.95, 0.25, 0.7, 0.6, 0.15, 0.75, 0.5]  # of the entries that compete
     kept = set(sorted(range(2, 13), key=lambda n: -scores[n - 2])[:7])
@@ -135,7 +148,7 @@ def compression() -> Figure:
     for n, score in enumerate(scores, start=2):
         axes.add_patch(Rectangle((1.2 + n, 5.75), 0.52, 2.4 * score, facecolor=colors[n], edgecolor=INK, linewidth=0.6))
     axes.text(8.4, 8.5, "score of every entry that is not pinned", ha="center")
-    axes.text(9, 4.3, "full after position 30: the worst four go, their deaths are 31", ha="center", va="top")
+    axes.text(9, 4.3, "full after position 30: the lowest four are evicted, at step 31", ha="center", va="top")
     arrow(axes, (9, 3.55), (9, 2.6))
     left = [n for n in range(16) if colors[n] != GONE]
     after = [colors[n] for n in left] + [FREE] * 4
@@ -153,14 +166,21 @@ def record() -> Figure:
     query, key = torch.arange(length)[:, None], torch.arange(length)[None]
     causal = key <= query
     seen = causal & (query < death[:length])
-    figure = Figure(figsize=(9.2, 4.4))
+    figure = Figure(figsize=(WIDTH, 3.4))
     left, right = figure.subplots(1, 2)
     map_ = matplotlib.colors.ListedColormap(["white", GONE, KEPT])
-    for axes, visible, title in ((left, causal, "dense policy"), (right, seen, "sparse policy, and its replay")):
+    for axes, visible, title in (
+        (left, causal, "full-cache policy"),
+        (right, seen, "compressed-cache policy\nand its replay"),
+    ):
         axes.imshow(causal.int() + visible.int(), cmap=map_, vmin=0, vmax=2, interpolation="nearest")
         axes.set(title=title, xlabel="key (position)", ylabel="query (position)")
     right.annotate(
-        "evicted: seen until\nits death, never after", (9, 34), (22, 12), arrowprops={"arrowstyle": "->"}, fontsize=9
+        "evicted: seen until its\neviction step, not after",
+        (12, 20),
+        (17, 6),
+        arrowprops={"arrowstyle": "->"},
+        fontsize=9,
     )
     figure.tight_layout()
     return figure
@@ -174,18 +194,16 @@ def policies() -> Figure:
         dense, _ = sequence_logprobs(model, rollout.sequences, mask)
         replay = replay_logprobs(model, rollout)
     position = mask[0].nonzero()[:, 0]
-    figure = Figure(figsize=(9.2, 3.6))
+    figure = Figure(figsize=(WIDTH, 3.3))
     axes = figure.subplots()
-    axes.plot(position, dense[mask], color=LINE, label="old_logprobs: the dense policy")
-    axes.plot(
-        position, rollout.sampler_logprobs[mask], color=GONE, label="sampler_logprobs: the sparse policy, which drew"
-    )
-    axes.plot(position, replay[mask], "o", color=INK, markersize=4, fillstyle="none", label="replay of its evictions")
+    axes.plot(position, dense[mask], color=LINE, label="old_logprobs: full cache")
+    axes.plot(position, rollout.sampler_logprobs[mask], color=GONE, label="sampler_logprobs: compressed cache")
+    axes.plot(position, replay[mask], "o", color=INK, markersize=4, fillstyle="none", label="replay of the evictions")
     assert rollout.evictions is not None
     events = rollout.evictions.death.unique()
     for number, event in enumerate(events[events < mask.shape[1]].tolist()):
         axes.axvline(event - 0.5, color="#bbbbbb", linewidth=0.8, zorder=0, label="compression" if not number else None)
-    axes.set(xlabel="position", ylabel="log-probability of the token drawn")
+    axes.set(xlabel="position", ylabel="log-probability of the sampled token")
     axes.set_ylim(top=axes.get_ylim()[1] + 2.6)
     axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
     return figure
@@ -198,7 +216,7 @@ def corrections() -> Figure:
         "B, some far off": [1.0, 0.62, 1.05, 2.6, 0.9, 0.3, 1.9, 1.0],
         "C, one impossible token": [1.0, 0.96, 1.1, 0.9, 2e-5, 0.8, 1.2, 1.0],
     }
-    figure = Figure(figsize=(9.2, 3.6))
+    figure = Figure(figsize=(WIDTH, 3.3))
     left, right = figure.subplots(1, 2)
     for (name, values), color in zip(ratios.items(), (LINE, WINDOW, GONE), strict=True):
         left.plot(values, "o-", color=color, label=name, markersize=4)
@@ -206,13 +224,13 @@ def corrections() -> Figure:
         weights = [min(value, 1.5) if kept else 0.0 for value in values]
         right.plot(weights, "o-", color=color, markersize=4)
     left.axhline(1e-4, color=INK, linestyle="--", linewidth=1)
-    left.text(0, 1.3e-4, "threshold of rejection, 1e-4", fontsize=9, va="bottom")
-    left.set(yscale="log", xlabel="token", title="ξ = dense / sparse probability", ylim=(5e-6, 800))
-    left.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
+    left.text(0, 1.3e-4, "rejected below 1e-4", fontsize=9, va="bottom")
+    left.set(yscale="log", xlabel="token", title="ξ = full / compressed probability", ylim=(5e-6, 3e4))
+    left.legend(frameon=False, fontsize=9, loc="upper left")
     right.axhline(1.5, color=INK, linestyle="--", linewidth=1)
     right.text(0, 1.53, "clip_max of reweighting, 1.5", fontsize=9, va="bottom")
-    right.set(xlabel="token", title="what multiplies the loss of the token", ylim=(-0.1, 1.8))
-    right.text(3.2, 0.07, "C is rejected, all of it", fontsize=9)
+    right.set(xlabel="token", title="factor of the token's loss", ylim=(-0.1, 1.8))
+    right.text(0, 0.07, "C is rejected as a whole", fontsize=9)
     figure.tight_layout()
     return figure
 
@@ -220,7 +238,7 @@ def corrections() -> Figure:
 def schedule() -> Figure:
     """Entries that a sequence reads, step by step, as the library computes them."""
     rising = LengthSchedule([0, 2000, 4000, 6000], [512, 1024, 1536, 2048])
-    figure = Figure(figsize=(9.2, 3.6))
+    figure = Figure(figsize=(WIDTH, 3.3))
     axes = figure.subplots()
     work = Work(batch=1, prompt=256, length=8000)
     lengths = torch.arange(work.prompt + 1, work.prompt + work.length + 1)
@@ -235,7 +253,7 @@ def schedule() -> Figure:
 
 def pages() -> Figure:
     """What one query reads under retrieval."""
-    figure, axes = canvas(9.2, 3.4, 28, 9)
+    figure, axes = canvas(WIDTH, 3, 28, 9)
     scores = [0.0, 0.35, 0.9, 0.2, 0.75, 0.3, 0.0, 0.0]
     for page, score in enumerate(scores):
         always, chosen = page in (0, 6, 7), score >= 0.75
@@ -254,45 +272,50 @@ def pages() -> Figure:
             fontsize=9,
         )
     axes.text(10.8, 7.3, "score of a page: query · mean key of the page", ha="center")
-    axes.text(14, 0.6, "everything stays in memory: another query may read other pages", ha="center")
+    axes.text(14, 0.6, "all stay in memory: another query may read other pages", ha="center")
     return figure
 
 
 def engine() -> Figure:
     """A prompt's way through the engine: what happens to it, and in which file."""
-    figure, axes = canvas(13, 5.2, 36, 13.2)
-    axes.add_patch(Rectangle((6.3, 0.4), 23.4, 12.5, facecolor="none", edgecolor=LINE, linestyle="--"))
-    told = "Scheduler.step, until all sequences have finished: rollout/engine/scheduler.py"
-    axes.text(6.7, 12.6, told, va="top", family="monospace", fontsize=9, color=LINE)
+    figure, axes = canvas(6.6, 5.6, 22, 18.6)
+    (left, middle, right), (top, center, bottom) = (3.1, 11, 18.9), (16.4, 10.2, 4)
+    between = (top + center) / 2
     for x, y, title, text, file, color in (
-        (2.9, 8, "prompt", "token ids, and how\nmany samples of it", "rollout/sampler", FREE),
-        (9.8, 8, "admit", "a waiting sequence\ngets a free slot,\nits prompt is read", "rollout/engine/prefill", SINK),
-        (18, 8, "decode", "a running sequence\nattends to its slot\nand draws a token", "rollout/engine/engine", KEPT),
-        (
-            26.2, 8, "finish", "tokens, log-probs and\nevictions are copied\nout, the slot is free",
-            "rollout/engine/finished", WINDOW,
-        ),
-        (33.1, 8, "Rollout", "what the learner\ntrains on", "records", FREE),
-        (9.8, 3, "slot", "budget + buffer\ntokens of every layer\nand KV head", "cache/slots", FREE),
-        (18, 3, "compress", "budget tokens stay,\nwhen the others died\nis recorded", "cache/compression", GONE),
-        (26.2, 3, "compressor", "what a token is worth:\none method per\ncompressor", "compressors/base", FREE),
+        (left, top, "prompt", "token ids, number\nof samples", "rollout/sampler", FREE),
+        (middle, top, "admit", "the sequence gets\na free slot, its\nprompt is read", "rollout/engine/prefill", SINK),
+        (middle, center, "decode", "attend to the slot,\nsample a token,\nappend it", "rollout/engine/engine", KEPT),
+        (left, center, "finish", "copy the results out,\nfree the slot", "rollout/engine/finished", WINDOW),
+        (left, bottom, "Rollout", "what the learner\ntrains on", "records", FREE),
+        (right, between, "slot", "budget + buffer\ntokens per layer\nand KV head", "cache/slots", FREE),
+        (right, bottom, "compress", "keep budget tokens,\nrecord the\nevicted ones", "cache/compression", GONE),
+        (middle, bottom, "compressor", "score the tokens:\none method per\ncompressor", "compressors/base", FREE),
     ):  # fmt: skip
-        box(axes, x, y, "", color, 5.2, 2.9)
-        axes.text(x, y + 1.35, title, ha="center", va="top", fontsize=10.5, weight="bold")
-        axes.text(x, y + 0.5, text, ha="center", va="top", fontsize=9)
-        axes.text(x, y - 1.6, f"{file}.py", ha="center", va="top", fontsize=8, family="monospace")
-    for start, end, bend in (
-        ((5.6, 8), (7.1, 8), 0), ((12.5, 8), (15.3, 8), 0), ((20.7, 8), (23.5, 8), 0), ((28.9, 8), (30.4, 8), 0),
-        ((25.6, 9.6), (10.4, 9.6), 0.16),  # the free slot
-        ((18, 5.7), (18, 4.6), 0), ((23.5, 3), (20.7, 3), 0), ((15.3, 3), (12.5, 3), 0),
-        ((9.8, 5.7), (9.8, 4.6), 0), ((15.3, 6.8), (12.5, 4.4), 0), ((12.5, 4.4), (15.3, 6.8), 0),
+        box(axes, x, y, "", color, 5.2, 3.2)
+        axes.text(x, y + 1.5, title, ha="center", va="top", weight="bold")
+        axes.text(x, y + 0.6, text, ha="center", va="top", fontsize=9)
+        axes.text(x, y - 1.75, f"{file}.py", ha="center", va="top", fontsize=8.5, family="monospace")
+    beside, under, over = 2.9, 2.5, 1.8  # of a box: its side, below its file's name, above it
+    for start, end in (
+        ((left + beside, top), (middle - beside, top)), ((middle, top - under), (middle, center + over)),
+        ((middle - beside, center), (left + beside, center)), ((left, center - under), (left, bottom + over)),
+        ((left + 1.4, center + over), (middle - beside, top - 1.2)),  # the free slot
+        ((middle + beside, top), (right - 1.5, between + over)),
+        ((middle + beside, center + 0.6), (right - beside, between - 1)),
+        ((right - beside, between - 1), (middle + beside, center + 0.6)),
+        ((right - 0.6, between - under), (right - 0.6, bottom + over)),
+        ((right + 0.6, bottom + over), (right + 0.6, between - under)),
+        ((middle + beside, bottom), (right - beside, bottom)),
     ):  # fmt: skip
-        arrow(axes, start, end, bend)
-    for x, y, text in (
-        (22.1, 8.2, "ended"), (18, 11, "a free slot takes the next waiting sequence"), (18.8, 4.9, "full"),
-        (22.1, 3.2, "score"), (13.9, 3.2, "cut"), (8.9, 4.9, "store"), (15.1, 4.9, "attend,\nappend"),
+        arrow(axes, start, end)
+    for x, y, text, side in (
+        (7.05, center + 0.2, "ended", "center"), (left + 1.2, between - 0.5, "next waiting\nsequence", "right"),
+        (15.9, top + 0.1, "store", "left"), (right - 0.9, 7, "full", "right"), (right + 0.9, 7, "cut", "left"),
+        (14.95, bottom + 0.2, "scores", "center"),
     ):  # fmt: skip
-        axes.text(x, y, text, ha="center", va="bottom", fontsize=9, style="italic")
+        axes.text(x, y, text, ha=side, va="bottom", fontsize=9, style="italic")
+    told = "Scheduler.step repeats this until all sequences have finished (rollout/engine/scheduler.py)"
+    axes.text(11, 0.9, told, ha="center", va="top", fontsize=9, color=LINE)
     return figure
 
 
