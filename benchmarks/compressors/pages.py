@@ -131,9 +131,10 @@ def picture(results: ByTask, path: Path) -> None:
 
     names = _best_last(results)
     with rc_context({**STYLE, "axes.grid.axis": "both"}):
-        figure = Figure(figsize=(3.1 * len(results) + 2.2, 0.3 * len(names) + 1.7), layout="constrained")
-        axes = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
-        for ax, (task, found) in zip(axes, results.items(), strict=True):
+        rows_of_two = math.ceil(len(results) / 2)
+        figure = Figure(figsize=(6.6, rows_of_two * (0.22 * len(names) + 0.8) + 0.9), layout="constrained")
+        axes = figure.subplots(rows_of_two, min(2, len(results)), sharey=True, squeeze=False).flatten()
+        for ax, (task, found) in zip(axes, results.items(), strict=False):
             for place, share in enumerate(SHARES):
                 for kind, offset, face in ((False, 0.12, COLORS[place]), (True, -0.12, "white")):
                     rows = [(by_budget(found, name, kind)[place], row) for row, name in enumerate(names)]
@@ -141,12 +142,14 @@ def picture(results: ByTask, path: Path) -> None:
                     if shown:
                         label = f"{share:.0%} of the length{', prompt protected' if kind else ''}"
                         ax.plot(*zip(*shown, strict=True), "o", color=COLORS[place], mfc=face, ms=5, label=label)
-            ax.set_title(f"{task.capitalize()}\nacceptance, 5th percentile", fontsize=10)
+            ax.set_title(task.capitalize(), fontsize=10)
         axes[0].set_yticks(range(len(names)), names)
-        handles, labels = axes[-1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        for ax in axes[-min(2, len(results)) :]:
+            ax.set_xlabel("tail of the acceptance")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, facecolor="white")
+        figure.savefig(path, dpi=150, facecolor="white")
 
 
 def _best_last(results: ByTask) -> list[str]:

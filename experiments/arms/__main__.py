@@ -23,10 +23,10 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.common.pages import insert, machine, mark, say
-from experiments.arms.curves import LAST, Found, picture, sampled, table
+from experiments.arms.curves import LAST, Found, sampled, table
 from experiments.arms.runs import ARMS, CORRECTIONS, Run, Settings, planned
 
-PAGE, PICTURE = "arms.md", "arms.png"
+PAGE = "arms.md"
 POLICY = ROOT / "runs" / "warmup" / "policy"
 TINY = json.dumps({"class_path": "TinyPolicy"})
 
@@ -68,10 +68,9 @@ def note(settings: Settings, seeds: Sequence[int], remark: str) -> str:
 
 def blocks(found: Sequence[Found], settings: Settings, text: str) -> dict[str, str]:
     """What is written into the page, by the name of its mark."""
-    image = f"\n\n![Reward, accuracies, mismatch and rejection of the four arms over the rollouts]({PICTURE})"
     under = settings.budgets[-1]
     return {
-        "replay": str(table("Budgets and replay", found, ARMS, settings.budgets, text)) + image,
+        "replay": str(table("Budgets and replay", found, ARMS, settings.budgets, text)),
         "corrections": str(table("Corrections by name", found, CORRECTIONS, [under], text)),
     }
 
@@ -88,7 +87,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: numbers without meaning")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
+    parser.add_argument("--save", type=Path, help=f"folder of {PAGE}")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the pages")
     args = parser.parse_args()
     if not args.quick and not (args.policy / "config.json").is_file():
@@ -109,8 +108,6 @@ def main() -> None:
         print(text)
         if args.save:
             insert(args.save / PAGE, text, mark("experiments.arms", name))
-    if args.save:
-        picture(found, settings.budgets, args.save / PICTURE)
 
 
 if __name__ == "__main__":

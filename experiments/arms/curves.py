@@ -1,4 +1,4 @@
-"""What the runs of the comparison found: tables of their ends, a picture of their courses."""
+"""What the runs of the comparison found: tables of their ends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.tables import Table
-from experiments.arms.runs import ARMS, Arm, Run
+from experiments.arms.runs import Arm, Run
 
 LAST = 3  # evaluations that the tables average
-COLORS = {"dense": "#9ca3af", "naive": "#c2410c", "Sparse-RL (paper)": "#2563eb", "replay": "#047857"}
 COMPRESSION = "mismatch_split/compression/kl_k3"
 ROUNDING = "mismatch_split/rounding/kl_k3"
 
@@ -121,62 +119,3 @@ def table(title: str, found: Sequence[Found], arms: Sequence[Arm], budgets: Sequ
             if own:
                 result.add(str(budget), arm.label, *cells(own, budget))
     return result
-
-
-def picture(found: Sequence[Found], budgets: Sequence[int], path: Path) -> None:
-    """A row of panels per budget, a color per arm, a line per seed."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from sparse_rl_lightning.report.charts import STYLE
-
-    budgets = sampled(found, budgets)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * len(PANELS), 2.5 * len(budgets) + 0.8), layout="constrained", facecolor="white")
-        axes = figure.subplots(len(budgets), len(PANELS), squeeze=False, sharex=True)
-        for budget, row in zip(budgets, axes, strict=True):
-            for ax, (title, draw) in zip(row, PANELS.items(), strict=True):
-                for arm in ARMS:
-                    for one in of(found, arm, budget):
-                        rollouts, values = draw(one, budget)
-                        ax.plot(rollouts, values, color=COLORS[arm.label], lw=1.8, label=arm.label)
-                ax.set_title(title, fontsize=10)
-                if title.startswith("Compression"):
-                    ax.set_yscale("log")
-                else:
-                    ax.set_ylim(bottom=0.0)
-            row[0].set_ylabel(f"budget {budget}", fontweight="bold")
-        for ax in axes[-1]:
-            ax.set_xlabel("rollout")
-        handles = {label: handle for handle, label in zip(*axes[0][0].get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-
-
-Curve = tuple[list[float], list[float]]
-
-
-def _history(name: str, factor: float = 1.0) -> Callable[[Found, int], Curve]:
-    """A smoothed curve of a number that every rollout has."""
-
-    def draw(found: Found, _: int) -> Curve:
-        from sparse_rl_lightning.report.charts import smoothed
-
-        values = [factor * value for value in found.column(name)]
-        return found.column("rollout"), smoothed(values, 1 + len(values) // 24)
-
-    return draw
-
-
-def _compression(found: Found, _: int) -> Curve:
-    return found.split() if found.run.arm.evicts else ([], [])
-
-
-PANELS: dict[str, Callable[[Found, int], Curve]] = {
-    "Reward of samples": _history("reward"),
-    "Greedy accuracy, full cache": lambda found, _: found.curve("dense"),
-    "Greedy accuracy, compressed": lambda found, budget: found.curve(str(budget)),
-    "Compression, k3 in nats/token": _compression,
-    "Rejected sequences, %": _history("rejection_rate", 100.0),
-}

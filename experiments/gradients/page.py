@@ -114,28 +114,27 @@ def tables(lines: Sequence[Line]) -> dict[str, str]:
 
 
 def picture(lines: Sequence[Line], path: Path) -> None:
-    """Cosine above length over the budgets of SnapKV, a column per policy."""
+    """Cosine beside length over the budgets of SnapKV, a row per policy."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from sparse_rl_lightning.report.charts import STYLE
 
-    names = weights_of(lines)
+    names, measures = weights_of(lines), ("cosine", "length")
     with rc_context(STYLE):
-        figure = Figure(figsize=(max(7.5, 3.2 * len(names) + 0.6), 5.6), layout="constrained", facecolor="white")
-        axes = figure.subplots(2, len(names), squeeze=False, sharex=True, sharey="row")
-        for column, name in enumerate(names):
-            for row, what in enumerate(("cosine", "length")):
+        figure = Figure(figsize=(6.6, 2.2 * len(names) + 1), layout="constrained", facecolor="white")
+        axes = figure.subplots(len(names), len(measures), squeeze=False, sharex=True, sharey="col")
+        for name, row in zip(names, axes, strict=True):
+            for ax, what in zip(row, measures, strict=True):
                 own = only(lines, weights=name, method="SnapKV")
-                _panel(axes[row][column], [line for line in own if _says_something(line, what)], what)
-                axes[row][column].set_ylim(*BOUNDS[what])
-            axes[0][column].set_title(name, fontsize=10)
-            axes[1][column].set_xlabel("budget (of about 46 tokens)")
-        axes[0][0].set_ylabel("cosine with the full cache's")
-        axes[1][0].set_ylabel("length over the full cache's")
+                _panel(ax, [line for line in own if _says_something(line, what)], what)
+                ax.set_ylim(*BOUNDS[what])
+            row[0].set_title(name, fontsize=10)
+        for ax, title in zip(axes[-1], ("cosine with the full cache's", "length over the full cache's"), strict=True):
+            ax.set_xlabel(f"budget (of about 46 tokens)\n{title}")
         handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
-        figure.savefig(path, dpi=110)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        figure.savefig(path, dpi=150)
 
 
 def _panel(ax: Any, lines: Sequence[Line], what: str) -> None:

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def draw(found: Calibration, path: Path, title: str = "") -> None:
-    """Draw two panels side by side, as a PNG or in the format of the path's suffix.
+    """Draw two panels, as a PNG or in the format of the path's suffix.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _tails(left, found)
-    _budgets(right, found)
+    figure = Figure(figsize=(6.6, 6.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    _tails(above, found)
+    _budgets(below, found)
     if title:
         figure.suptitle(title)
     kind = Path(path).suffix.removeprefix(".") or "png"
@@ -43,9 +43,9 @@ def _tails(ax: Axes, found: Calibration) -> None:
         _line(ax, found.check, found.bin_size, color="#c2410c", label="schedule", lw=2.4)
     ax.axhline(found.target, color="#1f2937", lw=1, ls="--")
     ax.axhline(found.ceiling, color="#9ca3af", lw=1, ls=":")
-    ax.annotate("target", (0.0, found.target), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    ax.annotate("target", (0.0, found.target), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
     ax.set(xlabel="tokens of the sequence", ylabel="5th percentile of the acceptance")
-    ax.legend(title="budget", fontsize=8, ncols=2, frameon=False)
+    ax.legend(title="budget", fontsize=9, ncols=2, frameon=False)
 
 
 def _line(ax: Axes, cells: Sequence[Cell | None], bin_size: int, *, color: object, label: str, lw: float = 1.4) -> None:

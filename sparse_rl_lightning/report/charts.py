@@ -28,7 +28,7 @@ VARIABLES = {**{color: f"--c{place}" for place, color in enumerate(LIGHT)},
 """Colors of a chart that the page's style sheet replaces in dark mode."""
 
 INSTALL_HINT = "The charts need matplotlib: pip install 'sparse-rl-lightning[report]'."
-COLUMNS = 3
+COLUMNS = 2  # so that letters can be read on a phone
 SMOOTHED_FROM = 8
 """Number of points from which a bold line is a mean over neighbors, drawn over the pale values."""
 WIDTH, HEIGHT, TOP, BOTTOM, RIGHT = 400, 210, 8, 36, 20  # size and margins of a chart in the page
@@ -57,7 +57,7 @@ def picture(record: RunRecord) -> bytes:
 
         rows = max(1, math.ceil(len(plots) / COLUMNS))
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)  # inches
-        figure = figure_class(figsize=(4.3 * COLUMNS, 3.1 * rows + 0.8), layout=layout, facecolor="white")
+        figure = figure_class(figsize=(3.3 * COLUMNS, 2.4 * rows + 0.9), layout=layout, facecolor="white")
         headline = figure.suptitle(_headline(record), x=0.012, ha="left", fontsize=11, fontweight="bold")
         headline.set_linespacing(1.6)
         for place, plot in enumerate(plots):
@@ -67,7 +67,7 @@ def picture(record: RunRecord) -> bytes:
             if len(plot.series) > 1:
                 ax.legend(loc="best")
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110)
+        figure.savefig(buffer, format="png", dpi=160)
         return buffer.getvalue()
 
 
@@ -202,4 +202,4 @@ def _headline(record: RunRecord) -> str:
             parts.append(f"{record.measure} with the {CACHES[cache]} {change}")
     if record.mean("kv/saving_final") is not None:
         parts.append(f"{percent(record.mean('kv/saving_final'))} of KV tokens saved")
-    return f"{printable(record.title, 120)}\n{'   ·   '.join(parts)}".strip()
+    return "\n".join([printable(record.title, 80), *parts]).strip()

@@ -115,8 +115,6 @@ def test_pages_say_what_was_found(tmp_path: Path) -> None:
     assert by_label["before training"][2:4] == ["0.000", "0.000"]
     assert "TIS" not in by_label  # was not run
     assert blocks["replay"].count("| dense |") == 2
-    curves.picture(results, own.budgets, tmp_path / "arms.png")
-    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow  # three processes that import everything
