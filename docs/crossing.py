@@ -1,4 +1,4 @@
-"""From which length on bounded slots are predicted to draw faster than a full cache: the table of ``when.md``."""
+"""From which length on bounded slots are predicted to draw faster than a full cache: the tables of ``when.md``."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ LONGEST, STEP = 65_536, 128
 SLOTS = {budget: SnapKV(budget, buffer=128) for budget in (512, 2048)}
 
 
-def crossing_table() -> str:
-    """Sequences at once, speeds and the lengths at which they cross, for models and cards."""
+LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16384, "32k": 32768}  # of completions
+AT_ONCE = 8192
+
+
+def crossing_table(budget: int) -> str:
+    """Sequences at once, speeds and the length from which they double, for models and cards."""
     header = (
-        "model", "KV a token", "card", "at once, 8k tokens: full cache", "slots of 640",
-        "speed at 2k", "8k", "32k", "1.25x from", "2x from", "1.25x from, slots of 2,176", "2x from",
+        "model", "KV a token", "card", "at once: full cache", "slots", *(f"speed at {name}" for name in LENGTHS),
+        "2x from",
     )  # fmt: skip
-    rows = [row(model, card) for model in MODELS for card in CARDS]
+    rows = [row(model, card, budget) for model in MODELS for card in CARDS]
     return Table("", header, rows=[one for one in rows if one]).untitled
 
 
-def row(model: str, card: str) -> tuple[str, ...]:
+def row(model: str, card: str, budget: int) -> tuple[str, ...]:
     """One model on one card; empty where its weights leave no room."""
     shape = ModelShape.of(model)
     if room(model, card) < shape.kv_bytes_per_token * LONGEST:
         return ()
-    speeds = [f"{speed(model, card, 512, length):.2f}" for length in (2048, 8192, 32768)]
-    starts = [start(model, card, budget, wanted) for budget in SLOTS for wanted in (1.25, 2)]
     return (
         MODELS[model], f"{shape.kv_bytes_per_token / 1024:.0f} KiB", CARDS[card],
-        str(dense_batch(model, card, 8192)), str(sparse_batch(model, card, 512, 8192)), *speeds, *starts,
+        str(dense_batch(model, card, AT_ONCE)), str(sparse_batch(model, card, budget, AT_ONCE)),
+        *(f"{speed(model, card, budget, length):.2f}" for length in LENGTHS.values()), start(model, card, budget, 2),
     )  # fmt: skip
 
 

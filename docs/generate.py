@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common.pages import END, mark, replaced
@@ -137,7 +138,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "papers.md": {"": recipe_tables},
     "one_card.md": {"cards": cards_table},
     "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
-    "when.md": {"": crossing_table},
+    "when.md": {"512": partial(crossing_table, 512), "2048": partial(crossing_table, 2048)},
     "measured/gpu.md": {"": gpu_table, "memory": gpu_memory_table, "cells": gpu_cells_table},
     "design.md": {"": learner_table},
     "from_trl.md": {"": trainer_table},
