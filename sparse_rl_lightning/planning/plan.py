@@ -100,7 +100,8 @@ class Plan:
         times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
         one, count = sum(seconds.values()) / steps, self.job.num_steps
-        whole = "" if count is None else f", {one * count / 3600:.1f} hours for all {count}"
+        hours = one * (count or 0) / 3600
+        whole = "" if count is None else f", {hours:.1f} hours for all {count} ({count / steps:g} rollouts)"
         return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
             f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
