@@ -12,12 +12,17 @@ from benchmarks import REAL
 from benchmarks.common import code
 from examples import stories
 from experiments.arms import curves
+from experiments.arms.course import learned
 from experiments.arms.runs import CODE, Run
+from experiments.gradients.measure import FULL
+from experiments.gradients.page import COMPARED
 from experiments.real import __main__ as command
-from experiments.real import studies, task
+from experiments.real import gradients, studies, task
 from experiments.real.results import Results, blocks
 from experiments.stability.records import Archive
 from experiments.stability.studies import Recipe
+from sparse_rl_lightning.compressors import Drawn, LearnedScore
+from sparse_rl_lightning.compressors.base import ModelSizes
 
 
 def test_every_run_is_planned_once() -> None:
@@ -79,6 +84,8 @@ def write(run: Run, end: float) -> None:
     (run.folder / "course.json").write_text(json.dumps(course))
     summary = {"history": history, "summary": {"wall_time_seconds": 360.0, "kv_saving_final": 0.5}}
     (run.folder / "summary.json").write_text(json.dumps(summary))
+    (run.folder / "version_0").mkdir()
+    (run.folder / "version_0" / "metrics.csv").write_text("step,acceptance/p05\n0,0.7\n1,0.8\n")
 
 
 def test_tables_say_what_was_found(tmp_path: Path) -> None:
@@ -109,6 +116,51 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert [line.split(" | ")[1] for line in found["main"].splitlines()[2:]] == ["before training"] * 2 + ["dense"] * 2
     command.tidy(run, archive)
     assert not run.checkpoint.parent.exists()
+
+
+def test_learned_eviction_is_told_beside_the_best_rule(tmp_path: Path) -> None:
+    learning = studies.LEARNING_TO_EVICT
+    quarter = replace(studies.MAIN[1], arms=(studies.REPLAY,))
+    for run in studies.planned([quarter, *learning], tmp_path / "runs", REAL):
+        ends = {"SnapKV": 0.4, "H2O": 0.6, "LearnedScore": 0.8 + 0.1 * (run.arm == studies.LEARNED)}
+        write(run, ends[run.settings.method["class_path"]])
+    results = Results(Archive(tmp_path / "real.jsonl"), tmp_path / "runs", REAL, "cpu")
+    found = blocks(results, {"learned": learning})["learned"]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found.splitlines()[2:]]
+    assert [row[:4] for row in rows] == [
+        ["SnapKV, replay", "0.20 ± 0.00", "+0.0 ± 0.0", "0.40 ± 0.00"],
+        ["H2O, by age, replay", "0.30 ± 0.00", "+10.0 ± 0.0", "0.60 ± 0.00"],
+        ["LearnedScore, replay", "0.40 ± 0.00", "+20.0 ± 0.0", "0.80 ± 0.00"],
+        ["LearnedScore, replay + learned eviction", "0.45 ± 0.00", "+25.0 ± 0.0", "0.90 ± 0.00"],
+    ]
+    assert rows[0][4] == "0.800 ± 0.000"
+    command_line = " ".join(learning[1].runs(20, tmp_path, REAL)[1].command())
+    assert str(tmp_path / studies.NETWORK) in command_line
+
+
+def test_drawn_evictions_are_judged_undrawn_with_what_they_learned() -> None:
+    given = LearnedScore(budget=32, buffer=8)
+    given.build(ModelSizes(1, 1, 4, 8), anew=True)
+    (judged,) = learned(Drawn(given)).items()
+    assert judged[0] == "32"
+    assert isinstance(judged[1], Drawn)
+    assert judged[1].temperature == 0
+    assert judged[1].build(ModelSizes(1, 1, 4, 8)) is given.build(ModelSizes(1, 1, 4, 8))
+    assert learned(given) == {}
+
+
+def test_gradients_have_a_column_per_policy_and_budget() -> None:
+    number = {"value": 0.5, "width": 0.1}
+    lines = [
+        {"weights": "before training", "method": "SnapKV", "budget": budget, "variant": variant, "cosine": number,
+         "length": number, "noise": number, "rejected": 0.02, "k3": 0.2}
+        for budget in (72, 32) for variant in (FULL, *COMPARED)
+    ]  # fmt: skip
+    found = gradients.table(lines).untitled
+    assert "|  | before training, a half | before training, a quarter |" in found
+    assert found.count("| 0.50 ± 0.10 · 0.50 ± 0.10 | 0.50 ± 0.10 · 0.50 ± 0.10 |") == len(COMPARED)
+    assert "| sequences rejected · k3 | 2.0% · 0.2 | 2.0% · 0.2 |" in found
+    assert {one.name for one in gradients.StorySamples.variants} == set(COMPARED)
 
 
 def test_a_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
