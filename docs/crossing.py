@@ -15,9 +15,7 @@ CARDS = {"rtx-4090-24gb": "24 GB", "h100-80gb": "80 GB", "h200-141gb": "141 GB"}
 PROMPT, MOST = 256, 512  # tokens; sequences of a rollout on one card
 USABLE = 0.9  # share of a card for weights and cache
 LONGEST, STEP = 65_536, 128
-SLOTS = {budget: SnapKV(budget, buffer=128) for budget in (512, 2048)}
-
-
+BUFFER = 128
 LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16384, "32k": 32768}  # of completions
 AT_ONCE = 8192
 
@@ -40,14 +38,14 @@ def row(model: str, card: str, budget: int) -> tuple[str, ...]:
     return (
         MODELS[model], f"{shape.kv_bytes_per_token / 1024:.0f} KiB", CARDS[card],
         str(dense_batch(model, card, AT_ONCE)), str(sparse_batch(model, card, budget, AT_ONCE)),
-        *(f"{speed(model, card, budget, length):.2f}" for length in LENGTHS.values()), start(model, card, budget, 2),
+        *(f"{speed(model, card, budget, length):.2f}" for length in LENGTHS.values()), start(model, card, budget),
     )  # fmt: skip
 
 
-def start(model: str, card: str, budget: int, wanted: float) -> str:
-    """The shortest completions at which slots are so much faster."""
+def start(model: str, card: str, budget: int) -> str:
+    """The shortest completions at which slots are twice as fast."""
     lengths = range(STEP, LONGEST + 1, STEP)
-    return next((f"{n:,}" for n in lengths if speed(model, card, budget, n) >= wanted), "–")
+    return next((f"{n:,}" for n in lengths if speed(model, card, budget, n) >= 2), "–")
 
 
 @cache
@@ -55,7 +53,7 @@ def speed(model: str, card: str, budget: int, length: int) -> float:
     """Tokens per second with slots over those with a full cache, each with as many sequences as it holds."""
     costs = CostModel(ModelShape.of(model), card_of(card).hardware)
     own, full = sparse_batch(model, card, budget, length), dense_batch(model, card, length)
-    return costs.speedup(SLOTS[budget], Work(own, PROMPT, length), Work(full, PROMPT, length))
+    return costs.speedup(SnapKV(budget, buffer=BUFFER), Work(own, PROMPT, length), Work(full, PROMPT, length))
 
 
 def room(model: str, card: str) -> float:
@@ -68,7 +66,7 @@ def room(model: str, card: str) -> float:
 def sparse_batch(model: str, card: str, budget: int, length: int) -> int:
     """The number of slots, whose memory is there from the beginning."""
     costs = CostModel(ModelShape.of(model), card_of(card).hardware)
-    return costs.best_batch(SLOTS[budget], room(model, card), PROMPT, length, MOST)
+    return costs.best_batch(SnapKV(budget, buffer=BUFFER), room(model, card), PROMPT, length, MOST)
 
 
 def dense_batch(model: str, card: str, length: int) -> int:

@@ -1,7 +1,7 @@
 """Draw the pictures of ``concepts.md`` and ``design.md`` into ``docs/figures``: ``python -m docs.figures``.
 
 What shows a rollout is a rollout, of a random model with two layers; what shows a rule is computed by the rule. All are
-narrow: on a screen of 500 pixels no letter is smaller than nine.
+narrow: on a screen of 500 pixels letters have about nine or more.
 """
 
 from __future__ import annotations

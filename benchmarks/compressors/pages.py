@@ -144,10 +144,12 @@ def picture(results: ByTask, path: Path) -> None:
                         ax.plot(*zip(*shown, strict=True), "o", color=COLORS[place], mfc=face, ms=5, label=label)
             ax.set_title(task.capitalize(), fontsize=10)
         axes[0].set_yticks(range(len(names)), names)
-        for ax in axes[-min(2, len(results)) :]:
+        for ax in axes[max(0, len(results) - 2) : len(results)]:
             ax.set_xlabel("tail of the acceptance")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+        for ax in axes[len(results) :]:
+            ax.set_visible(False)
+        found = {label: one for ax in axes for one, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, facecolor="white")
 

@@ -25,7 +25,7 @@ STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "
 
 
 def learned(own: Compressor) -> dict[str, Compressor]:
-    """The method whose evictions a run draws, undrawn and with what it has learned, by its budget; none of others."""
+    """For a run with drawn evictions its own compressor at temperature 0, by its budget; otherwise empty."""
     if not isinstance(own, Drawn):
         return {}
     undrawn = copy(own)
@@ -34,12 +34,13 @@ def learned(own: Compressor) -> dict[str, Compressor]:
 
 
 class Course(RolloutCallback):
-    """The reward of greedy answers under caches that are the same for every run, and what becomes of the tokens.
+    """The reward of greedy answers under given caches, and what becomes of the tokens.
 
     Notes its mean on the first validation rows with the full cache and under every compressor, whatever the run itself
-    samples with. One whose evictions the run draws is judged itself, undrawn. Notes also the parts of the mismatch; the
-    share of tokens whose loss is left out or weighs nothing; the share that the clip of the staleness ratio stops; and
-    of every step the largest such ratio and the gradient's norm. Written to ``course.json`` at the end of ``fit``.
+    samples with; a run that learns what to evict is judged under what it has learned. Notes also the parts of the
+    mismatch; the share of tokens whose loss is left out or weighs nothing; the share that the clip of the staleness
+    ratio stops; and of every step the largest such ratio and the gradient's norm. Written to ``course.json`` at the end
+    of ``fit``.
 
     Args:
         compressors: Told apart by their budgets.

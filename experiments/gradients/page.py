@@ -47,7 +47,7 @@ def agreement_table(lines: Sequence[Line], weights: str) -> Table:
     table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(own))])
     for variant in COMPARED:
         found = [only(own, method=method, budget=budget, variant=variant) for method, budget in cases(own)]
-        table.add(variant, *(" · ".join(_estimate(one, what) for what in ("cosine", "length")) for one in found))
+        table.add(variant, *(" · ".join(estimated(one, what) for what in ("cosine", "length")) for one in found))
     return table
 
 
@@ -58,7 +58,7 @@ def along_table(lines: Sequence[Line], what: str) -> Table:
     table = Table("", ["", *weights_of(own)])
     for variant in COLORS:
         found = [only(own, weights=weights, variant=variant) for weights in weights_of(own)]
-        table.add(variant, *(_estimate(one, what) for one in found))
+        table.add(variant, *(estimated(one, what) for one in found))
     return table
 
 
@@ -67,11 +67,12 @@ def projection_table(lines: Sequence[Line]) -> Table:
     table = Table("", ["", *(f"{method} {budget}" for method, budget in cases(lines))])
     for weights in weights_of(lines):
         found = _naive(lines, weights)
-        table.add(weights, *(_estimate([line] if line else [], "projection") for line in found))
+        table.add(weights, *(estimated([line] if line else [], "projection") for line in found))
     return table
 
 
-def _estimate(found: Sequence[Line], what: str) -> str:
+def estimated(found: Sequence[Line], what: str) -> str:
+    """A measure of a line with its interval; a dash where there is no line or the interval says nothing."""
     return str(Estimate(**found[0][what])) if found and _says_something(found[0], what) else MISSING
 
 

@@ -24,7 +24,7 @@ from benchmarks.common import kept
 from benchmarks.common.pages import insert, mark
 from experiments.arms.runs import Run
 from experiments.real.results import Results, blocks
-from experiments.real.studies import DEVICES, LEARNING_TO_EVICT, MAIN, NETWORK, RATES, Study, planned
+from experiments.real.studies import DEVICES, LEARNING_TO_EVICT, MAIN, RATES, Study, planned
 from experiments.real.teacher import teach
 from experiments.stability.execution import execute
 from experiments.stability.records import Archive
@@ -60,8 +60,8 @@ def main() -> None:
     archive = Archive(args.kept, of_any_code=args.finished)
     if not args.finished:
         folder.mkdir(parents=True, exist_ok=True)
-        if "learned" in studies:
-            teach(args.policy, folder / NETWORK)
+        if any(archive.of(run) is None for run in runs if run.settings.method["class_path"] == "LearnedScore"):
+            teach(args.policy, folder)
         execute(runs, archive, args.jobs, after_each=lambda run: tidy(run, archive))
     found = blocks(Results(archive, folder, args.policy, args.device), studies)
     if not found:

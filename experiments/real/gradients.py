@@ -10,6 +10,7 @@ in --kept and is not measured again.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,10 +27,9 @@ from benchmarks.common.pages import insert, mark
 from benchmarks.common.tables import Table
 from experiments.arms.runs import Run
 from experiments.gradients.__main__ import PAGE, measure, missing
-from experiments.gradients.agreement import Estimate
 from experiments.gradients.jobs import Job
 from experiments.gradients.measure import FULL, Samples
-from experiments.gradients.page import COMPARED, only
+from experiments.gradients.page import COMPARED, estimated, only
 from experiments.gradients.variants import VARIANTS, Variant
 from experiments.real.results import slot
 from experiments.real.studies import DENSE, HALF, MAIN, METHODS, QUARTER
@@ -76,7 +76,7 @@ class StorySamples(Samples):
 
 def trained(folder: Path, policy: Path) -> Path:
     """The policy after dense training; trains it if it has not been."""
-    (run,) = replace(MAIN[0], arms=(DENSE,), seeds=(SEED,)).runs(SEED, folder, policy)
+    (run,) = replace(MAIN[0], arms=(DENSE,), seeds=(SEED,), judged=()).runs(SEED, folder, policy)
     rollouts = MAIN[0].recipe.rollouts
     snapshots = {
         "class_path": "experiments.gradients.snapshots.Snapshots",
@@ -85,6 +85,7 @@ def trained(folder: Path, policy: Path) -> Path:
     own: Run = replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, snapshots)))
     if not own.execute():
         sys.exit(f"error: the dense training has not ended, see {own.folder / 'log.txt'}")
+    shutil.rmtree(own.checkpoint.parent, ignore_errors=True)
     return own.folder / "policies" / f"{rollouts:04d}"
 
 
@@ -95,8 +96,8 @@ def table(lines: Sequence[dict[str, Any]]) -> Table:
     found = {place: own for place, own in found.items() if own}
     result = Table("", ["", *(f"{weights}, {slot(budget)}" for weights, _, budget in found)])
     for variant in COMPARED:
-        own = [only(lines, variant=variant)[0] for lines in found.values()]
-        result.add(variant, *(f"{Estimate(**one['cosine'])} · {Estimate(**one['length'])}" for one in own))
+        own = [only(lines, variant=variant) for lines in found.values()]
+        result.add(variant, *(f"{estimated(one, 'cosine')} · {estimated(one, 'length')}" for one in own))
     rows = [(only(own, variant="naive")[0], only(own, variant=FULL)[0]) for own in found.values()]
     result.add("sequences rejected · k3", *(f"{naive['rejected']:.1%} · {naive['k3']:.2g}" for naive, _ in rows))
     halves = [f"{full['noise']['value']:.2f} · {naive['noise']['value']:.2f}" for naive, full in rows]
@@ -123,7 +124,7 @@ def main() -> None:
         if AFTER in wanted:
             policies[AFTER] = trained(args.runs.absolute() / "gradients", args.policy)
         samples = StorySamples(args.chunks)
-        jobs = [Job(name, str(policies[name]), samples, (case,)) for name, cases in wanted.items() for case in cases]
+        jobs = [Job(name, str(policies[name]), samples, cases) for name, cases in wanted.items()]
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
             measure(jobs, pool, lines, args.kept)
     if not lines:

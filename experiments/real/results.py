@@ -98,21 +98,21 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
 
 
 def learned_table(results: Results, studies: Sequence[Study]) -> Table:
-    """Replay under each way to evict by what it comes to under its own cache, and by the lead over SnapKV's."""
-    rule = replace(studies[0], method="SnapKV", arms=(REPLAY,))
-    cache = str(rule.budget)
-    snapkv = results.of(rule, REPLAY)
-    table = Table("", ("", "compressed", "ahead of SnapKV", "full cache", "5th percentile of acceptance", *COLUMNS))
-    for study in (rule, *studies):
-        for arm in study.arms:
-            own = results.of(study, arm)
-            if own:
-                runs = list(own.values())
-                table.add(
-                    f"{study.method}, {arm.label}", mean([run.end(cache, 1) for run in runs]), lead(own, snapkv, cache),
-                    mean([run.end("dense", 1) for run in runs]), mean([run.p05 for run in runs], 3),
-                    *(column(runs) for column in COLUMNS.values()),
-                )  # fmt: skip
+    """Replay under each way to evict by what it comes to under its own cache, and by its lead over three of them."""
+    rules = (*studies, replace(studies[0], method="SnapKV", arms=(REPLAY,)))
+    own = {(study.method, arm.label): results.of(study, arm) for study in rules for arm in study.arms}
+    own = {name: records for name, records in own.items() if records}
+    cache, replay = str(rules[0].budget), REPLAY.label
+    leads = [f"ahead of {study.method}" for study in rules]
+    table = Table("", ("", "compressed", *leads, "full cache", "5th percentile of acceptance", *COLUMNS))
+    for (method, arm), records in own.items():
+        runs = list(records.values())
+        table.add(
+            f"{method}, {arm}", mean([run.end(cache, 1) for run in runs]),
+            *(lead(records, own.get((study.method, replay), {}), cache) for study in rules),
+            mean([run.end("dense", 1) for run in runs]), mean([run.p05 for run in runs], 3),
+            *(column(runs) for column in COLUMNS.values()),
+        )  # fmt: skip
     return table
 
 

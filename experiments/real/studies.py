@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.arms.runs import CAPPED, Arm, Run, Settings, in_order
+from experiments.real.teacher import network_of
 from experiments.stability.studies import Recipe
 
 BASE, REPLAYED, LEARNING, FULL = (
@@ -21,6 +22,7 @@ NAIVE = Arm("naive", BASE)
 REWEIGHTING = Arm("reweighting only", BASE, (CAPPED,))
 SPARSE_RL = Arm("Sparse-RL", BASE, (REJECTING, CAPPED))
 REPLAY = Arm("replay", REPLAYED)
+DRAWN = Arm("replay + drawn eviction", LEARNING, options={"eviction_weight": 0.0}, temperature=0.3)
 LEARNED = Arm("replay + learned eviction", LEARNING, temperature=0.3)
 
 BUFFER = 8
@@ -33,7 +35,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "H2O, by age": {"class_path": "H2O", "init_args": {**_SIZES, "age_normalized": True}},
     "LearnedScore": {"class_path": "LearnedScore", "init_args": _SIZES},
 }
-NETWORK = "learned_score.safetensors"  # in the folder of the runs: what LearnedScore begins with
 PROBLEMS, PROBLEMS_SEED = 256, 1_000_000  # held-out prompts, the same for every run
 MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
 JUDGE = {"reward": "experiments.real.task.story_reward"}
@@ -59,12 +60,12 @@ class Study:
         """Name of its folder, which studies with the same compressor and recipe share."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.method} {self.recipe}".lower())
 
-    def compressor(self, folder: Path) -> dict[str, Any]:
+    def compressor(self, folder: Path, policy: Path) -> dict[str, Any]:
         """Its class and arguments but for the budget."""
         method = METHODS[self.method]
         if self.method != "LearnedScore":
             return method
-        return {**method, "init_args": {**method["init_args"], "weights": str((folder / NETWORK).absolute())}}
+        return {**method, "init_args": {**method["init_args"], "weights": str(network_of(folder, policy).absolute())}}
 
     def runs(self, seed: int, folder: Path, policy: Path, device: str = "cpu") -> list[Run]:
         """Those of one seed. Dense runs are judged under several budgets, others under their own.
@@ -81,7 +82,7 @@ class Study:
             num_problems=PROBLEMS,
             problems_seed=PROBLEMS_SEED,
             threads=1,
-            method=self.compressor(folder),
+            method=self.compressor(folder, policy),
             callbacks=(MONITOR,),
             judge=JUDGE,
             options={**recipe.options(), **DEVICES[device], "data.init_args.seed": str(1 + seed)},
@@ -110,9 +111,9 @@ MAIN = (_HALF, _QUARTER, *_CHANCE)
 """Five arms under a half, four under a quarter, and chance under both."""
 LEARNING_TO_EVICT = (
     replace(_QUARTER, method="H2O, by age", arms=(REPLAY,)),
-    replace(_QUARTER, method="LearnedScore", arms=(REPLAY, LEARNED)),
+    replace(_QUARTER, method="LearnedScore", arms=(REPLAY, DRAWN, LEARNED)),
 )
-"""Under a quarter, beside replay of MAIN: the best rule, a network that imitates attention, and one that learns on."""
+"""Under a quarter, beside replay of MAIN: the best rule, a network that imitates attention, drawn, and learning on."""
 
 
 def planned(

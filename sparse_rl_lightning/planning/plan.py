@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,8 +101,9 @@ class Plan:
         times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
         one, count = sum(seconds.values()) / steps, self.job.num_steps
-        hours = one * (count or 0) / 3600
-        whole = "" if count is None else f", {hours:.1f} hours for all {count} ({count / steps:g} rollouts)"
+        whole = "" if count is None else f", {one * count / 3600:.1f} hours for all {count}"
+        if count is not None:
+            whole += f", in {math.ceil(count / steps):,} rollout(s)"
         return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
             f"{self.job.sampling.max_completion_length} tokens long: {times};\n"

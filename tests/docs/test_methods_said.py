@@ -117,4 +117,4 @@ def test_replay_is_as_exact_as_the_results_say() -> None:
     every = [cell.replay_difference or 0.0 for part in PARTS for cell in cells(part).values()]
     page = (ROOT / "docs/results.md").read_text("utf-8")
     (said,) = re.findall(r"differ from the sampler's by at most (\S+), in float32", page)
-    assert float(said) == float(f"{max(every):.0e}")
+    assert max(every) <= float(said) < 1.5 * max(every)

@@ -62,3 +62,18 @@ def test_a_run_that_stops_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "fresh").mkdir()
     assert not check.check("again", archive, tmp_path / "fresh", number=1, draw=0, jobs=1)
     assert "stopped" in said[0]
+
+
+def test_the_end_of_a_run_is_no_evaluation_before_training(tmp_path: Path) -> None:
+    run = studies.planned(studies.AGAIN, tmp_path, [30])[0]
+    write(run)
+    record = Archive(tmp_path / "kept.jsonl").of(run)
+    assert record is not None
+
+    def ended(*values: float) -> float:
+        rows = [{"rollouts": float(place), "dense": value} for place, value in enumerate(values)]
+        return check.end(replace(record, evaluations=rows))
+
+    assert ended(0.1, 0.6) == 0.6  # of the real model, where the policy before training was judged too
+    assert ended(0.6) == 0.6
+    assert ended(0.1, 0.4, 0.5, 0.6) == pytest.approx(0.5)

@@ -19,6 +19,7 @@ from experiments.gradients.page import COMPARED
 from experiments.real import __main__ as command
 from experiments.real import gradients, studies, task
 from experiments.real.results import Results, blocks
+from experiments.real.teacher import network_of
 from experiments.stability.records import Archive
 from experiments.stability.studies import Recipe
 from sparse_rl_lightning.compressors import Drawn, LearnedScore
@@ -70,7 +71,8 @@ def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.Monkey
 def write(run: Run, end: float) -> None:
     """The files of a finished run."""
     evaluation = {"rollouts": 12, "dense": end, **{str(budget): end / 2 for budget in run.budgets}}
-    before = [{**evaluation, "rollouts": 0}] if run.settings.every_n_rollouts else []
+    start = {"rollouts": 0, "dense": 0.1, **{str(budget): 0.05 for budget in run.budgets}}
+    before = [start] if run.settings.every_n_rollouts else []
     course = {
         "evaluations": [*before, evaluation],
         "splits": [{"rollouts": 0, curves.COMPRESSION: 0.5, curves.ROUNDING: 1e-12}],
@@ -127,15 +129,20 @@ def test_learned_eviction_is_told_beside_the_best_rule(tmp_path: Path) -> None:
     results = Results(Archive(tmp_path / "real.jsonl"), tmp_path / "runs", REAL, "cpu")
     found = blocks(results, {"learned": learning})["learned"]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found.splitlines()[2:]]
-    assert [row[:4] for row in rows] == [
-        ["SnapKV, replay", "0.20 ± 0.00", "+0.0 ± 0.0", "0.40 ± 0.00"],
-        ["H2O, by age, replay", "0.30 ± 0.00", "+10.0 ± 0.0", "0.60 ± 0.00"],
-        ["LearnedScore, replay", "0.40 ± 0.00", "+20.0 ± 0.0", "0.80 ± 0.00"],
-        ["LearnedScore, replay + learned eviction", "0.45 ± 0.00", "+25.0 ± 0.0", "0.90 ± 0.00"],
-    ]
-    assert rows[0][4] == "0.800 ± 0.000"
-    command_line = " ".join(learning[1].runs(20, tmp_path, REAL)[1].command())
-    assert str(tmp_path / studies.NETWORK) in command_line
+    assert [row[0] for row in rows] == [
+        "H2O, by age, replay", "LearnedScore, replay", "LearnedScore, replay + drawn eviction",
+        "LearnedScore, replay + learned eviction", "SnapKV, replay",
+    ]  # fmt: skip
+    # what the cache keeps of the full one is a half; ahead of H2O, of imitation, of SnapKV; with the full cache
+    assert [[float(cell.split()[0]) for cell in row[1:6]] for row in rows] == [
+        [0.30, 0, -10, 10, 0.6], [0.40, 10, 0, 20, 0.8], [0.40, 10, 0, 20, 0.8], [0.45, 15, 5, 25, 0.9],
+        [0.20, -10, -20, 0, 0.4],
+    ]  # fmt: skip
+    assert rows[0][6] == "0.800 ± 0.000"
+    fixed, drawn, own = learning[1].runs(20, tmp_path, REAL)
+    assert all(str(network_of(tmp_path, REAL)) in " ".join(run.command()) for run in (fixed, drawn, own))
+    assert any("eviction_weight=0.0" in word for word in drawn.command())
+    assert not any("eviction_weight" in word for word in own.command())
 
 
 def test_drawn_evictions_are_judged_undrawn_with_what_they_learned() -> None:
@@ -150,16 +157,21 @@ def test_drawn_evictions_are_judged_undrawn_with_what_they_learned() -> None:
 
 
 def test_gradients_have_a_column_per_policy_and_budget() -> None:
-    number = {"value": 0.5, "width": 0.1}
     lines = [
-        {"weights": "before training", "method": "SnapKV", "budget": budget, "variant": variant, "cosine": number,
-         "length": number, "noise": number, "rejected": 0.02, "k3": 0.2}
-        for budget in (72, 32) for variant in (FULL, *COMPARED)
+        {"weights": weights, "method": "SnapKV", "budget": budget, "variant": variant,
+         "cosine": {"value": 0.1 * place, "width": 0.01}, "length": {"value": 1.0 + wide, "width": 0.02 + wide},
+         "noise": {"value": 0.3 if variant == FULL else 0.2}, "rejected": 0.002 * budget, "k3": 1 / budget}
+        for weights, wide in (("before training", 0.0), ("after dense training", 2.0))
+        for budget in (72, 32) for place, variant in enumerate((FULL, *COMPARED))
     ]  # fmt: skip
-    found = gradients.table(lines).untitled
-    assert "|  | before training, a half | before training, a quarter |" in found
-    assert found.count("| 0.50 ± 0.10 · 0.50 ± 0.10 | 0.50 ± 0.10 · 0.50 ± 0.10 |") == len(COMPARED)
-    assert "| sequences rejected · k3 | 2.0% · 0.2 | 2.0% · 0.2 |" in found
+    header, _, *rows = gradients.table(lines).untitled.splitlines()
+    places = [f"{weights}, {slot}" for weights in gradients.WEIGHTS for slot in ("a half", "a quarter")]
+    assert header == f"|  | {' | '.join(places)} |"
+    for place, (variant, row) in enumerate(zip(COMPARED, rows, strict=False), start=1):
+        cells = [f"{0.1 * place:.2f} ± 0.01 · 1.00 ± 0.02"] * 2 + [f"{0.1 * place:.2f} ± 0.01 · –"] * 2
+        assert row == f"| {variant} | {' | '.join(cells)} |"
+    assert rows[-2] == f"| sequences rejected · k3 | {' | '.join(['14.4% · 0.014', '6.4% · 0.031'] * 2)} |"
+    assert rows[-1] == f"| two halves: full cache · naive | {' | '.join(['0.30 · 0.20'] * 4)} |"
     assert {one.name for one in gradients.StorySamples.variants} == set(COMPARED)
 
 

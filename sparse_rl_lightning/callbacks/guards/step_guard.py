@@ -35,8 +35,9 @@ class StepGuard(Callback):
 
     A step whose gradient is far longer than those before it is taken, with a warning that names the likely cause and
     what helps: tokens whose staleness ratio has exploded are trained on for a while before the reward shows it. Under a
-    compressed cache without weights or replay, the first such ratio triggers a warning by itself, because a loss that
-    bounds the ratio has no long steps. Training without any correction triggers a warning at the start.
+    compressed cache without weights or replay, the first ratio above ``max_staleness_ratio`` triggers a warning by
+    itself, because a loss that bounds the ratio has no long steps. Such training without any correction triggers one at
+    the start.
 
     Args:
         max_in_a_row: Number of steps skipped in a row after which the run stops.
