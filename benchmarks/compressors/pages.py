@@ -148,8 +148,8 @@ def picture(results: ByTask, path: Path) -> None:
             ax.set_xlabel("tail of the acceptance")
         for ax in axes[len(results) :]:
             ax.set_visible(False)
-        found = {label: one for ax in axes for one, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=2)
+        handles = {label: one for ax in axes for one, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, facecolor="white")
 

@@ -31,12 +31,12 @@ from experiments.gradients.jobs import CASES, Job
 from experiments.gradients.measure import Samples
 from experiments.gradients.one_token import explosion_table
 from experiments.gradients.page import ORDER, picture, tables
+from experiments.gradients.snapshots import exporting
 from experiments.stability.__main__ import warm_up
 from experiments.stability.outcomes import fall
 from experiments.stability.studies import MAIN, REJECTION, warmed
 
 PAGE = "gradients.md"
-SNAPSHOTS = {"class_path": "experiments.gradients.snapshots.Snapshots", "init_args": {"every_n_rollouts": 20}}
 LAST = MAIN.recipe.rollouts
 FALLEN = 0.6  # of the best accuracy so far
 
@@ -52,7 +52,7 @@ class Source:
     def training(self, folder: Path) -> Run:
         """The run, as in ``experiments.stability``, which exports policies besides."""
         (run,) = replace(MAIN, arms=(self.arm,), seeds=(self.seed,)).runs(self.seed, folder)
-        return replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, SNAPSHOTS)))
+        return exporting(run, every_n_rollouts=20)
 
     def left(self, folder: Path) -> dict[str, Path]:
         """The policies, where the run is finished and came to them."""

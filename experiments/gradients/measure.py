@@ -129,5 +129,5 @@ def described(rollout: Rollout) -> dict[str, float]:
 
 def gram(found: dict[str, list[Tensor]]) -> Tensor:
     """Products (K, C, K, C), float64, of all gradients in all chunks."""
-    every = list(found.values())
+    every = list(found.values())  # pair by pair: those of a real model are gigabytes, which one product would copy
     return torch.stack([torch.stack([torch.stack(a) @ torch.stack(b).T for b in every], dim=1) for a in every]).double()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from experiments.arms.runs import Run
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.outputs.export import write_policy
+
+
+def exporting(run: Run, every_n_rollouts: int) -> Run:
+    """The same run, which exports policies besides."""
+    snapshots = {"class_path": f"{__name__}.{Snapshots.__name__}", "init_args": {"every_n_rollouts": every_n_rollouts}}
+    return replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, snapshots)))
 
 
 class Snapshots(RolloutCallback):

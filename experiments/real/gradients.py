@@ -25,11 +25,11 @@ from benchmarks import REAL
 from benchmarks.common import kept
 from benchmarks.common.pages import insert, mark
 from benchmarks.common.tables import Table
-from experiments.arms.runs import Run
 from experiments.gradients.__main__ import PAGE, measure, missing
 from experiments.gradients.jobs import Job
 from experiments.gradients.measure import FULL, Samples
 from experiments.gradients.page import COMPARED, estimated, only
+from experiments.gradients.snapshots import exporting
 from experiments.gradients.variants import VARIANTS, Variant
 from experiments.real.results import slot
 from experiments.real.studies import DENSE, HALF, MAIN, METHODS, QUARTER
@@ -78,11 +78,7 @@ def trained(folder: Path, policy: Path) -> Path:
     """The policy after dense training; trains it if it has not been."""
     (run,) = replace(MAIN[0], arms=(DENSE,), seeds=(SEED,), judged=()).runs(SEED, folder, policy)
     rollouts = MAIN[0].recipe.rollouts
-    snapshots = {
-        "class_path": "experiments.gradients.snapshots.Snapshots",
-        "init_args": {"every_n_rollouts": rollouts},
-    }
-    own: Run = replace(run, settings=replace(run.settings, callbacks=(*run.settings.callbacks, snapshots)))
+    own = exporting(run, every_n_rollouts=rollouts)
     if not own.execute():
         sys.exit(f"error: the dense training has not ended, see {own.folder / 'log.txt'}")
     shutil.rmtree(own.checkpoint.parent, ignore_errors=True)

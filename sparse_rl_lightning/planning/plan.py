@@ -101,9 +101,10 @@ class Plan:
         times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
         one, count = sum(seconds.values()) / steps, self.job.num_steps
-        whole = "" if count is None else f", {one * count / 3600:.1f} hours for all {count}"
+        whole = ""
         if count is not None:
-            whole += f", in {math.ceil(count / steps):,} rollout(s)"
+            hours, rollouts = one * count / 3600, math.ceil(count / steps)
+            whole = f", {hours:.1f} hours for all {count}, in {rollouts:,} rollout(s)"
         return (
             f"Time at least, if all {self.job.sequences} completions of a rollout are "
             f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
