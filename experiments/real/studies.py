@@ -94,7 +94,8 @@ class Study:
         ]
 
 
-USUAL = Recipe(prompts=4, steps=2, rate=5e-4, rollouts=12, warm_up=0)
+USUAL = Recipe(prompts=4, steps=1, rate=5e-4, rollouts=12, warm_up=0)
+"""The best of RATES."""
 RATES = tuple(
     Study("SnapKV", HALF, (DENSE,), replace(USUAL, steps=steps, rate=rate), (0,), judged=())
     for steps in (1, 2, 4)
