@@ -1,6 +1,6 @@
 """Prompts read once for all their samples beside separate sequences: forward and backward pass of the learner.
 
-    python -m benchmarks.prompts [--rounds 5] [--threads 1] [--policy FOLDER] [--save docs]
+    python -m benchmarks.prompts [--rounds 3] [--threads 1] [--policy FOLDER] [--save docs]
 
 The same tokens, weights and loss; both ways take turns, and the ratio is the median of the rounds'. "Allowed" is the
 ratio of multiplications that both ways need: products for every token, causal attention, the head for completions.
@@ -96,7 +96,7 @@ def main() -> None:
     """Measure, and print or save the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few tokens: numbers without meaning")
     parser.add_argument("--save", type=Path, help=f"folder of {PAGE}")

@@ -33,6 +33,8 @@ class RolloutCallback(Callback):
 
     is_active = True
     """Whether rollouts call it; False for one that has nothing to do in this run."""
+    measured: tuple[int, Mapping[str, float]] | None = None
+    """The newest rollout that it measured, if not every one, and the values by key, for the record of the run."""
 
     @property
     def corrects(self) -> bool:

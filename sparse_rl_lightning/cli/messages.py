@@ -26,10 +26,12 @@ from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
     r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
+    | -\ Expected\ a\ path\ but\ (?!\S*(/|\.ya?ml\b))\S*\ either\ not\ accessible\ or\ invalid
     | -\ Expected\ a\ <class\ 'NoneType'> | Given\ value\ type:\ .* | Given\ value:\ [\[{N].* )$""",
     re.VERBOSE,
 )
-"""Lines of jsonargparse's messages that repeat the type or the whole configuration."""
+"""Lines of jsonargparse's messages that repeat the type or the whole configuration, or take a name for a file."""
+LOOKED_FOR = "Modules are looked for in the current folder and among the installed packages."
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 SCHEDULES = (
@@ -105,8 +107,8 @@ def _check_schedule(given: Any) -> None:
 def explain(message: str) -> str:
     r"""A parser's message without its noise, with a suggestion for a misspelled class or option.
 
-    >>> explain("Errors:\n  Expected a dot import path string: SnapKv")
-    "  Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'?"
+    >>> explain("Errors:\n  Expected a dot import path string: SnapKv").partition("A class")[0]
+    "Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'? "
     """
     lines = [line for line in message.splitlines() if not NOISE.match(line)]
     return "\n".join([*lines, *_suggestion(message)]).strip()
@@ -161,7 +163,7 @@ def _of_class(name: str) -> str:
     if name in known:  # of another kind than the key's, or the key takes any class
         return f"Here {name} is named with its module: {known[name].__module__}.{name}."
     own = f"A class of your own is named with its module, such as mine.{name}."
-    return f"There is no class {name!r}. {_did_you_mean(name, known) or own}"
+    return " ".join(filter(None, [f"There is no class {name!r}.", _did_you_mean(name, known), own]))
 
 
 def _of_option(found: re.Match[str]) -> str:
@@ -184,6 +186,7 @@ FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
         lambda found: f"What belongs to a class stands below its init_args, {found[1]!r} too.",
     ),
     (r"does not accept option '([\w.]+)\+?'", _of_key),
+    (r"No module named '[\w.]+'", lambda _: LOOKED_FOR),
     (r"int too large to convert to float", lambda found: "A number has more digits than a float holds, 308."),
 ]
 """Forms of jsonargparse's messages, the first of which counts, and what to add."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparse_rl_lightning.report.record import RunRecord
+from sparse_rl_lightning.report.record import ROUNDING, RunRecord
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ PANELS: tuple[Panel, ...] = (
           "near-impossible, and all tokens left out.",
           (Line("rejection_rate", "sequences"), Line("token_mask_rate", "tokens")), 100.0, pictured=True),
     Panel(MISMATCH, "Mismatch KL", "nats per token", "Distance of the sampling (sparse) policy from the dense one, by "
-          "the k3 estimator; 0 is a perfect match.",
-          (Line("mismatch/kl_k3", "k3"),), pictured=True),
+          "the k3 estimator; 0 is a perfect match. Under replay the learner sees what the sampler saw, and only "
+          "rounding is left of it.",
+          (Line("mismatch/kl_k3", "k3"), Line(ROUNDING, "rounding", True)), pictured=True),
     Panel(MISMATCH, "Ratio dense / sparse", "ratio", "The tail of the mismatch: the 5th percentile of the tokens' "
           "probability ratios, and the smallest ratio of a rollout. 1 is a perfect match.",
           (Line("mismatch/ratio_p05", "5th percentile"), Line("sampling/importance_sampling_ratio/min", "smallest")),

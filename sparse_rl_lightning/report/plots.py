@@ -93,9 +93,8 @@ def short(value: float) -> str:
 
 
 def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
-    """Rollout and value, wherever both exist."""
-    pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(record.history)]
-    return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+    """Rollout and value, wherever both exist, in the unit of a panel."""
+    return [(x, factor * y) for x, y in record.points(key) if math.isfinite(factor * y)]
 
 
 def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:

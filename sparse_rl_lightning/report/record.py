@@ -10,8 +10,19 @@ from typing import Any
 
 SUMMARY, PROGRESS = "summary.json", "progress.json"
 """Files that RunSummary writes: at the end, and until then."""
-BESIDE = ("title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst")
+BESIDE = (
+    "title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst",
+    "replayed",
+)  # fmt: skip
 """Fields of a file besides its summary and history."""
+ROUNDING = "mismatch_split/rounding/kl_k3"
+REPLAYED = {
+    "mismatch/kl_k3": "mismatch_split/compression/kl_k3",
+    "mismatch/ratio_p05": "mismatch_split/compression/ratio_p05",
+    "sampling/importance_sampling_ratio/min": "",  # known of rounding alone
+    ROUNDING: "mismatch/kl_k3",
+}
+"""Where the numbers of a key are if the learner replays what was sampled: its ``mismatch/`` is that of rounding."""
 
 
 @dataclass
@@ -44,6 +55,13 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     state: str = "finished"  # "running" until then; a sentence if an error ended the run
     written: str = ""  # time of writing, UTC
+    replayed: bool = False  # whether old log-probs are replayed ones, so that ``mismatch/`` is that of rounding
+
+    def points(self, key: str) -> list[tuple[float, float]]:
+        """Rollout and value, wherever both are numbers."""
+        key = REPLAYED.get(key, key) if self.replayed else key
+        pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(self.history)]
+        return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
     def mean(self, key: str) -> float | None:
         """The mean over the rollouts that have it, None if none has."""
@@ -76,6 +94,7 @@ class RunRecord:
             "rejection_rate": self.mean("rejection_rate"),
             "token_mask_rate": self.mean("token_mask_rate"),
             "mismatch_kl_k3": self.median("mismatch/kl_k3"),
+            "rounding_kl_k3": self.median(ROUNDING),
             "repetition_rate": self.mean("completions/repetition_rate"),
             "tokens_per_second": self.median("time/tokens_per_second"),
         }
@@ -87,7 +106,7 @@ class RunRecord:
         return cleaned
 
     def _known(self, key: str) -> list[float]:
-        return [value for row in self.history if math.isfinite(value := row.get(key, math.nan))]
+        return [value for _, value in self.points(key)]
 
 
 def _finite(value: Any) -> Any:

@@ -223,6 +223,13 @@ class Silent(H2O):
         update.state["mass"] + update.mass.sum(dim=2)
 
 
+class Coarse(KNorm):
+    """Right but for the rounding of its own numbers."""
+
+    def score(self, layer: LayerState) -> Tensor:
+        return -layer.keys.norm(dim=-1)
+
+
 class NotAsked(H2O):
     needs_attention = False
 
@@ -279,6 +286,7 @@ BROKEN = [
     (NoWindow, "selection", "entries of sinks and window were evicted", "Write score only"),
     (Overflow, "half precision", "float16: scores are not finite", r"keys.float\(\)"),
     (Cancels, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
+    (Coarse, "half precision", "bfloat16: scores are off by", r"keys.float\(\)"),
     (RemembersMass, "running state", "update_state changed self.last", "state_fields"),
     (MeanOverSlots, "running state", r"update.state\['mass'\] of a sequence depends on the others", "same slot"),
     (Silent, "running state", "changed nothing in update.state", "in place"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from sparse_rl_lightning import ReplayGRPO
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, RunSummary, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
 from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.report import page, read_run, summary_text
+from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 ALPHABET = "0123456789abcdef"
@@ -236,6 +239,24 @@ def test_sparse_has_no_mismatch_left_and_both_validations_are_reported() -> None
     assert metrics["kv/saving_final"] > 0.1
     assert 0 < metrics["kv/record_bytes"] < metrics["kv/record_dense_bytes"]
     assert {"val/reward_dense", "val/reward_sparse"} <= metrics.keys()
+
+
+@pytest.mark.parametrize("objective", ["sparse", "dense"])
+def test_a_report_tells_compression_from_rounding(objective: str, tmp_path: Path) -> None:
+    """Under ``sparse`` the numbers of ``mismatch/`` are of rounding, and a page must not sell them as compression."""
+    summary = RunSummary(num_problems=0, folder=tmp_path)
+    fit(module(replay_objective=objective), 3, [SparsityAwareRejection(), MismatchSplit(2), summary])
+    run = read_run(tmp_path)
+    assert run.replayed == (objective == "sparse")
+    assert [len(run.points(key)) for key in ("mismatch/kl_k3", ROUNDING)] == ([2, 3] if run.replayed else [3, 2])
+    rounding, compression = run.median(ROUNDING), run.median("mismatch/kl_k3")
+    assert rounding is not None
+    assert compression is not None
+    assert rounding < 1e-9 < 1e-6 < compression == run.summary()["mismatch_kl_k3"]
+    assert f"{rounding:.1e}" in summary_text(run)
+    worst = {kind for one in run.worst for kind in one["kinds"]}
+    assert ("most mismatched" in worst) == (not run.replayed)
+    assert ("under the full cache as under the sampler" in page(run)) == (not run.replayed)
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])

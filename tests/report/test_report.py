@@ -20,6 +20,7 @@ from sparse_rl_lightning.report.charts import draw, drawings, smoothed
 from sparse_rl_lightning.report.measures import MEASURES
 from sparse_rl_lightning.report.page import environment
 from sparse_rl_lightning.report.plots import Plot, plots_of_run
+from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.text import (
     duration,
     number,
@@ -46,14 +47,33 @@ def test_summary_means_and_peaks() -> None:
 
 def test_one_rollout_does_not_decide_what_is_typical() -> None:
     """A KL of 41 among 180 rollouts made 0.26 of a typical 0.02, where below 0.05 is healthy; a pause is as far off."""
-    keys = ("mismatch/kl_k3", "time/tokens_per_second", *(f"time/{s}" for s in ("rollout", "rescoring", "update")))
+    keys = (
+        "mismatch/kl_k3",
+        ROUNDING,
+        "time/tokens_per_second",
+        *(f"time/{s}" for s in ("rollout", "rescoring", "update")),
+    )
     run = record(history=[row(i, **dict.fromkeys(keys, 41.0 if i == 3 else 0.02)) for i in range(9)])
     labels = {m.label: m for m in MEASURES if "median" in m.label}
-    assert len(labels) == 6
+    assert len(labels) == 7
     found = {label: measure.find(run) for label, measure in labels.items() if not label.endswith("rewards")}
     assert set(found.values()) == {0.02}
     assert (run.summary()["mismatch_kl_k3"], run.summary()["tokens_per_second"]) == (0.02, 0.02)
     assert record(history=[]).median("mismatch/kl_k3") is None
+
+
+def test_where_the_learner_replays_the_mismatch_is_the_part_that_compression_has() -> None:
+    """A KL of 1e-13 was shown as the distance from the full cache, whose real one was 0.05."""
+    split = {"mismatch/kl_k3": 1e-13, "mismatch_split/compression/kl_k3": 0.05, ROUNDING: 2e-13}
+    own = [row(0, **split), row(1, **{"mismatch/kl_k3": 3e-13})]
+    run = record(history=own, replayed=True)
+    assert run.points("mismatch/kl_k3") == [(0.0, 0.05)]
+    assert run.points("sampling/importance_sampling_ratio/min") == run.points("mismatch/ratio_p05") == []
+    assert run.summary()["rounding_kl_k3"] == 2e-13
+    assert re.search(r"rounding KL \(k3\), sampler to replay, median +2\.0e-13", summary_text(run))
+    corrected = record(history=own)
+    assert [y for _, y in corrected.points("mismatch/kl_k3")] == [1e-13, 3e-13]
+    assert corrected.summary()["rounding_kl_k3"] == 2e-13
 
 
 def test_numbers_that_are_not_finite_count_nowhere_and_become_null() -> None:

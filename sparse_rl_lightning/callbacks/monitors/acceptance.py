@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ class TailReport:
     tail: dict[str, float]  # 5th percentile of the lower bound by length bin, without bins that have no tokens
     tokens: dict[str, int]  # number of tokens in each of these bins
     ceiling: float | None  # the same percentile between dense policies, None if it was not measured
-    logged: dict[str, float] = field(default_factory=dict)  # all keys
 
 
 class AcceptanceMonitor(RolloutCallback):
@@ -150,8 +149,9 @@ class AcceptanceMonitor(RolloutCallback):
         if ceiling is not None:
             logged["acceptance/target"] = tail_target(ceiling)
         self.report = TailReport(
-            scored.index, {name: logged[f"acceptance/p05/{name}"] for name in tokens}, tokens, ceiling, logged
+            scored.index, {name: logged[f"acceptance/p05/{name}"] for name in tokens}, tokens, ceiling
         )
+        self.measured = scored.index, logged
         module.log_dict(logged, batch_size=len(rollout))
 
     def _tails(self, lower: Tensor, upper: Tensor, rollout: Rollout) -> tuple[dict[str, float], dict[str, int]]:

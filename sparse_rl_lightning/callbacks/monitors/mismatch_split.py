@@ -69,6 +69,7 @@ class MismatchSplit(RolloutCallback):
         if not len(rollout):
             return
         split = mismatch_split(module, rollout)
+        self.measured = scored.index, {name: float(value) for name, value in split.items()}
         module.log_dict(split, batch_size=len(rollout))
         self._warn(split)
 

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
-from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
 from sparse_rl_lightning.callbacks.outputs import run_facts
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.callbacks.outputs.worst_completions import WorstCompletions, kept_texts
@@ -51,9 +50,11 @@ class RunSummary(RolloutCallback):
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
     ``report.html`` (one self-contained page, whose charts need matplotlib) and ``report.png`` are written. Until then
     ``progress.json`` has the record so far, for ``sparse-rl report`` on a run that is still going or was killed.
-    With several ranks the means over all are stored; completions, and the values of ``AcceptanceMonitor``, are rank
-    zero's. A resumed run keeps the numbers and the evaluation of its first part. Evaluation draws no random numbers, so
-    a run is the same with and without this callback. A trial run (``fast_dev_run``) writes nothing.
+    With several ranks the means over all are stored; completions, and the values of ``AcceptanceMonitor`` and
+    ``MismatchSplit``, are rank zero's. A resumed run keeps the numbers and the evaluation of its first part. Where the
+    learner replays what was sampled, mismatch is the part of compression, if ``MismatchSplit`` measures it, and what is
+    left is shown as rounding. Evaluation draws no random numbers, so a run is the same with and without this callback.
+    A trial run (``fast_dev_run``) writes nothing.
 
     Args:
         num_problems: Number of held-out problems to evaluate on, 0 for none.
@@ -133,7 +134,7 @@ class RunSummary(RolloutCallback):
         self._trained = "not"
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
-        self.worst.see(scored, module.generator.tokenizer)
+        self.worst.see(scored, module.generator.tokenizer, module.learner.replays)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Store the warning with its rollout; one of the start, which a resumed run gives again, is stored once."""
@@ -203,6 +204,7 @@ class RunSummary(RolloutCallback):
     def _describe(self, trainer: Trainer, module: RolloutModule) -> None:
         record = self.record
         record.settings, record.config = run_facts.describe(module), run_facts.configuration(trainer)
+        record.replayed = module.learner.replays
         record.versions, record.title = run_facts.versions(module), self.title or run_facts.default_title(module)
 
     def _stamp(self, trainer: Trainer, state: str) -> None:
@@ -220,9 +222,9 @@ class RunSummary(RolloutCallback):
             if is_known and (self._trained == "wholly" or not name.startswith(BLOCK_KEYS)):
                 row[name] = float(value)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            report = callback.report if isinstance(callback, AcceptanceMonitor) else None
-            if report is not None and report.index == row["rollout"]:  # not a report on an earlier rollout
-                row.update(report.logged)
+            measured = callback.measured if isinstance(callback, RolloutCallback) else None
+            if measured is not None and measured[0] == row["rollout"]:  # not an earlier one
+                row.update(measured[1])
 
     def _write_progress(self, trainer: Trainer, state: str = "running") -> None:
         """Write the record so far, with pauses long enough that writing takes at most a hundredth of the time."""

@@ -27,11 +27,17 @@ class WorstCompletions:
         self.count = count
         self.kept: dict[str, list[dict[str, Any]]] = {}
 
-    def see(self, scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Consider a rollout after all callbacks that edit it."""
+    def see(self, scored: ScoredRollout, tokenizer: PreTrainedTokenizerBase | None, replayed: bool = False) -> None:
+        """Consider a rollout after all callbacks that edit it.
+
+        Args:
+            scored: The rollout.
+            tokenizer: Tokenizer that writes the most mismatched token.
+            replayed: Whether the old log-probs are replayed ones, which tell rounding alone: no kind of its own.
+        """
         if not self.count:
             return
-        rollout, ratios = scored.rollout, token_ratios(scored.rollout)
+        rollout, ratios = scored.rollout, None if replayed else token_ratios(scored.rollout)
         smallest = None if ratios is None else ratios.amin(dim=1)  # (B,)
         found: dict[str, int] = {}
         if rollout.rewards is not None and not bool(rollout.rewards.isnan().all()):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from sparse_rl_lightning.cli.classes import argument_names, imported, known_classes
-from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
+from sparse_rl_lightning.cli.messages import LOOKED_FOR, ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import whole_file
@@ -66,7 +66,8 @@ def _checked_path(given: str) -> str:
     except KeyError as error:
         raise UserError(explain(f"Expected a dot import path string: {given}").partition("\n")[2]) from error
     except Exception as error:  # whatever the user's module raises
-        raise UserError(f"{given!r} cannot be imported: {type(error).__name__}: {error}.") from error
+        hint = f" {LOOKED_FOR}" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"{given!r} cannot be imported: {type(error).__name__}: {error}.{hint}") from error
     if not (inspect.isclass(found) and issubclass(found, Compressor)):
         raise UserError(f"{given!r} is no compressor: derive it from sparse_rl_lightning.compressors.Compressor.")
     return f"{found.__module__}.{found.__qualname__}"
