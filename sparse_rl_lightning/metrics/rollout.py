@@ -56,7 +56,8 @@ time/tokens_per_second                      tokens/s     completion tokens over 
 =========================================== ============ =====================================================
 
 The ``mismatch/`` and ``sampling/`` keys need dense log-probs and are absent without them; they cover the completions
-before any rejection. Standard deviations are Bessel-corrected. Shares lie between 0 and 1.
+before any rejection. Where the learner replays what was sampled (``replay_objective: sparse``) their "dense" is the
+replayed policy: they show rounding alone. Standard deviations are Bessel-corrected. Shares lie between 0 and 1.
 """
 
 from __future__ import annotations

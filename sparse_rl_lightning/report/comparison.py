@@ -8,6 +8,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report.measures import MEASURES, greedy
 from sparse_rl_lightning.report.page import course, figures, render, warnings_of
 from sparse_rl_lightning.report.plots import COLORS, Named, color, plots_of_runs
+from sparse_rl_lightning.report.record import REPLAYED
 from sparse_rl_lightning.text import DASH, shortened
 
 PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|^trainer\.logger\..*name$")
@@ -82,6 +83,11 @@ def _notes(records: Named) -> list[str]:
         notes.append(f"The runs were not tested alike: {', '.join(how)}.")
     if len({len(r.history) for _, r in records}) > 1:
         notes.append("The runs are not equally long, so that means over all rollouts cover different stretches.")
+    if len({any(REPLAYED in row for row in r.history) for _, r in records}) > 1:
+        notes.append(
+            "Some runs replay what they sampled. Their mismatch is of the rollouts that MismatchSplit measured, free "
+            "of rounding; that of the others is of all rollouts."
+        )
     if len(records) > COLORS:
         notes.append(f"Only {COLORS} lines of a chart can be told apart: run {COLORS + 1} looks like the first.")
     return notes

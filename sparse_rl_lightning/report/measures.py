@@ -66,7 +66,7 @@ MEASURES = (
     Measure("rejected sequences", _mean("rejection_rate"), percent, POINTS, True),
     Measure("mismatch KL (k3), median, nats per token", _median("mismatch/kl_k3"), lambda v: number(v, 4),
             _difference(4), True),
-    Measure("rounding KL (k3), sampler to replay, median", _median(ROUNDING), lambda v: f"{v:.1e}", _ratio, True),
+    Measure("rounding KL (k3), median, nats per token", _median(ROUNDING), lambda v: f"{v:.1e}", _ratio, True),
     Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number, _difference(3)),
     Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, POINTS, True),
     Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, POINTS, True),

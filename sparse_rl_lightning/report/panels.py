@@ -58,8 +58,8 @@ PANELS: tuple[Panel, ...] = (
           "near-impossible, and all tokens left out.",
           (Line("rejection_rate", "sequences"), Line("token_mask_rate", "tokens")), 100.0, pictured=True),
     Panel(MISMATCH, "Mismatch KL", "nats per token", "Distance of the sampling (sparse) policy from the dense one, by "
-          "the k3 estimator; 0 is a perfect match. Under replay the learner sees what the sampler saw, and only "
-          "rounding is left of it.",
+          "the k3 estimator; 0 is a perfect match. If the learner replays, MismatchSplit measures it. Gray: the part "
+          "that evictions do not explain.",
           (Line("mismatch/kl_k3", "k3"), Line(ROUNDING, "rounding", True)), pictured=True),
     Panel(MISMATCH, "Ratio dense / sparse", "ratio", "The tail of the mismatch: the 5th percentile of the tokens' "
           "probability ratios, and the smallest ratio of a rollout. 1 is a perfect match.",

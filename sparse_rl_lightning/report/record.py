@@ -10,19 +10,18 @@ from typing import Any
 
 SUMMARY, PROGRESS = "summary.json", "progress.json"
 """Files that RunSummary writes: at the end, and until then."""
-BESIDE = (
-    "title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst",
-    "replayed",
-)  # fmt: skip
+BESIDE = ("title", "state", "written", "settings", "config", "versions", "warnings", "validation", "samples", "worst")
 """Fields of a file besides its summary and history."""
 ROUNDING = "mismatch_split/rounding/kl_k3"
-REPLAYED = {
+REPLAYED = "replayed"
+"""The key of rows whose old log-probs are replayed ones, so that ``mismatch/`` there is that of rounding."""
+UNDER_REPLAY = {
     "mismatch/kl_k3": "mismatch_split/compression/kl_k3",
     "mismatch/ratio_p05": "mismatch_split/compression/ratio_p05",
-    "sampling/importance_sampling_ratio/min": "",  # known of rounding alone
+    "sampling/importance_sampling_ratio/min": None,  # known of rounding alone
     ROUNDING: "mismatch/kl_k3",
 }
-"""Where the numbers of a key are if the learner replays what was sampled: its ``mismatch/`` is that of rounding."""
+"""The keys under which such rows have what others have under these."""
 
 
 @dataclass
@@ -55,12 +54,10 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     state: str = "finished"  # "running" until then; a sentence if an error ended the run
     written: str = ""  # time of writing, UTC
-    replayed: bool = False  # whether old log-probs are replayed ones, so that ``mismatch/`` is that of rounding
 
     def points(self, key: str) -> list[tuple[float, float]]:
         """Rollout and value, wherever both are numbers."""
-        key = REPLAYED.get(key, key) if self.replayed else key
-        pairs = [(row.get("rollout", float(place)), row.get(key, math.nan)) for place, row in enumerate(self.history)]
+        pairs = [(row.get("rollout", float(place)), _value(row, key)) for place, row in enumerate(self.history)]
         return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
     def mean(self, key: str) -> float | None:
@@ -107,6 +104,12 @@ class RunRecord:
 
     def _known(self, key: str) -> list[float]:
         return [value for _, value in self.points(key)]
+
+
+def _value(row: Mapping[str, float], key: str) -> float:
+    """What a row has of a key, NaN if nothing."""
+    own = UNDER_REPLAY.get(key, key) if REPLAYED in row else key
+    return math.nan if own is None else row.get(own, math.nan)
 
 
 def _finite(value: Any) -> Any:

@@ -165,7 +165,10 @@ def _from_csv(file: Path) -> RunRecord:
         title=place.parent.name if place.name == "lightning_logs" else place.name,
         measure="accuracy",
         state="unknown",
-        settings={"source": f"{file.name} alone: RunSummary had written nothing, so there are no completions"},
+        settings={
+            "source": f"{file.name} alone: RunSummary had written nothing, so there are no completions. If the learner "
+            "replayed what it sampled, mismatch is rounding alone"
+        },
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tiny_grpo import grouped
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from sparse_rl_lightning import ReplayGRPO
+from sparse_rl_lightning import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, RunSummary, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
@@ -31,14 +33,18 @@ TIGHT = RKV(budget=8, buffer=3, num_sinks=1, window=2)
 
 
 def module(
-    compressor: Compressor = TIGHT, attention: str = "sdpa", adapters: dict[str, Any] | None = None, **kwargs: Any
-) -> ReplayGRPO:
+    compressor: Compressor = TIGHT,
+    attention: str = "sdpa",
+    adapters: dict[str, Any] | None = None,
+    kind: type[SparseGRPO] = ReplayGRPO,
+    **kwargs: Any,
+) -> Any:
     tokenizer = character_tokenizer(ALPHABET)
     policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.2, eos_token_id=1)
     policy.config._attn_implementation = attention
     options: dict[str, Any] = {"num_generations": 4, "max_completion_length": 12, "seed": 3, **kwargs}
     source: PolicySource = LoadedPolicy(policy, tokenizer)
-    return ReplayGRPO(
+    return kind(
         source if adapters is None else LoraPolicy(source, **adapters), compressor, likes_a,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **grouped(**options),
     )  # fmt: skip
@@ -247,16 +253,30 @@ def test_a_report_tells_compression_from_rounding(objective: str, tmp_path: Path
     summary = RunSummary(num_problems=0, folder=tmp_path)
     fit(module(replay_objective=objective), 3, [SparsityAwareRejection(), MismatchSplit(2), summary])
     run = read_run(tmp_path)
-    assert run.replayed == (objective == "sparse")
-    assert [len(run.points(key)) for key in ("mismatch/kl_k3", ROUNDING)] == ([2, 3] if run.replayed else [3, 2])
-    rounding, compression = run.median(ROUNDING), run.median("mismatch/kl_k3")
-    assert rounding is not None
-    assert compression is not None
-    assert rounding < 1e-9 < 1e-6 < compression == run.summary()["mismatch_kl_k3"]
-    assert f"{rounding:.1e}" in summary_text(run)
+    replays = objective == "sparse"
+    assert [len(run.points(key)) for key in ("mismatch/kl_k3", ROUNDING)] == ([2, 3] if replays else [3, 2])
+    told = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["summary"]
+    assert told["rounding_kl_k3"] < 1e-9 < 1e-6 < told["mismatch_kl_k3"]
+    assert f"{told['rounding_kl_k3']:.1e}" in summary_text(run)
     worst = {kind for one in run.worst for kind in one["kinds"]}
-    assert ("most mismatched" in worst) == (not run.replayed)
-    assert ("under the full cache as under the sampler" in page(run)) == (not run.replayed)
+    assert ("most mismatched" in worst) == (not replays)
+    assert ("under the full cache as under the sampler" in page(run)) == (not replays)
+
+
+def test_rounding_that_nothing_acts_on_is_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corrections of SparseGRPO see rounding; both uses of replay keep it from them."""
+    monkeypatch.setattr("sparse_rl_lightning.callbacks.monitors.mismatch_split.ROUNDING", 0.0)
+    said: dict[str, int] = {}
+    for name, grpo in (
+        ("sparse", module()),
+        ("dense", module(replay_objective="dense")),
+        ("none", module(kind=SparseGRPO)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(grpo, 2, [SparsityAwareRejection(), MismatchSplit(1, tolerance=1e-30)])
+        said[name] = sum("rounding moves the sampler" in str(one.message) for one in caught)
+    assert said == {"sparse": 0, "dense": 0, "none": 1}
 
 
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])

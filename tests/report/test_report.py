@@ -65,15 +65,16 @@ def test_one_rollout_does_not_decide_what_is_typical() -> None:
 def test_where_the_learner_replays_the_mismatch_is_the_part_that_compression_has() -> None:
     """A KL of 1e-13 was shown as the distance from the full cache, whose real one was 0.05."""
     split = {"mismatch/kl_k3": 1e-13, "mismatch_split/compression/kl_k3": 0.05, ROUNDING: 2e-13}
-    own = [row(0, **split), row(1, **{"mismatch/kl_k3": 3e-13})]
-    run = record(history=own, replayed=True)
+    own = [row(0, replayed=1.0, **split), row(1, replayed=1.0, **{"mismatch/kl_k3": 3e-13})]
+    run = record(history=own)
     assert run.points("mismatch/kl_k3") == [(0.0, 0.05)]
     assert run.points("sampling/importance_sampling_ratio/min") == run.points("mismatch/ratio_p05") == []
     assert run.summary()["rounding_kl_k3"] == 2e-13
-    assert re.search(r"rounding KL \(k3\), sampler to replay, median +2\.0e-13", summary_text(run))
-    corrected = record(history=own)
-    assert [y for _, y in corrected.points("mismatch/kl_k3")] == [1e-13, 3e-13]
-    assert corrected.summary()["rounding_kl_k3"] == 2e-13
+    assert re.search(r"rounding KL \(k3\), median, nats per token +2\.0e-13", summary_text(run))
+    changed = record(history=[row(0, **{**split, "mismatch/kl_k3": 0.06}), *own[1:]])  # resumed under replay
+    assert changed.points("mismatch/kl_k3") == [(0.0, 0.06)]
+    assert changed.points(ROUNDING) == [(0.0, 2e-13), (1.0, 3e-13)]
+    assert len(changed.points("sampling/importance_sampling_ratio/min")) == 1
 
 
 def test_numbers_that_are_not_finite_count_nowhere_and_become_null() -> None:

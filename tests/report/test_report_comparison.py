@@ -77,6 +77,15 @@ def test_five_runs_keep_their_colors() -> None:
     assert len(html) < 1_000_000
 
 
+def test_a_run_that_replays_beside_one_that_does_not_is_told() -> None:
+    replayed = record(history=[row(i, replayed=1.0, **{"mismatch_split/compression/kl_k3": 0.05}) for i in range(3)])
+    text = text_of(comparison([("a", replayed), ("b", record(history=[row(i) for i in range(3)]))]))
+    assert "Some runs replay what they sampled" in text
+    assert "Some runs replay" not in text_of(comparison([("a", replayed), ("b", replayed)]))
+    rows = {label: cells for label, *cells in numbers([("a", replayed), ("b", record())])}
+    assert rows["mismatch KL (k3), median, nats per token"] == ["0.0500", "0.0200 (−0.0300)"]
+
+
 def test_more_runs_than_lines_can_be_told_apart() -> None:
     many = [(f"run {n}", RunRecord(history=[{"rollout": 0.0, "reward": 1.0}])) for n in range(13)]
     assert "run 13 looks like the first" in text_of(comparison(many))

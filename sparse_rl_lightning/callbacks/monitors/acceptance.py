@@ -53,8 +53,9 @@ class AcceptanceMonitor(RolloutCallback):
     acceptance/target               share     0.86 x the ceiling / 0.945, Sparrow's target under its own ceiling
     =============================== ========= ========================================================================
 
-    Bins without tokens are left out. A rollout that is measured is rescored as a whole. Tokens of partial rollouts
-    count if the newest policy drew the whole sequence. Runs are the same with this callback and without it.
+    Bins without tokens are left out, and the ``sampled_`` keys where the learner replays. A rollout that is measured is
+    rescored as a whole. Tokens of partial rollouts count if the newest policy drew the whole sequence. Runs are the
+    same with this callback and without it.
 
     Args:
         every_n_rollouts: Interval of measurements in rollouts, starting with the first.
@@ -143,7 +144,7 @@ class AcceptanceMonitor(RolloutCallback):
             return
         self._measure_ceiling(module, scored)
         lower, upper = acceptance_of(module, rollout)
-        logged, tokens = self._tails(lower, upper, rollout)
+        logged, tokens = self._tails(lower, upper, rollout, module.learner.replays)
         logged |= {f"acceptance/ceiling_{name}": value for name, value in self._ceiling.items()}
         ceiling = self._ceiling.get("p05")
         if ceiling is not None:
@@ -154,7 +155,9 @@ class AcceptanceMonitor(RolloutCallback):
         self.measured = scored.index, logged
         module.log_dict(logged, batch_size=len(rollout))
 
-    def _tails(self, lower: Tensor, upper: Tensor, rollout: Rollout) -> tuple[dict[str, float], dict[str, int]]:
+    def _tails(
+        self, lower: Tensor, upper: Tensor, rollout: Rollout, replays: bool
+    ) -> tuple[dict[str, float], dict[str, int]]:
         """The numbers to log, and the number of tokens in each length bin that has any."""
         mask = rollout.completion_mask
         logged: dict[str, float] = {}
@@ -166,7 +169,7 @@ class AcceptanceMonitor(RolloutCallback):
                 f"acceptance/mean{suffix}": tail.mean,
                 f"acceptance/near_one{suffix}": tail.near_one,
             }
-        if rollout.old_logprobs is not None:
+        if rollout.old_logprobs is not None and not replays:
             drawn = AcceptanceTail.of(sampled_acceptance(rollout.old_logprobs, rollout.sampler_logprobs), mask)
             logged |= {"acceptance/sampled_p05": drawn.overall, "acceptance/sampled_mean": drawn.mean}
         return logged, tail.tokens

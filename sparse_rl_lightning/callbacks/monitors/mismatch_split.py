@@ -38,7 +38,7 @@ class MismatchSplit(RolloutCallback):
     Args:
         every_n_rollouts: Interval of measurements in rollouts, starting with the first.
         tolerance: Share of the compression's k3 above which the rounding's k3 leads to a warning: then rejection and
-            reweighting act in part on rounding, not eviction.
+            reweighting act in part on rounding, not eviction. :class:`ReplayGRPO` keeps it out, and is not warned.
 
     Raises:
         ValueError: If an argument is not positive, or the module samples with a retriever.
@@ -71,7 +71,8 @@ class MismatchSplit(RolloutCallback):
         split = mismatch_split(module, rollout)
         self.measured = scored.index, {name: float(value) for name, value in split.items()}
         module.log_dict(split, batch_size=len(rollout))
-        self._warn(split)
+        if not module.learner.replays and scored.rollout.replay_logprobs is None:  # whose ratio has no rounding in it
+            self._warn(split)
 
     def _warn(self, split: dict[str, Tensor]) -> None:
         rounding, compression = (float(split[f"mismatch_split/{part}/kl_k3"]) for part in ("rounding", "compression"))

@@ -28,6 +28,7 @@ from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.record import REPLAYED
 from sparse_rl_lightning.text import nearby, say
 
 ROW_KEYS = (
@@ -132,9 +133,11 @@ class RunSummary(RolloutCallback):
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Store the rollout's numbers."""
         self._trained = "not"
+        replays = module.learner.replays
         metrics = {name: float(value) for name, value in rollout_metrics(scored).items()}
+        metrics |= {REPLAYED: 1.0} if replays else {}
         self.record.history.append({"rollout": float(scored.index), "step": float(trainer.global_step), **metrics})
-        self.worst.see(scored, module.generator.tokenizer, module.learner.replays)
+        self.worst.see(scored, module.generator.tokenizer, replays)
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Store the warning with its rollout; one of the start, which a resumed run gives again, is stored once."""
@@ -204,7 +207,6 @@ class RunSummary(RolloutCallback):
     def _describe(self, trainer: Trainer, module: RolloutModule) -> None:
         record = self.record
         record.settings, record.config = run_facts.describe(module), run_facts.configuration(trainer)
-        record.replayed = module.learner.replays
         record.versions, record.title = run_facts.versions(module), self.title or run_facts.default_title(module)
 
     def _stamp(self, trainer: Trainer, state: str) -> None:

@@ -20,7 +20,7 @@ class WorstCompletions:
     """Keeps a few completions of each kind, at most one per rollout and kind; ties go to the newest rollout.
 
     Kinds: ``lowest reward``; ``most mismatched``, the smallest ratio of dense to sparse probability of any token;
-    ``rejected``, among the newest rollouts those with the smallest such ratio.
+    ``rejected``, of the newest rollouts that with the smallest such ratio, or the lowest reward if there are none.
     """
 
     def __init__(self, count: int) -> None:
@@ -33,7 +33,7 @@ class WorstCompletions:
         Args:
             scored: The rollout.
             tokenizer: Tokenizer that writes the most mismatched token.
-            replayed: Whether the old log-probs are replayed ones, which tell rounding alone: no kind of its own.
+            replayed: Whether the old log-probs are replayed ones. Then no completion is called mismatched.
         """
         if not self.count:
             return
