@@ -38,7 +38,7 @@ class MismatchSplit(RolloutCallback):
     Args:
         every_n_rollouts: Interval of measurements in rollouts, starting with the first.
         tolerance: Share of the compression's k3 above which the rounding's k3 leads to a warning: then rejection and
-            reweighting act in part on rounding, not eviction. :class:`ReplayGRPO` keeps it out, and is not warned.
+            reweighting act in part on rounding, not eviction. ``ReplayGRPO`` keeps it out, and is not warned.
 
     Raises:
         ValueError: If an argument is not positive, or the module samples with a retriever.
