@@ -103,6 +103,6 @@ def card_row(model: str, memory: str, path: Path) -> list[str]:
 
 if __name__ == "__main__":  # predict all again: an hour
     with TemporaryDirectory() as folder:
-        found = [card_row(model, memory, Path(folder) / "card.yaml") for model, memory, *_ in kept_cards()]
+        found = [card_row(*row[:2], Path(folder) / f"{place}.yaml") for place, row in enumerate(kept_cards())]
     head = "".join(line for line in CARDS.read_text("utf-8").splitlines(keepends=True) if line.startswith("#"))
     CARDS.write_text(head + "".join(f"- {json.dumps(row)}\n" for row in found), "utf-8")
