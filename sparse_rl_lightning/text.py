@@ -48,13 +48,14 @@ def visible(text: str) -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print :func:`visible` text above any progress bar; what the terminal cannot encode becomes escapes.
+    """Print :func:`visible` text above any progress bar, at once; what the terminal cannot encode becomes escapes.
 
     Without a ``file`` it is what the process has as its standard output by then.
     """
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
     tqdm.write(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=file)
+    file.flush()  # a log that is followed would wait for kilobytes
 
 
 def shortened(text: str, width: int) -> str:

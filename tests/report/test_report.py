@@ -7,7 +7,11 @@ import builtins
 import hashlib
 import json
 import math
+import os
 import re
+import select
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +79,18 @@ def test_where_the_learner_replays_the_mismatch_is_the_part_that_compression_has
     assert changed.points("mismatch/kl_k3") == [(0.0, 0.06)]
     assert changed.points(ROUNDING) == [(0.0, 2e-13), (1.0, 3e-13)]
     assert len(changed.points("sampling/importance_sampling_ratio/min")) == 1
+
+
+def test_what_is_said_reaches_a_log_at_once() -> None:
+    """A run whose output goes to a file was silent for its first ten minutes."""
+    code = "import sys; from sparse_rl_lightning.text import say; say('step 1'); sys.stdin.read()"
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, env=usual) as process:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 60)[0], "nothing came while the process lives"
+        assert process.stdout.readline() == b"step 1\n"
+        process.communicate(b"")
 
 
 def test_numbers_that_are_not_finite_count_nowhere_and_become_null() -> None:
