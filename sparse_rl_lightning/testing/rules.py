@@ -235,7 +235,7 @@ def selection(compressor: Compressor) -> str | None:
 @_rule("Compute in float32, for example with layer.keys.float(): keys, values and queries come in the model's type.")
 def half_precision(compressor: Compressor) -> str | None:
     """Scores of numbers in half precision must be those of the same numbers in float32."""
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.float16, torch.bfloat16):
         for layer in _layers(compressor, dtype):
             full = cast(layer, torch.float32)
             half, single = _scores(compressor, layer).double(), _scores(compressor, full).double()
