@@ -55,7 +55,8 @@ def say(text: str, file: TextIO | None = None) -> None:
     file = file or sys.stdout
     encoding = getattr(file, "encoding", None) or "utf-8"
     tqdm.write(visible(text).encode(encoding, "backslashreplace").decode(encoding), file=file)
-    file.flush()  # a log that is followed would wait for kilobytes
+    if file is not None:  # of a process without standard output
+        file.flush()  # a log that is followed would wait for kilobytes
 
 
 def shortened(text: str, width: int) -> str:

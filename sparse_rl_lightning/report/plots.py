@@ -94,7 +94,7 @@ def short(value: float) -> str:
 
 def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
     """Rollout and value, wherever both exist, in the unit of a panel."""
-    return [(x, factor * y) for x, y in record.points(key) if math.isfinite(factor * y)]
+    return [(x, factor * y) for x, y in record.points(key)]
 
 
 def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
