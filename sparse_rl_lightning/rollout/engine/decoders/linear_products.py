@@ -144,11 +144,11 @@ def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | Non
         return None
     weight = linear[0].weight
     if weight.device.type == "cpu":
-        return _packed(dtype) or (Joined if weight.dtype != dtype else None)
+        return packed_kind(dtype) or (Joined if weight.dtype != dtype else None)
     return Joined if weight.dtype != dtype or len(modules) > 1 else None
 
 
-def _packed(dtype: torch.dtype) -> type[Copied] | None:
+def packed_kind(dtype: torch.dtype) -> type[Copied] | None:
     """The product that oneDNN has for a type, if any."""
     if not torch._C._has_mkldnn or dtype not in (torch.float32, torch.bfloat16):
         return None

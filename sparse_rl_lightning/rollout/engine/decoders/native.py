@@ -28,6 +28,7 @@ from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.patched import is_changed, is_patched, refusal, uncompiled
+from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
@@ -99,7 +100,8 @@ class NativeDecoder(Decoder):
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
 
     def _joined(self, modules: Group) -> Projection:
-        return self._made(join(modules, self.geometry.dtype))
+        dtype = self.geometry.dtype
+        return self._made(adapted(modules, dtype) or join(modules, dtype))
 
     def _made(self, projection: Projection) -> Projection:
         self._projections.append(projection)
