@@ -1,8 +1,10 @@
 # CPU:   docker build --target cpu -t sparse-rl .
 # CUDA:  docker build --target cuda -t sparse-rl:cuda .        --build-arg ARCHS=90 compiles for one compute capability
-#        docker run --gpus all -v "$PWD:/runs" sparse-rl:cuda fit --config my.yaml
+#        docker run --gpus all --user "$(id -u):$(id -g)" -v "$PWD:/runs" sparse-rl:cuda fit --config my.yaml
 
 FROM python:3.12-slim-bookworm AS cpu
+# an index with torch's CPU builds, which are a tenth the size
+ARG PIP_EXTRA_INDEX_URL=""
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ make \
@@ -18,6 +20,9 @@ COPY exact_answers exact_answers
 COPY sparse_rl_lightning sparse_rl_lightning
 RUN SPARSE_RL_BUILD=cpu pip install --no-cache-dir -c constraints.txt --no-build-isolation '.[report,lora]'
 COPY configs /configs
+COPY examples /configs/examples
+# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; /configs has real.yaml's data
+ENV HOME=/runs USER=user PYTHONPATH=/configs
 USER 10001
 WORKDIR /runs
 RUN sparse-rl doctor
@@ -41,6 +46,9 @@ COPY exact_answers exact_answers
 COPY sparse_rl_lightning sparse_rl_lightning
 RUN SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS="$ARCHS" pip install --no-cache-dir -c constraints.txt --no-build-isolation '.[report,lora]'
 COPY configs /configs
+COPY examples /configs/examples
+# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; /configs has real.yaml's data
+ENV HOME=/runs USER=user PYTHONPATH=/configs
 USER 10001
 WORKDIR /runs
 ENTRYPOINT ["sparse-rl"]

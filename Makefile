@@ -170,11 +170,10 @@ typecheck: $(INSTALLED) ## mypy --strict on the packages
 	$(BIN)/mypy
 
 # A wheel for every CPU; SPARSE_RL_BUILD=python builds one without native library, for every machine.
-dist: export SPARSE_RL_BUILD := $(or $(SPARSE_RL_BUILD),cpu)
 dist: $(INSTALLED) ## sdist and wheel into dist/, checked; the README's example in an environment made from the wheel
 	rm -rf dist
-	$(BIN)/python -m build -q --no-isolation .
-	$(BIN)/python .ci/check_dist.py dist
+	SPARSE_RL_BUILD=$(or $(SPARSE_RL_BUILD),cpu) $(BIN)/python -m build -q --no-isolation .
+	$(BIN)/python .ci/check_dist.py $(ARGS) dist
 
 clean: ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

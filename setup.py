@@ -20,7 +20,7 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parent
 CHOICES = ("auto", "cuda", "cpu", "python")
-OLDEST_SETUPTOOLS = 78  # as pyproject.toml says, which nobody reads without build isolation
+OLDEST_SETUPTOOLS = (78, 0, 2)  # as pyproject.toml says, which nobody reads without build isolation
 TARGET = "0x020b000000000000"  # oldest libtorch whose stable ABI is used: 2.11
 
 
@@ -55,7 +55,7 @@ ARCHS = "80;89;90;100+PTX;120"
 
 def architectures() -> str:
     """What to compile for, separated by semicolons: torch cannot guess it where there is no GPU."""
-    named = os.environ.get("SPARSE_RL_ARCHS", ARCHS)
+    named = os.environ.get("SPARSE_RL_ARCHS") or ARCHS  # an image sets it empty
     return named if PTX in named else named + PTX  # of the last one, if of none
 
 
@@ -193,6 +193,7 @@ def build() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
-        sys.exit(f"setuptools {setuptools.__version__} is too old: pip install 'setuptools>={OLDEST_SETUPTOOLS}' wheel")
+    if tuple(map(int, re.findall(r"\d+", setuptools.__version__)[:3])) < OLDEST_SETUPTOOLS:
+        wanted = ".".join(map(str, OLDEST_SETUPTOOLS))
+        sys.exit(f"setuptools {setuptools.__version__} is too old: pip install 'setuptools>={wanted}' wheel")
     setuptools.setup(**build())

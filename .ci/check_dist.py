@@ -1,6 +1,6 @@
 """Checks of what is published: content, metadata and platform tag of sdist and wheel, and the README's example.
 
-    python -m build --no-isolation && python .ci/check_dist.py dist
+    python -m build --no-isolation && python .ci/check_dist.py [--release] dist
 
 A wheel with native libraries gets the ``manylinux`` tag of the oldest glibc that has all symbols they need. libtorch is
 never packed: the libraries load the one of the installed torch. The example runs in an environment made from the wheel.
@@ -26,11 +26,23 @@ from packaging.utils import parse_sdist_filename, parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sparse_rl_lightning"
 PACKAGES = (PACKAGE, "exact_answers")
-SOURCE_ONLY = ("cuda_ext/", "configs/", f"{PACKAGE}.egg-info/")
-SOURCE_FILES = {
-    "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "constraints.txt", "pyproject.toml", "setup.cfg",
-    "setup.py",
+BESIDE = {
+    "cuda_ext": (".cpp", ".cu", ".cuh", ".h", ".md", ".py"), "configs": (".yaml", ".json", ".txt"),
+    "examples": (".py",),
 }  # fmt: skip
+"""Folders that only the sdist has, and what of them."""
+SOURCE_ONLY = (*(f"{folder}/" for folder in BESIDE), f"{PACKAGE}.egg-info/")
+SOURCE_FILES = {
+    "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "MIGRATION.md", "PKG-INFO", "README.md", "SECURITY.md",
+    "constraints.txt", "pyproject.toml", "setup.cfg", "setup.py",
+}  # fmt: skip
+FILES = """
+from importlib.resources import files
+own = files("sparse_rl_lightning")
+names = ("py.typed", "budgets/published_schedules.json", "report/page.html", "report/page.css")
+missing = [name for name in names if not own.joinpath(name).is_file()]
+assert not missing, missing
+"""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -57,9 +69,9 @@ def check_source(archive: Path) -> bytes:
         content = metadata.read()
     rest = {name for name in names if not name.startswith(SOURCE_ONLY)}
     compare(archive.name, rest, SOURCE_FILES.union(*map(here, PACKAGES)))
-    native = {name for name in names if name.startswith("cuda_ext/")}
-    compare(f"cuda_ext of {archive.name}", native, here("cuda_ext", ".cpp", ".cu", ".cuh", ".h", ".md", ".py"))
-    compare(f"configs of {archive.name}", (n for n in names if n.startswith("configs/")), here("configs", ".yaml"))
+    for folder, suffixes in BESIDE.items():
+        own = {name for name in names if name.startswith(f"{folder}/")}
+        compare(f"{folder} of {archive.name}", own, here(folder, *suffixes))
     return content
 
 
@@ -84,6 +96,24 @@ def check_metadata(content: bytes, name: str, version: str) -> None:
     assert not any(requirement.url for requirement in metadata.requires_dist or ())
 
 
+def check_release(content: bytes) -> None:
+    """A release is what git has under its tag, says no ``.dev``, and where the project lives."""
+    metadata = Metadata.from_email(content)
+    tag = f"v{metadata.version}"
+    wrong = {
+        "files that git does not have as they are": bool(_git("status", "--porcelain")),
+        f"no tag {tag} on this commit": tag not in _git("tag", "--points-at", "HEAD").split(),
+        f"{metadata.version} is no release": not metadata.version or metadata.version.is_prerelease,
+        "no address: python -m docs.address URL": not metadata.project_urls or "git clone ADDRESS" in content.decode(),
+    }
+    if any(wrong.values()):
+        sys.exit(f"error: not to be published: {'; '.join(fault for fault, is_so in wrong.items() if is_so)}")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
 def tagged(wheel: Path, libraries: bytes) -> Path:
     """The wheel with its platform tag: ``any`` without libraries, else the oldest glibc on which they load."""
     tags = {str(tag) for tag in parse_wheel_filename(wheel.name)[3]}
@@ -102,7 +132,10 @@ def tagged(wheel: Path, libraries: bytes) -> Path:
 
 
 def try_out(wheel: Path, native: bool) -> str:
-    """What the README's Python blocks print in an environment that has only the wheel and what it depends on."""
+    """What the README's Python blocks print in an environment that has only the wheel and what it depends on.
+
+    The command, and the files that the package reads, must be there too.
+    """
     code = "\n".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
     assert code, "the README has no Python block"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -121,6 +154,8 @@ def try_out(wheel: Path, native: bool) -> str:
         run("-m", "pip", "check")
         if native:
             run("-c", "from sparse_rl_lightning import ops; assert not ops.MISSING['cpu'], ops.MISSING")
+        run("-c", FILES)
+        subprocess.run([Path(folder) / "venv" / "bin" / "sparse-rl", "--version"], env=environment, check=True)
         return run("-c", code)
 
 
@@ -129,12 +164,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="with one sdist and one wheel")
     parser.add_argument("--no-install", action="store_true", help="files only, no environment")
+    parser.add_argument("--release", action="store_true", help="refuse what is not to be published")
     given = parser.parse_args()
     (archive,), (wheel,) = given.folder.glob("*.tar.gz"), given.folder.glob("*.whl")
     name, version = parse_sdist_filename(archive.name)
     metadata, libraries = check_wheel(wheel)
     check_metadata(check_source(archive), name, str(version))
     check_metadata(metadata, name, str(version))
+    if given.release:
+        check_release(metadata)
     wheel = tagged(wheel, libraries)
     for path in (archive, wheel):
         print(f"{path.name}  {path.stat().st_size / 1e6:.2f} MB")

@@ -53,6 +53,12 @@ def test_default_builds_run_on_the_others_too(capability: tuple[int, int]) -> No
     assert code_for(parse_architectures(SETUP["ARCHS"]), capability).startswith("runs ")
 
 
+def test_an_empty_list_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Dockerfile hands on what it was given, which may be nothing."""
+    monkeypatch.setenv("SPARSE_RL_ARCHS", "")
+    assert SETUP["architectures"]() == SETUP["ARCHS"]
+
+
 def test_the_flags_of_nvcc_are_those_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSE_RL_ARCHS", "80;90+PTX;120")
     assert SETUP["gencode"]() == [

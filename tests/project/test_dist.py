@@ -1,0 +1,51 @@
+"""What ``make dist ARGS=--release`` lets through: a tagged commit as it is, with a version and an address."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHECK_DIST = Path(__file__).resolve().parents[2] / ".ci" / "check_dist.py"
+
+
+def metadata(version: str = "1.2.0", url: str = "Repository, https://example.org/some/name") -> bytes:
+    project_url = f"Project-URL: {url}\n" if url else ""
+    return f"Metadata-Version: 2.4\nName: some\nVersion: {version}\n{project_url}\nText.".encode()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """One commit, tagged."""
+    (tmp_path / "file").write_text("content")
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "One"), (*who, "tag", "-am", "It", "v1.2.0")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def check(checkout: Path, content: bytes) -> None:
+    own = runpy.run_path(str(CHECK_DIST))
+    own["check_release"].__globals__["ROOT"] = checkout
+    own["check_release"](content)
+
+
+def test_a_tagged_commit_is_published(checkout: Path) -> None:
+    check(checkout, metadata())
+
+
+@pytest.mark.parametrize(("content", "why"), [
+    (metadata("1.2.0.dev0"), "1.2.0.dev0 is no release"), (metadata("1.3.0"), "no tag v1.3.0 on this commit"),
+    (metadata(url=""), "no address"), (metadata() + b" git clone ADDRESS", "no address"),
+])  # fmt: skip
+def test_what_is_no_release_is_not(checkout: Path, content: bytes, why: str) -> None:
+    with pytest.raises(SystemExit, match=f"not to be published: .*{why}"):
+        check(checkout, content)
+
+
+def test_a_file_that_git_does_not_have_is_refused(checkout: Path) -> None:
+    (checkout / "another").write_text("")
+    with pytest.raises(SystemExit, match="files that git does not have as they are"):
+        check(checkout, metadata())
