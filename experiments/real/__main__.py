@@ -1,7 +1,7 @@
 """The papers' question on a real instruct model: does training collapse under a compressed cache, and what saves it?
 
     python -m experiments.real --studies rates                       # dense alone: rates and steps per rollout
-    python -m experiments.real --studies main [--seeds 20 21] [--jobs 2] [--save docs]
+    python -m experiments.real --studies main [--seeds 20 21] [--jobs 2] [--save docs/measured]
     python -m experiments.real --studies learned                     # does a learned eviction pass the best rule?
 
 The protocol is experiments/real/PROTOCOL.md. The model is SmolLM2-135M-Instruct (`make real-model`), the task a story
@@ -21,17 +21,16 @@ import torch
 
 from benchmarks import REAL
 from benchmarks.common import kept
-from benchmarks.common.pages import insert, mark
+from benchmarks.common.pages import insert_if_marked, mark
 from experiments.arms.runs import Run
+from experiments.real.pictures import pictures
 from experiments.real.results import Results, blocks
 from experiments.real.studies import DEVICES, LEARNING_TO_EVICT, MAIN, RATES, Study, planned
 from experiments.real.teacher import teach
 from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 
-PAGE = "results.md"
-
-
+PAGE = "real.md"
 GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN, "learned": LEARNING_TO_EVICT}
 
 
@@ -63,13 +62,17 @@ def main() -> None:
         if any(archive.of(run) is None for run in runs if run.settings.method["class_path"] == "LearnedScore"):
             teach(args.policy, folder)
         execute(runs, archive, args.jobs, after_each=lambda run: tidy(run, archive))
-    found = blocks(Results(archive, folder, args.policy, args.device), studies)
+    results = Results(archive, folder, args.policy, args.device)
+    found = blocks(results, studies)
     if not found:
         sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
     print(*(f"## {name}\n\n{text}" for name, text in found.items()), sep="\n\n")
     if args.save:
         for name, text in found.items():
-            insert(args.save / PAGE, text, mark("experiments.real", name))
+            insert_if_marked(args.save / PAGE, text, mark("experiments.real", name))
+            insert_if_marked(args.save.parent / "results.md", text, mark("experiments.real", name))
+        if "main" in found:
+            pictures(results, MAIN, args.save)
 
 
 if __name__ == "__main__":

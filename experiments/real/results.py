@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from experiments.real.studies import DENSE, HALF, NAIVE, REPLAY, Study
 from experiments.stability.outcomes import COLLAPSED, ENOUGH, geometric, interval, mean
 from experiments.stability.records import Archive, Record
 from experiments.stability.results import paired
+from experiments.stability.signs import SIGNS, Judged, behind, shown
 
 MISSING = "–"
 Records = dict[int, Record]  # by seed
@@ -23,6 +24,9 @@ COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
     "tokens at the end": lambda runs: mean([run.curves["length"][-1] for run in runs], 0),
     "minutes": lambda runs: f"{statistics.fmean(run.minutes for run in runs):.1f}",
 }
+
+
+BRIEFLY = ("slot", "", "full cache", "compressed", "ahead of naive, full cache", "collapsed", "sequences rejected")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,14 @@ class Results:
         records = {run.seed: self.archive.of(run) for run in own if run.arm == arm}
         return {seed: record for seed, record in records.items() if record is not None}
 
+    def dense(self, studies: Iterable[Study]) -> Records:
+        """Those of dense training, which one of the studies has for all."""
+        return next((own for study in studies if (own := self.of(study, DENSE))), {})
+
+    def before_training(self, studies: Iterable[Study]) -> dict[str, float]:
+        """What the policy came to before training, by cache; empty where no run was judged then."""
+        return next((row for run in self.dense(studies).values() for row in run.evaluations if not row["rollouts"]), {})
+
 
 def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str, str]:
     """Every block of the page by its name, of what is finished."""
@@ -47,7 +59,9 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
     if "rates" in studies:
         tables["rates"] = rates_table(results, studies["rates"])
     if "main" in studies:
+        tables["overview"] = overview(results, studies["main"])
         tables["main"] = arms_table(results, studies["main"])
+        tables["signs"] = signs_table(results, studies["main"])
     if "learned" in studies:
         tables["learned"] = learned_table(results, studies["learned"])
     return {name: table.untitled for name, table in tables.items() if table.rows}
@@ -73,8 +87,7 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     """Arms by the held-out reward under both caches, and by their lead over naive and dense training."""
     leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
     table = Table("", ("slot", "", "full cache", "compressed", *leads, "collapsed", *COLUMNS))
-    dense = next((own for study in studies if (own := results.of(study, DENSE))), {})
-    before = next((row for run in dense.values() for row in run.evaluations if row["rollouts"] == 0), {})
+    dense, before = results.dense(studies), results.before_training(studies)
     for budget in sorted((int(key) for key in before if key.isdigit()), reverse=True):
         ends = [f"{before[key]:.2f}" for key in ("dense", str(budget))]
         table.add(slot(budget), "before training", *ends, *[MISSING] * (len(table.header) - 4))
@@ -94,6 +107,36 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
                     f"{collapsed} of {len(own)}" if before else MISSING,
                     *(column(list(own.values())) for column in COLUMNS.values()),
                 )  # fmt: skip
+    return table
+
+
+def overview(results: Results, studies: Sequence[Study]) -> Table:
+    """The columns of the comparison that its claims rest on."""
+    whole = arms_table(results, studies)
+    columns = [whole.header.index(name) for name in BRIEFLY]
+    table = Table("", BRIEFLY)
+    for row in whole.rows:
+        table.add(*(row[column] for column in columns))
+    return table
+
+
+def signs_table(results: Results, studies: Sequence[Study]) -> Table:
+    """Signs by how many runs that show them end behind dense training in the same seed, and how many that do not."""
+    table = Table("", ("slot", "sign", "behind with it", "behind without it"))
+    dense = results.dense(studies)
+    judged: dict[str, list[Judged]] = {}
+    for study in studies:
+        for arm in filter(lambda arm: arm.evicts, study.arms):
+            own = results.of(study, arm)
+            judged.setdefault(slot(study.budget), []).extend(
+                Judged(own[seed], own[seed].end("dense", 1), dense[seed].end("dense", 1))
+                for seed in own.keys() & dense.keys()
+            )
+    for name, runs in judged.items():
+        for sign in SIGNS:
+            with_it, without = shown(sign, runs)
+            if with_it + without:
+                table.add(name, sign.name, behind(with_it), behind(without))
     return table
 
 

@@ -37,7 +37,8 @@ def of_arm(results: Results, study: Study, arm: Arm) -> list[Outcome]:
     return list(results.of(study if arm.evicts else MAIN, arm).values())
 
 
-def _figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+def new_figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    """A figure and its axes, row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -46,29 +47,35 @@ def _figure(rows: int, columns: int, width: float, height: float, **options: Any
 
 def ends(results: Results, studies: Sequence[Study]) -> Any:
     """A panel per cache, a row per arm: accuracy with the full cache and the compressed one, a bar for the mean."""
-    figure, axes = _figure(1, len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
+    figure, axes = new_figure(1, len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
     labels = ["before", *(arm.label for arm in ALL)]
     for ax, study in zip(axes, studies, strict=True):
         first = [run for arm in study.arms for run in results.of(study, arm).values() if arm.evicts][:1]
-        _row(ax, len(ALL), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
+        draw_ends(ax, len(ALL), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
         for place, arm in enumerate(ALL):
             own = of_arm(results, study, arm)
             judged = own if arm in study.arms else []  # else under another compressed cache
             sparse = [run.sparse for run in judged]
-            _row(ax, len(ALL) - 1 - place, [run.dense for run in own], sparse, COLORS[arm.label])
+            draw_ends(ax, len(ALL) - 1 - place, [run.dense for run in own], sparse, COLORS[arm.label])
         ax.set_title(f"{study.method}, {study.budget} + 4 tokens", fontsize=10)
         ax.set_xlabel("greedy accuracy after training")
         ax.set_xlim(left=0.0)
     axes[0].set_yticks(range(len(labels)), labels[::-1])
-    handles = [
-        axes[0].plot([], [], "o", color="#1f2937", label="full cache")[0],
-        axes[0].plot([], [], "o", mfc="white", color="#1f2937", label="compressed cache")[0],
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    tell_caches(figure, axes[0])
     return figure
 
 
-def _row(ax: Any, place: float, dense: Sequence[float], sparse: Sequence[float], color: str) -> None:
+def tell_caches(figure: Any, ax: Any) -> None:
+    """The legend of ``draw_ends``, below."""
+    handles = [
+        ax.plot([], [], "o", color="#1f2937", label="full cache")[0],
+        ax.plot([], [], "o", mfc="white", color="#1f2937", label="compressed cache")[0],
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+
+
+def draw_ends(ax: Any, place: float, dense: Sequence[float], sparse: Sequence[float], color: str) -> None:
+    """A row of dots: what runs end at with the full cache and, hollow, with the compressed one; a bar for each mean."""
     for values, offset, face in ((dense, 0.14, color), (sparse, -0.14, "white")):
         if values:
             average = sum(values) / len(values)
@@ -94,11 +101,11 @@ PANELS: dict[str, tuple[Draw, str]] = {
 def courses(results: Results, study: Study, panels: Sequence[str] = tuple(PANELS)) -> Any:
     """Curves over the rollouts of a study, two panels a row: means over the seeds, bands from least to largest."""
     rows, columns = -(-len(panels) // 2), min(len(panels), 2)
-    figure, axes = _figure(rows, columns, 2.0 + 2.8 * columns, 0.8 + 2.5 * rows, sharex=True)
+    figure, axes = new_figure(rows, columns, 2.0 + 2.8 * columns, 0.8 + 2.5 * rows, sharex=True)
     for ax, title in zip(axes, panels, strict=True):
         draw, scale = PANELS[title]
         for arm in ALL:
-            _band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
+            draw_band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("rollout")
         if scale == "log":
@@ -112,7 +119,8 @@ def courses(results: Results, study: Study, panels: Sequence[str] = tuple(PANELS
     return figure
 
 
-def _band(ax: Any, curves: Sequence[tuple[list[float], list[float]]], arm: Arm) -> None:
+def draw_band(ax: Any, curves: Sequence[tuple[list[float], list[float]]], arm: Arm) -> None:
+    """An arm's curves as their mean and a band from the least to the largest."""
     if curves:
         middle, least, largest = curve_band([values for _, values in curves])
         rollouts, color = curves[0][0][: len(middle)], COLORS[arm.label]

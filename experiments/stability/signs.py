@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 
 from benchmarks.common.tables import Table
 from experiments.arms.runs import DENSE
-from experiments.stability.outcomes import Outcome, fall
+from experiments.stability.outcomes import fall
 from experiments.stability.records import Record
 from experiments.stability.results import Results
 from experiments.stability.studies import CONTROL, MAIN, SPIRAL, STEPS, TIGHT, Study
@@ -71,17 +72,18 @@ SIGNS = (
 class Judged:
     """A run beside what dense training ends at."""
 
-    outcome: Outcome
+    record: Record
+    end: float  # with the full cache
     dense: float
 
     @property
     def is_behind(self) -> bool:
         """Whether it ends behind."""
-        return self.dense - self.outcome.dense > BEHIND
+        return self.dense - self.end > BEHIND
 
     def is_seen_before(self, sign: Sign) -> bool:
         """Whether a sign comes before the accuracy falls."""
-        first, fallen = sign.first(self.outcome.record), fall(self.outcome.record.evaluations, FALLEN)
+        first, fallen = sign.first(self.record), fall(self.record.evaluations, FALLEN)
         return first is not None and fallen is not None and first < fallen[1]
 
 
@@ -96,8 +98,22 @@ def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
         usual = statistics.fmean(dense.values())
         for arm in study.arms:
             own = results.of(study, arm) if arm.evicts else {}
-            found |= {run.record.key: Judged(run, dense.get(seed, usual)) for seed, run in own.items()}
+            found |= {
+                run.record.key: Judged(run.record, run.dense, dense.get(seed, usual)) for seed, run in own.items()
+            }
     return list(found.values())
+
+
+def shown(sign: Sign, runs: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
+    """Of the runs that could show a sign, those that do, and the others."""
+    able = [run for run in runs if sign.applies(run.record)]
+    seen = [sign.first(run.record) is not None for run in able]
+    return list(compress(able, seen)), list(compress(able, map(not_, seen)))
+
+
+def behind(runs: Sequence[Judged]) -> str:
+    """How many of the runs end behind."""
+    return f"{sum(run.is_behind for run in runs)} of {len(runs)}"
 
 
 def signs_table(results: Results, groups: Mapping[str, Sequence[Study]] = GROUPS) -> Table:
@@ -105,18 +121,12 @@ def signs_table(results: Results, groups: Mapping[str, Sequence[Study]] = GROUPS
     table = Table("", ["runs", "sign", "behind with it", "behind without it", "seen before the fall"])
     counted: set[str] = set()
     for name, studies in groups.items():
-        runs = [run for run in judged(results, studies) if run.outcome.record.key not in counted]
-        counted |= {run.outcome.record.key for run in runs}
+        runs = [run for run in judged(results, studies) if run.record.key not in counted]
+        counted |= {run.record.key for run in runs}
         for sign in SIGNS:
-            able = [run for run in runs if sign.applies(run.outcome.record)]
-            if not able:
+            with_it, without = shown(sign, runs)
+            if not with_it + without:
                 continue
-            shown = [run for run in able if sign.first(run.outcome.record) is not None]
-            behind = [run for run in able if run.is_behind]
-            with_it = [run for run in behind if run in shown]
-            table.add(
-                name, sign.name, f"{len(with_it)} of {len(shown)}",
-                f"{len(behind) - len(with_it)} of {len(able) - len(shown)}",
-                f"{sum(run.is_seen_before(sign) for run in with_it)} of {len(with_it)}",
-            )  # fmt: skip
+            seen = [run.is_seen_before(sign) for run in with_it if run.is_behind]
+            table.add(name, sign.name, behind(with_it), behind(without), f"{sum(seen)} of {len(seen)}")
     return table

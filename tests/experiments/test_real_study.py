@@ -18,6 +18,7 @@ from experiments.gradients.measure import FULL
 from experiments.gradients.page import COMPARED
 from experiments.real import __main__ as command
 from experiments.real import gradients, studies, task
+from experiments.real.pictures import pictures
 from experiments.real.results import Results, blocks
 from experiments.real.teacher import network_of
 from experiments.stability.records import Archive
@@ -76,7 +77,8 @@ def write(run: Run, end: float) -> None:
     course = {
         "evaluations": [*before, evaluation],
         "splits": [{"rollouts": 0, curves.COMPRESSION: 0.5, curves.ROUNDING: 1e-12}],
-        "unused": [0.0], "clipped": [0.0], "ratios": [2.0], "grad_norms": [0.5], "seconds": 60.0,
+        "unused": [0.0], "clipped": [0.0], "ratios": [2.0, 2.0],
+        "grad_norms": [0.5, 12.0 * (end < 0.3)], "seconds": 60.0,
     }  # fmt: skip
     history = [
         {"rollout": i, "reward": 0.1 * i, "rejection_rate": 0.1, "completions/mean_length": 90.0} for i in (0, 1)
@@ -94,23 +96,30 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     main = studies.MAIN
     for run in studies.planned(main, tmp_path / "runs", REAL):
         ends = {"naive": 0.2, "dense": 0.6 + 0.01 * (run.seed == 20)}
-        write(run, ends.get(run.arm.label, 0.5))
+        write(run, ends.get(run.arm.label, 0.58))
         run.checkpoint.parent.mkdir()
     archive = Archive(tmp_path / "real.jsonl")
     found = blocks(Results(archive, tmp_path / "runs", REAL, "cpu"), {"main": main, "rates": studies.RATES})
-    assert list(found) == ["main"], "what is not finished has no table"
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found["main"].splitlines()[2:]]
-    assert len(rows) == 2 + 12
+    assert list(found) == ["overview", "main", "signs"], "what is not finished has no table"
+    rows, short, signs = (
+        [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found[name].splitlines()[2:]]
+        for name in ("main", "overview", "signs")
+    )
+    assert len(rows) == len(short) == 2 + 12
     naive = next(row for row in rows if row[:2] == ["a half", "naive"])
     assert naive[2:6] == ["0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "+0.0 ± 0.0"]
     assert naive[6] == "-40.2 ± 0.6"  # behind dense training, whose seed 20 ends higher
-    assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+30.0 ± 0.0"
+    assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+38.0 ± 0.0"
+    assert ["a half", "naive", "0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "0 of 5", "10.0 ± 0.0 %"] in short
+    assert ["a quarter", "a gradient longer than 10", "5 of 5", "0 of 20"] in signs
+    pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path)
+    assert {file.name for file in tmp_path.glob("*.png")} == {"real.png", "real-ends.png"}
     assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 55
     run, *others = studies.planned(main, tmp_path / "runs", REAL)
     few = Archive(tmp_path / "few.jsonl")
     few.records = {
-        key: one for key, one in archive.records.items() if key.endswith("dense-budget-72-32-steps-24-seed-20")
+        key: one for key, one in archive.records.items() if key.endswith("dense-budget-72-32-steps-12-seed-20")
     }
     for other in others:
         (other.folder / "course.json").unlink()  # an early end

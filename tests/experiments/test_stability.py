@@ -304,7 +304,7 @@ def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path:
     assert sum(run.is_behind for run in runs) == 3
     (ratio,) = (sign for sign in signs.SIGNS if "ratio" in sign.name)
     naive = next(run for run in runs if run.is_behind)
-    assert fall(naive.outcome.record.evaluations, signs.FALLEN) == (10, 20)
+    assert fall(naive.record.evaluations, signs.FALLEN) == (10, 20)
     assert not naive.is_seen_before(ratio)
     early = replace(naive.outcome.record, curves={"rollout": [4.5, 14.5], "largest_ratio": [1.0, 101.0]})
     assert replace(naive, outcome=replace(naive.outcome, record=early)).is_seen_before(ratio)
