@@ -23,6 +23,11 @@ def pictures(results: Results, studies: Sequence[Study], folder: Path) -> None:
             draw(results, own).savefig(folder / f"{name}.png", dpi=110)
 
 
+def title(study: Study) -> str:
+    """What the panel of a study is about."""
+    return f"{slot(study.budget)[0].upper()}{slot(study.budget)[1:]} of the KV memory"
+
+
 def courses(results: Results, studies: Sequence[Study]) -> Any:
     """Mean reward of each rollout, as sampled: means over the seeds, bands from least to largest."""
     figure, axes = new_figure(1, len(studies), 3.8 * len(studies), 3.4, sharex=True, sharey=True)
@@ -30,7 +35,7 @@ def courses(results: Results, studies: Sequence[Study]) -> Any:
         for arm in (DENSE, NAIVE, SPARSE_RL):
             runs = (results.of(study, arm) if arm.evicts else results.dense(studies)).values()
             draw_band(ax, [(run.curves["rollout"], run.curves["reward"]) for run in runs], arm)
-        ax.set_title(f"{slot(study.budget)} of the KV memory".capitalize(), fontsize=10)
+        ax.set_title(title(study), fontsize=10)
         ax.set_xlabel("rollout")
         ax.set_ylim(bottom=0.0)
     axes[0].set_ylabel("reward of the rollout")
@@ -51,7 +56,7 @@ def ends(results: Results, studies: Sequence[Study]) -> Any:
             runs = (results.of(study, arm) if arm.evicts else results.dense(studies)).values()
             full, compressed = ([run.end(key, 1) for run in runs] for key in ("dense", cache))
             draw_ends(ax, len(FIVE) - 1 - place, full, compressed, COLORS[arm.label])
-        ax.set_title(f"{slot(study.budget)} of the KV memory".capitalize(), fontsize=10)
+        ax.set_title(title(study), fontsize=10)
         ax.set_xlabel("held-out reward after training")
         ax.set_xlim(left=0.0)
     axes[0].set_yticks(range(len(names)), names[::-1])
