@@ -21,7 +21,7 @@ COPY sparse_rl_lightning sparse_rl_lightning
 RUN SPARSE_RL_BUILD=cpu pip install --no-cache-dir -c constraints.txt --no-build-isolation '.[report,lora]'
 COPY configs /configs
 COPY examples /configs/examples
-# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; /configs has real.yaml's data
+# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; real.yaml imports examples
 ENV HOME=/runs USER=user PYTHONPATH=/configs
 USER 10001
 WORKDIR /runs
@@ -47,7 +47,7 @@ COPY sparse_rl_lightning sparse_rl_lightning
 RUN SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS="$ARCHS" pip install --no-cache-dir -c constraints.txt --no-build-isolation '.[report,lora]'
 COPY configs /configs
 COPY examples /configs/examples
-# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; /configs has real.yaml's data
+# any user may run it, one without an entry in passwd too, whose downloads stay in /runs; real.yaml imports examples
 ENV HOME=/runs USER=user PYTHONPATH=/configs
 USER 10001
 WORKDIR /runs

@@ -123,8 +123,8 @@ NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
 $(foreach one,engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
-$(foreach one,float8 prompts routing real,$(eval TOLD.$(one) := --save docs))
-$(foreach one,compressors $(filter-out real,$(STUDIES)),$(eval TOLD.$(one) := --save docs/measured))
+$(foreach one,float8 prompts routing,$(eval TOLD.$(one) := --save docs))
+$(foreach one,compressors $(STUDIES),$(eval TOLD.$(one) := --save docs/measured))
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }

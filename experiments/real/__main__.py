@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from benchmarks import REAL
 from benchmarks.common import kept
-from benchmarks.common.pages import insert_if_marked, mark
+from benchmarks.common.pages import insert, insert_if_marked, mark
 from experiments.arms.runs import Run
 from experiments.real.pictures import pictures
 from experiments.real.results import Results, blocks
@@ -38,6 +39,16 @@ def tidy(run: Run, archive: Archive) -> None:
     """Remove the checkpoints of a finished run, each as large as the model."""
     if archive.of(run) is not None:
         shutil.rmtree(run.checkpoint.parent, ignore_errors=True)
+
+
+def save(found: Mapping[str, str], folder: Path) -> None:
+    """Write all blocks into the folder's page, and the overview into that of all results beside the folder."""
+    for name, text in found.items():
+        begin = mark("experiments.real", name)
+        if name == "overview":
+            insert_if_marked(folder.parent / "results.md", text, begin)
+        else:
+            insert(folder / PAGE, text, begin)
 
 
 def main() -> None:
@@ -68,9 +79,7 @@ def main() -> None:
         sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
     print(*(f"## {name}\n\n{text}" for name, text in found.items()), sep="\n\n")
     if args.save:
-        for name, text in found.items():
-            insert_if_marked(args.save / PAGE, text, mark("experiments.real", name))
-            insert_if_marked(args.save.parent / "results.md", text, mark("experiments.real", name))
+        save(found, args.save)
         if "main" in found:
             pictures(results, MAIN, args.save)
 

@@ -126,8 +126,8 @@ def signs_table(results: Results, studies: Sequence[Study]) -> Table:
     dense = results.dense(studies)
     judged: dict[str, list[Judged]] = {}
     for study in studies:
-        for arm in filter(lambda arm: arm.evicts, study.arms):
-            own = results.of(study, arm)
+        for arm in study.arms:
+            own = results.of(study, arm) if arm.evicts else {}
             judged.setdefault(slot(study.budget), []).extend(
                 Judged(own[seed], own[seed].end("dense", 1), dense[seed].end("dense", 1))
                 for seed in own.keys() & dense.keys()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 
 from benchmarks.common.tables import Table
 from experiments.arms.runs import DENSE
@@ -107,8 +106,8 @@ def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
 def shown(sign: Sign, runs: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
     """Of the runs that could show a sign, those that do, and the others."""
     able = [run for run in runs if sign.applies(run.record)]
-    seen = [sign.first(run.record) is not None for run in able]
-    return list(compress(able, seen)), list(compress(able, map(not_, seen)))
+    seen = [run for run in able if sign.first(run.record) is not None]
+    return seen, [run for run in able if run not in seen]
 
 
 def behind(runs: Sequence[Judged]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import REAL
 from benchmarks.common import code
+from benchmarks.common.pages import END, mark
 from examples import stories
 from experiments.arms import curves
 from experiments.arms.course import learned
@@ -112,8 +113,13 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+38.0 ± 0.0"
     assert ["a half", "naive", "0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "0 of 5", "10.0 ± 0.0 %"] in short
     assert ["a quarter", "a gradient longer than 10", "5 of 5", "0 of 20"] in signs
-    pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path)
-    assert {file.name for file in tmp_path.glob("*.png")} == {"real.png", "real-ends.png"}
+    (tmp_path / "measured").mkdir()
+    pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path / "measured")
+    assert {file.name for file in tmp_path.glob("*/*.png")} == {"real.png", "real-ends.png"}
+    (tmp_path / "results.md").write_text(f"{mark('experiments.real', 'overview')}\n{END}\n")
+    command.save(found, tmp_path / "measured")
+    assert found["overview"] in (tmp_path / "results.md").read_text()
+    assert all(found[name] in (tmp_path / "measured" / "real.md").read_text() for name in ("main", "signs"))
     assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 55
     run, *others = studies.planned(main, tmp_path / "runs", REAL)

@@ -306,8 +306,8 @@ def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path:
     naive = next(run for run in runs if run.is_behind)
     assert fall(naive.record.evaluations, signs.FALLEN) == (10, 20)
     assert not naive.is_seen_before(ratio)
-    early = replace(naive.outcome.record, curves={"rollout": [4.5, 14.5], "largest_ratio": [1.0, 101.0]})
-    assert replace(naive, outcome=replace(naive.outcome, record=early)).is_seen_before(ratio)
+    early = replace(naive.record, curves={"rollout": [4.5, 14.5], "largest_ratio": [1.0, 101.0]})
+    assert replace(naive, record=early).is_seen_before(ratio)
     found = {row[1]: list(row[2:]) for row in signs.signs_table(results).rows if row[0] == "main comparison"}
     assert found[ratio.name] == ["3 of 4", "0 of 5", "0 of 3"]
     assert found["StepGuard told of a long step"] == [
@@ -315,12 +315,12 @@ def test_signs_are_counted_where_runs_end_behind_and_where_they_do_not(tmp_path:
         "0 of 5",
         "2 of 3",
     ]  # at rollout 10.5; one does not fall
-    assert {tuple(map(tuple, run.outcome.record.long_steps or ())) for run in runs} == {
+    assert {tuple(map(tuple, run.record.long_steps or ())) for run in runs} == {
         ((10.5, 1000.0),),
         ((10.5, 200.0),),
         (),
     }
-    old = replace(naive.outcome.record, long_steps=None)  # a line that was kept before they were read
+    old = replace(naive.record, long_steps=None)  # a line that was kept before they were read
     assert not signs.SIGNS[0].applies(old)
     assert found["a gradient longer than 10"] == ["0 of 0", "3 of 9", "0 of 0"]
     assert found["more than 5 % rejected, three times the least"] == ["0 of 0", "0 of 6", "0 of 0"]

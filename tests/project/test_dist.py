@@ -45,7 +45,12 @@ def test_what_is_no_release_is_not(checkout: Path, content: bytes, why: str) -> 
         check(checkout, content)
 
 
-def test_a_file_that_git_does_not_have_is_refused(checkout: Path) -> None:
-    (checkout / "another").write_text("")
+@pytest.mark.parametrize("name", ["another", "configs/some.ckpt"])
+def test_a_file_that_git_does_not_have_is_refused(name: str, checkout: Path) -> None:
+    (checkout / "configs").mkdir()
+    (checkout / ".git" / "info" / "exclude").write_text("*.ckpt\n*.so\n")
+    (checkout / "configs" / "built.so").write_text("")
+    check(checkout, metadata())
+    (checkout / name).write_text("")
     with pytest.raises(SystemExit, match="files that git does not have as they are"):
         check(checkout, metadata())

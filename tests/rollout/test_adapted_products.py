@@ -52,6 +52,7 @@ def check(product: Projection | None, modules: list[Any], calls: bool, tolerance
     for handle in handles:
         handle.remove()
     assert seen == (modules if calls else [])
+    assert (product._layers is None) == calls, "what is called is not copied"
 
 
 def test_products_are_those_of_peft_with_current_weights() -> None:
@@ -79,11 +80,30 @@ def test_adapters_that_are_off_add_nothing_until_they_are_on_again() -> None:
     check(product, modules, calls=True)
 
 
-def test_under_autocast_as_close_as_its_rounding() -> None:
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_under_autocast_as_close_as_its_rounding(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of it peft computes adapters in float32, whatever the product was made for."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
     modules = layers(torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check(adapted(modules, torch.bfloat16), modules, calls=False, tolerance=0.02)
-    check(adapted(modules, torch.bfloat16), modules, calls=True)  # peft computes adapters in float32 there
+    product = adapted(modules, torch.bfloat16)
+    assert product is not None
+    for _ in range(2):
+        check(product, modules, calls=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product.refresh()
+            check(product, modules, calls=False, tolerance=0.02)
+        product.refresh()
+
+
+def test_the_adapter_in_use_is_looked_up_again() -> None:
+    modules = layers()
+    product = adapted(modules, torch.float32)
+    assert product is not None
+    for module in modules:
+        module.update_layer("other", 2, 2, config=LoraConfig(r=2, init_lora_weights=False))
+        module.set_adapter("other")
+    product.refresh()
+    check(product, modules, calls=False)
 
 
 def merge(modules: list[Any]) -> None:
@@ -99,8 +119,7 @@ def add_another(modules: list[Any]) -> None:
 
 def start_dropout(modules: list[Any]) -> None:
     for module in modules:
-        module.lora_dropout["default"] = nn.Dropout(1.0)
-        module.train()
+        module.lora_dropout["default"] = nn.Dropout(1.0).train()
 
 
 def scale_one(modules: list[Any]) -> None:
@@ -157,4 +176,4 @@ def test_rollouts_of_an_adapted_policy_are_those_of_its_forward_pass(monkeypatch
         patch.setattr(adapted_products.Adapted, "__call__", lambda own, x: (calls.append(own), forward(own, x))[1])
         sampler.generate([[3, 4, 5]], SamplingParams(num_generations=2, max_completion_length=8, seed=0))
     assert calls
-    assert not any(one._are_called for one in calls)
+    assert None not in [one._layers for one in calls]

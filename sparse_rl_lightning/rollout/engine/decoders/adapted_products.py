@@ -36,31 +36,34 @@ class Adapted(Projection):
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype, kind: type[Copied]) -> None:
         super().__init__(modules)
         self.dtype, self._kind = dtype, kind
-        self._own = kind([module.base_layer for module in modules], dtype)
-        self._find()
+        self._layers: Copied | None = None  # nothing is copied of layers that are called
+        self.refresh()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
-        if self._are_called:
+        if self._layers is None:
             return super().__call__(x)
         x = x.to(self.dtype)
-        out = self._own(x)
+        out = self._layers(x)
         if self._down is not None and self._up is not None:
             out.add_(self._up(self._down(x)).mul_(self._scaling))
         return out
 
     def refresh(self) -> None:
-        """Copy the current weights of layers and adapters."""
-        self._own.refresh()
-        self._find()
-
-    def _find(self) -> None:
+        """Copy the current weights of layers and adapters, unless the layers are to be called."""
         self._down = self._up = None
-        found = [adapter_of(module, self.dtype) for module in self.modules]
-        off = [module.disable_adapters and not module.merged for module in self.modules]
+        modules: Sequence[Any] = self.modules
+        found = [adapter_of(module, self.dtype) for module in modules]
+        off = [module.disable_adapters and not module.merged for module in modules]
         scalings = {one.scaling for one in found if one is not None}
-        self._are_called = not all(off) and (None in found or len(scalings) > 1)
-        if not all(off) and not self._are_called:
+        if not all(off) and (None in found or len(scalings) > 1):
+            self._layers = None
+            return
+        if self._layers is None:
+            self._layers = self._kind([module.base_layer for module in modules], self.dtype)
+        else:
+            self._layers.refresh()
+        if not all(off):
             adapters = [one for one in found if one is not None]
             self._scaling = adapters[0].scaling
             self._down = self._kind([one.down for one in adapters], self.dtype)
@@ -88,7 +91,7 @@ def adapter_of(layer: Any, dtype: torch.dtype) -> Adapter | None:
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     plain = all(type(part) is nn.Linear and part.bias is None and not is_changed(part) for part in (down, up))
-    draws = layer.training and not isinstance(dropout, nn.Identity)
+    draws = dropout.training and not isinstance(dropout, nn.Identity)
     computes = torch.is_autocast_enabled("cpu") or {layer.base_layer.weight.dtype, down.weight.dtype} == {dtype}
     return Adapter(down, up, float(layer.scaling[name])) if plain and computes and not draws else None
 
