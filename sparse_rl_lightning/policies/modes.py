@@ -15,6 +15,11 @@ PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.m
 """Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
 
 
+def rounds_products(device: torch.device) -> bool:
+    """Whether float32 products on a device are rounded to less."""
+    return PRODUCTS[device.type == "cpu"].fp32_precision in ROUNDED
+
+
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze the model: no gradients, evaluation mode."""
     model.requires_grad_(False)
