@@ -57,6 +57,7 @@ def run(policy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_own_engines_take_part_beside_transformers(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_rival_that_does_not_run_is_left_out_with_the_reason(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 def test_a_rival_that_fails_between_its_turns_is_left_out_from_then_on(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

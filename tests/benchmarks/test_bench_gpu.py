@@ -287,6 +287,7 @@ def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_every_page_is_written_where_nothing_is_installed(uninstalled: tuple[Path, str], tmp_path: Path) -> None:
     tree, python = uninstalled
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}

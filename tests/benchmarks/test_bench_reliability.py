@@ -38,6 +38,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert sum(int(hit[name]) > 0 for name in ("rollout", "scoring", "micro-batch", "optimizer step", "saving")) >= 4
 
 
+@pytest.mark.slow
 def test_finished_trials_are_kept(tmp_path: Path) -> None:
     """Nothing is left to run, so that a loss that was made up is what the table says."""
     facts = {"seed": 0, "seconds": 30.0, "where": "saving", "why": "", "missed": 2}
@@ -109,6 +110,7 @@ except Lost as lost:
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_badly_before_its_fault_is_lost(tmp_path: Path) -> None:
     """It has no configuration, and never comes to its first rollout."""
     done = subprocess.run([sys.executable, "-c", ENDS_BADLY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)

@@ -23,6 +23,7 @@ def test_quick_run(tmp_path: Path) -> None:
     assert rows[2][2:] != rows[1][2:]  # even a few steps do something
 
 
+@pytest.mark.slow
 def test_a_missing_policy_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "experiments.distill", f"--policy={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -130,6 +130,7 @@ def cells(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.slow
 def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(studies.MAIN, seeds=(10, 11, 12))
     for module in ("results", "pictures"):

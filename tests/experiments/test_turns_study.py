@@ -66,6 +66,7 @@ def test_settings_do_not_depend_on_where_it_runs(tmp_path: Path) -> None:
     assert one.settings != run_of(ARMS[1], tmp_path, seed=2).settings
 
 
+@pytest.mark.slow
 def test_another_budget_is_another_run_with_tables_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = configured()["init_args"]["budget"]
     for arm in (BY_NAME["dense"], ARMS[-1]):

@@ -380,6 +380,7 @@ def test_a_setting_s_text_tells_it_from_others(name: str) -> None:
     assert " at 0x" not in text_of(own)
 
 
+@pytest.mark.slow
 def test_a_set_s_text_is_the_same_in_every_process() -> None:
     """Hashes of texts, which order it, are others in every process."""
     program = f"from {text_of.__module__} import text_of\nprint(text_of({{'a', 'b', 'c', 'd', 'e', 'f'}}))"

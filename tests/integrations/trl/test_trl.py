@@ -591,6 +591,7 @@ def test_flash_attention_is_not_replayed(tmp_path: Path) -> None:
         check_trainer(trainer, replay=True)
 
 
+@pytest.mark.slow
 def test_a_trl_without_what_is_overridden_is_refused() -> None:
     code = "from trl import GRPOTrainer; del GRPOTrainer._compute_loss; import sparse_rl_lightning.integrations.trl"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
