@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.real.results import Results, slot
+from experiments.real.results import Results, before_training, slot
 from experiments.real.studies import DENSE, FIVE, NAIVE, SPARSE_RL, Study
 from experiments.stability.pictures import COLORS, draw_band, draw_ends, new_figure, tell_caches
 
@@ -31,9 +31,10 @@ def title(study: Study) -> str:
 def courses(results: Results, studies: Sequence[Study]) -> Any:
     """Mean reward of each rollout, as sampled: means over the seeds, bands from least to largest."""
     figure, axes = new_figure(1, len(studies), 3.8 * len(studies), 3.4, sharex=True, sharey=True)
+    dense = results.dense(studies)
     for ax, study in zip(axes, studies, strict=True):
         for arm in (DENSE, NAIVE, SPARSE_RL):
-            runs = (results.of(study, arm) if arm.evicts else results.dense(studies)).values()
+            runs = (results.of(study, arm) if arm.evicts else dense).values()
             draw_band(ax, [(run.curves["rollout"], run.curves["reward"]) for run in runs], arm)
         ax.set_title(title(study), fontsize=10)
         ax.set_xlabel("rollout")
@@ -46,14 +47,15 @@ def courses(results: Results, studies: Sequence[Study]) -> Any:
 def ends(results: Results, studies: Sequence[Study]) -> Any:
     """A row per arm: held-out reward with the full cache and the compressed one after training, a bar for each mean."""
     figure, axes = new_figure(1, len(studies), 4.4 * len(studies), 3.8, sharex=True, sharey=True)
-    before = results.before_training(studies)
+    dense = results.dense(studies)
+    before = before_training(dense)
     names = ["before", *(arm.label for arm in FIVE)]
     for ax, study in zip(axes, studies, strict=True):
         cache = str(study.budget)
         started = {key: [before[key]] for key in ("dense", cache) if key in before}
         draw_ends(ax, len(FIVE), started.get("dense", []), started.get(cache, []), "#1f2937")
         for place, arm in enumerate(FIVE):
-            runs = (results.of(study, arm) if arm.evicts else results.dense(studies)).values()
+            runs = (results.of(study, arm) if arm.evicts else dense).values()
             full, compressed = ([run.end(key, 1) for run in runs] for key in ("dense", cache))
             draw_ends(ax, len(FIVE) - 1 - place, full, compressed, COLORS[arm.label])
         ax.set_title(title(study), fontsize=10)

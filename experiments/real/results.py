@@ -48,9 +48,10 @@ class Results:
         """Those of dense training, which one of the studies has for all."""
         return next((own for study in studies if (own := self.of(study, DENSE))), {})
 
-    def before_training(self, studies: Iterable[Study]) -> dict[str, float]:
-        """What the policy came to before training, by cache; empty where no run was judged then."""
-        return next((row for run in self.dense(studies).values() for row in run.evaluations if not row["rollouts"]), {})
+
+def before_training(dense: Records) -> dict[str, float]:
+    """What the policy came to before training, by cache; empty where no run was judged then."""
+    return next((row for run in dense.values() for row in run.evaluations if not row["rollouts"]), {})
 
 
 def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str, str]:
@@ -59,8 +60,8 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
     if "rates" in studies:
         tables["rates"] = rates_table(results, studies["rates"])
     if "main" in studies:
-        tables["overview"] = overview(results, studies["main"])
-        tables["main"] = arms_table(results, studies["main"])
+        whole = arms_table(results, studies["main"])
+        tables["overview"], tables["main"] = overview(whole), whole
         tables["signs"] = signs_table(results, studies["main"])
     if "learned" in studies:
         tables["learned"] = learned_table(results, studies["learned"])
@@ -87,7 +88,8 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     """Arms by the held-out reward under both caches, and by their lead over naive and dense training."""
     leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
     table = Table("", ("slot", "", "full cache", "compressed", *leads, "collapsed", *COLUMNS))
-    dense, before = results.dense(studies), results.before_training(studies)
+    dense = results.dense(studies)
+    before = before_training(dense)
     for budget in sorted((int(key) for key in before if key.isdigit()), reverse=True):
         ends = [f"{before[key]:.2f}" for key in ("dense", str(budget))]
         table.add(slot(budget), "before training", *ends, *[MISSING] * (len(table.header) - 4))
@@ -110,9 +112,8 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     return table
 
 
-def overview(results: Results, studies: Sequence[Study]) -> Table:
+def overview(whole: Table) -> Table:
     """The columns of the comparison that its claims rest on."""
-    whole = arms_table(results, studies)
     columns = [whole.header.index(name) for name in BRIEFLY]
     table = Table("", BRIEFLY)
     for row in whole.rows:

@@ -31,8 +31,8 @@ ONE_KIND = {  # by package: what a file of the kind that it collects defines a c
     "retrievers": {"Retriever"},
 }
 
-PLACES = {"/root", "/work", "/home/me", "/Users/me"}
-MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/")
+PLACES = {"/root", "/work", "/tmp/bash_jobs.0", "/home/me", "/Users/me"}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|work|tmp/bash_jobs\S*|home/\w+|Users/\w+)/")
 
 
 @pytest.fixture(scope="module")
