@@ -18,7 +18,8 @@ from sparse_rl_lightning import (
 from sparse_rl_lightning.budgets.schedules import LengthSchedule, PublishedSchedule, ScheduleFile
 from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware, statistics
-from sparse_rl_lightning.distributed import deepspeed as strategies
+from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.downsampling import MaxReward, MaxVariance, Shortest
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -137,7 +138,7 @@ GROUPS: list[Group] = [
     (
         "Strategies",
         "`trainer.strategy`, by name or by class. [Several GPUs](scaling.md) says when to use which.",
-        [strategies.SparseRLDeepSpeed],
+        [SparseRLDeepSpeed, SparseRLFSDP2],
     ),
     (
         "Calibration",

@@ -20,7 +20,6 @@ import torch
 from chatter import talk
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +38,7 @@ from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.compressors import Drawn, LearnedScore
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies.sharding import whole_weights
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -254,7 +254,7 @@ def strategy(name: str, world_size: int) -> Any:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # all of a tiny model is small
         return SparseRLDeepSpeed(config=config)
     if name == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+        return SparseRLFSDP2()
     return name if world_size > 1 else "auto"
 
 

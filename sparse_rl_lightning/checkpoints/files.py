@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from torch import Tensor
 from sparse_rl_lightning.files import own_folder, remove, sync, write_files
 
 
-class _Watched(BufferedWriter):
-    """A file that remembers why writing failed: torch.save reports a full disk as an internal error."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
+@contextmanager
+def told_by_the_disk() -> Iterator[None]:
+    """Raise what the disk has said: torch.save reports a full one as an internal error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def incomplete(path: Path) -> Path:
@@ -50,13 +47,8 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
 
 def save_tensors(state: Mapping[str, Any], path: Path) -> None:
     """Write with ``torch.save``; a full disk is an OSError too."""
-    with _Watched(path.open("wb", buffering=0)) as file:
-        try:
-            torch.save(state, file)
-        except (OSError, RuntimeError):
-            if file.error is not None:
-                raise file.error from None
-            raise
+    with path.open("wb") as file, told_by_the_disk():
+        torch.save(state, file)
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:

@@ -36,8 +36,8 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, if this user signed it."""
     advice = (
-        "Shards of DeepSpeed are pickled, so only those are read that were written under this user's account. Start "
-        f"from the weights instead: export {folder / 'weights.safetensors'} as a model folder and name it under "
+        "Shards of DeepSpeed and FSDP2 are pickled, so only those are read that were written under this user's "
+        "account. Start from its weights instead: sparse-rl export writes them as a folder to name under "
         f"model.policy. If it is your own from another account, set {KEY_VARIABLE} to that account's key file."
     )
     try:

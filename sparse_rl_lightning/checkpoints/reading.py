@@ -93,14 +93,14 @@ def _why_no_file(folder: Path) -> str:
     given = f"ckpt_path={str(folder)!r} is a"
     if (folder / NAME).is_file():
         return (
-            f"{given} checkpoint folder of DeepSpeed, one device and DDP read a single file. Resume with "
-            "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or write its weights with sparse-rl export and "
-            "name that folder under model.policy."
+            f"{given} checkpoint folder of DeepSpeed or FSDP2, one device and DDP read a single file. Resume with "
+            "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or sparse_rl_fsdp2, or write its weights with "
+            "sparse-rl export and name that folder under model.policy."
         )
     if (folder / ".metadata").is_file():
         return (
-            f"{given} checkpoint folder of FSDP2, one device and DDP read a single file. Resume with "
-            "ModelParallelStrategy, with ExportPolicy if you want its weights."
+            f"{given} checkpoint folder of Lightning's ModelParallelStrategy, which torch would unpickle although "
+            "nobody signed it. With the version that wrote it, ExportPolicy writes weights to name under model.policy."
         )
     if (folder / "config.json").is_file():
         return f"{given} model folder and no checkpoint. Name it under model.policy."

@@ -1,4 +1,4 @@
-"""Checkpoint folders of DeepSpeed: written by all ranks, complete or absent, read only if this user wrote them.
+"""Checkpoint folders of DeepSpeed and FSDP2: of all ranks, complete or absent, read only if this user wrote them.
 
 ::
 
@@ -6,18 +6,18 @@
       manifest.json          hashes of everything, signed
       trainer.pt             state of Lightning and the module, read with weights_only
       weights.safetensors    the policy's weights, whole
-      checkpoint/            DeepSpeed's shards of weights and optimizer, one set per rank
+      checkpoint/            shards of weights and optimizer, written by every rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -28,14 +28,42 @@ from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
-from sparse_rl_lightning.policies.sharding import gathered, of_all_ranks, whole_weights
+from sparse_rl_lightning.policies.sharding import of_all_ranks, put, whole_weights
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
-LEFT_OUT = ("state_dict", "optimizer_states")  # DeepSpeed's shards have them
+LEFT_OUT = ("state_dict", "optimizer_states")  # the shards have them
 
 
-def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: Path) -> None:
+class Shards(ABC):
+    """The parts of weights and optimizer that the ranks of one kind of sharding write and read, in ``folder/TAG``.
+
+    All ranks call every method; a folder's files are unpickled by :meth:`read`, after their hashes were compared.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What shards of another kind are told apart by."""
+
+    @abstractmethod
+    def write(self, checkpoint: dict[str, Any], folder: Path, attempt: Attempt) -> None:
+        """Write this rank's part durably, and list its files; what the disk refuses is the attempt's error."""
+
+    @abstractmethod
+    def fit(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
+        """Whether shards of this name, of which the manifest tells, can be read now."""
+
+    @abstractmethod
+    def read(self, folder: Path) -> None:
+        """Read this rank's part of the weights, and of the optimizer while training."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Take over weights that were set from elsewhere."""
+
+
+def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint folder; if that fails on any rank the run continues with the old one.
 
     All ranks call this, with the same path; the strategy is attached to a module with a ``policy``.
@@ -44,13 +72,11 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
         ValueError: If it could not be read again.
     """
     own = readable({key: value for key, value in checkpoint.items() if key not in LEFT_OUT})
-    attempt = _Attempt(strategy)
+    attempt = Attempt(strategy)
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
-        engine = strategy.deepspeed_engine
-        with _watched_engine(engine, new, attempt):
-            engine.save_checkpoint(str(new), tag=TAG, client_state={}, save_latest=False)
+        shards.write(checkpoint, new, attempt)
         weights = _whole_policy(strategy)
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
@@ -58,7 +84,7 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
         digests = attempt.digests(new)
         attempt.on_zero(lambda: _check_shared(new, digests))
         if attempt.is_alive:
-            attempt.on_zero(lambda: _finish(strategy, path, digests))
+            attempt.on_zero(lambda: _finish(path, digests, world_size=strategy.world_size, sharding=shards.name))
     io = strategy.checkpoint_io
     if attempt.error is not None:
         if strategy.is_global_zero:
@@ -69,30 +95,31 @@ def save_sharded(strategy: DeepSpeedStrategy, checkpoint: dict[str, Any], path: 
         io.saved(path)
 
 
-def load_sharded(strategy: DeepSpeedStrategy, path: Path, with_optimizer: bool) -> dict[str, Any]:
-    """Load weights into the engine, and the optimizer if training continues on as many ranks; return Lightning's state.
+def load_sharded(strategy: ParallelStrategy, shards: Shards, path: Path, with_optimizer: bool) -> dict[str, Any]:
+    """Load weights, and the optimizer if training continues with shards that fit; return Lightning's state.
 
     All ranks call this. A folder that is incomplete, was changed, or was written by someone else is refused.
     """
     manifest = _checked_manifest(strategy, path)
-    was, now = (manifest["world_size"], manifest["stage"]), (strategy.world_size, _stage(strategy))
-    if with_optimizer and was == now:
-        strategy.deepspeed_engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
+    was = manifest.get("sharding") or f"ZeRO-{manifest['stage']}"  # of 0.1
+    if was == shards.name and shards.fit(manifest, with_optimizer):
+        shards.read(path)
     else:
         _load_weights(strategy, path / WEIGHTS)
-    if with_optimizer and was != now:
-        rank_zero_warn(
-            f"The checkpoint is of {was[0]} rank(s) with ZeRO-{was[1]}, this run has {now[0]} with ZeRO-{now[1]}: the "
-            "weights are taken, the optimizer starts anew."
-        )
+        shards.follow()
+        if with_optimizer:
+            rank_zero_warn(
+                f"The checkpoint is of {manifest['world_size']} rank(s) with {was}, this run has "
+                f"{strategy.world_size} with {shards.name}: the weights are taken, the optimizer starts anew."
+            )
     state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
     return state
 
 
-class _Attempt:
+class Attempt:
     """The first failure on any rank, known to all ranks so that none waits for another."""
 
-    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+    def __init__(self, strategy: ParallelStrategy) -> None:
         self.strategy = strategy
         self.error: BaseException | None = None
         self.written: list[str] = []  # files written by this rank
@@ -129,26 +156,6 @@ class _Attempt:
         return {name: value for part in of_all_ranks(own) for name, value in part.items()}
 
 
-@contextmanager
-def _watched_engine(engine: Any, folder: Path, attempt: _Attempt) -> Iterator[None]:
-    """Sync and list DeepSpeed's files; a rank that cannot write still reaches the others' barriers."""
-    writer = engine.checkpoint_engine
-
-    def save(state_dict: dict[str, Any], path: str) -> None:
-        def work() -> None:
-            save_tensors(state_dict, Path(path))
-            sync(Path(path))
-            attempt.written.append(str(Path(path).relative_to(folder)))
-
-        attempt.here(work)
-
-    writer.save, engine._copy_recovery_script = save, lambda _: None  # it would copy an executable script
-    try:
-        yield
-    finally:
-        del writer.save, engine._copy_recovery_script
-
-
 def _make_empty(folder: Path) -> None:
     own_folder(folder.parent)
     remove(folder)
@@ -164,17 +171,17 @@ def _check_shared(folder: Path, digests: dict[str, str]) -> None:
         )
 
 
-def _finish(strategy: DeepSpeedStrategy, path: Path, digests: dict[str, str]) -> None:
+def _finish(path: Path, digests: dict[str, str], **facts: Any) -> None:
     new = incomplete(path)
     for name in (TRAINER, WEIGHTS):
         sync(new / name)
-    write_manifest(new, digests, world_size=strategy.world_size, stage=_stage(strategy))
+    write_manifest(new, digests, **facts)
     remove(incomplete(new / "x").parent)
     sync(new)
     swap_folder(path)
 
 
-def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]:
+def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
     """The manifest after every file was checked by one of the ranks; all ranks raise if one must."""
     manifest: dict[str, Any] = {}
     problem: str | None = None
@@ -205,34 +212,24 @@ def _checked_manifest(strategy: DeepSpeedStrategy, path: Path) -> dict[str, Any]
     return manifest
 
 
-def _whole_policy(strategy: DeepSpeedStrategy) -> dict[str, Tensor]:
-    """The policy's weights on rank zero, nothing elsewhere. Collective under ZeRO-3."""
+def _whole_policy(strategy: ParallelStrategy) -> dict[str, Tensor]:
+    """The policy's weights on rank zero, nothing elsewhere. Collective where weights are sharded."""
     wanted = strategy.is_global_zero
     return {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(_policy(strategy)) if wanted}
 
 
-def _load_weights(strategy: DeepSpeedStrategy, path: Path) -> None:
-    """Fill the policy from safetensors, and the optimizer's copies of the weights from the policy."""
+def _load_weights(strategy: ParallelStrategy, path: Path) -> None:
+    """Fill the policy from safetensors."""
     module = _policy(strategy)
-    optimizer: Any = getattr(strategy.deepspeed_engine, "optimizer", None)
     with safe_open(path, "pt") as file, torch.no_grad():
         names = set(file.keys())
         for name, parameter in module.named_parameters():
             if name not in names:
                 raise UserError(f"{path} lacks the weight {name!r}: it is of another policy.")
-            with gathered([parameter], modifier=0):
-                if parameter.numel():
-                    parameter.copy_(file.get_tensor(name))
-    if hasattr(optimizer, "_restore_from_bit16_weights"):
-        optimizer._restore_from_bit16_weights()
+            put(parameter, file.get_tensor(name))
     rank_zero_info(f"Weights read from {path}")
 
 
-def _policy(strategy: DeepSpeedStrategy) -> nn.Module:
+def _policy(strategy: ParallelStrategy) -> nn.Module:
     policy: nn.Module = getattr(strategy.lightning_module, POLICY.rstrip("."))
     return policy
-
-
-def _stage(strategy: DeepSpeedStrategy) -> int:
-    assert isinstance(strategy.config, dict)
-    return int(strategy.config.get("zero_optimization", {}).get("stage", 0))

@@ -175,22 +175,23 @@ def sharding_of(trainer: Any) -> Sharding:
     """What the ranks of a trainer's configuration share.
 
     Raises:
-        ValueError: If the number of devices is not given where it matters.
+        ValueError: If the strategy is none of those that a plan knows.
     """
     strategy, devices = trainer.strategy, trainer.devices
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     ranks = count * trainer.num_nodes
     if isinstance(strategy, str):
-        words = strategy.split("_")
-        stage = next((int(word) for word in words if word.isdigit()), 0) if "deepspeed" in words else 0
-        offloads = words[-1] == "offload"
-        return Sharding(stage, ranks, offloads, offloads and stage == 3)
-    own = strategy.init_args
-    if strategy.class_path.endswith("SparseRLDeepSpeed") and own.get("config") is None:
-        return Sharding(own.stage, ranks, own.offload_optimizer, own.offload_parameters)
-    if strategy.class_path.endswith("DDPStrategy"):
-        return Sharding(0, ranks)
-    raise UserError(
-        f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {strategy.class_path} "
-        "with settings of its own."
-    )
+        name, _, rest = strategy.partition("_stage_")
+        if name == "sparse_rl_deepspeed":
+            stage, offloads = int(rest[0]), rest.endswith("_offload")
+            return Sharding(stage, ranks, offloads, offloads and stage == 3)
+        if strategy == "auto" or strategy.startswith("ddp"):
+            return Sharding(0, ranks)
+        given = strategy
+    else:
+        own, given = strategy.init_args, f"{strategy.class_path} with settings of its own"
+        if strategy.class_path.endswith("SparseRLDeepSpeed") and own.get("config") is None:
+            return Sharding(own.stage, ranks, own.offload_optimizer, own.offload_parameters)
+        if strategy.class_path.endswith("DDPStrategy"):
+            return Sharding(0, ranks)
+    raise UserError(f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {given}.")

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
+from sparse_rl_lightning.checkpoints.zero_shards import ZeroShards
 from sparse_rl_lightning.errors import UserError
 
 
@@ -49,6 +50,7 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
     ) -> None:
         config = zero_config(stage, offload_optimizer, offload_parameters) if config is None else config
         super().__init__(config=config, **kwargs)
+        self.shards = ZeroShards(self)
 
     # ---------------------------------------------------------------- CPUs
 
@@ -106,13 +108,13 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         """Write a folder with every rank's shards, the trainer's state, whole weights and a signed manifest."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no storage_options.")
-        save_sharded(self, checkpoint, Path(self.broadcast(str(filepath))))
+        save_sharded(self, self.shards, checkpoint, Path(self.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what :meth:`save_checkpoint` wrote under this user's account, whole and unchanged, and nothing else."""
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return load_sharded(self, Path(checkpoint_path), with_optimizer=fitting)
+        return load_sharded(self, self.shards, Path(checkpoint_path), with_optimizer=fitting)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: :meth:`load_checkpoint` has done it."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2, not_fsdp
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.fingerprints import fingerprint
@@ -94,11 +95,8 @@ def check_strategy(strategy: Strategy) -> None:
     """Refuse Lightning's strategies that would train something else here, although they are named like ours."""
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
         raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
-    if isinstance(strategy, FSDPStrategy):
-        raise UserError(
-            "trainer.strategy=FSDPStrategy: rollouts cannot read weights that FSDP1 has flattened. Use FSDP2: "
-            "{class_path: ModelParallelStrategy, init_args: {data_parallel_size: RANKS, tensor_parallel_size: 1}}."
-        )
+    if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and not isinstance(strategy, SparseRLFSDP2):
+        raise UserError(not_fsdp(type(strategy).__name__))
 
 
 def check_processes(world_size: int) -> None:
@@ -141,7 +139,7 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
             found = fingerprint(rows=[rows[index] for index in range(len(rows))])
             facts[f"{name} rows"] = f"{len(rows)} of the hash {found}"
     check_agreement(facts)
-    if isinstance(trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):  # all ranks write
+    if isinstance(trainer.strategy, (SparseRLDeepSpeed, SparseRLFSDP2)):  # all ranks write
         folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
         check_shared([Path(folder) for folder in folders if folder and "://" not in str(folder)])
 

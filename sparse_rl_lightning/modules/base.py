@@ -12,7 +12,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -154,7 +159,7 @@ class PolicyModule(LightningModule):
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
         strategy = self.trainer.strategy
-        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = DurableCheckpointIO()
 
@@ -176,7 +181,7 @@ class PolicyModule(LightningModule):
         self.on_policy_loaded()
         if self._device_mesh is not None:
             self.same_on_ranks["starting weights"] = weights_digest(self.policy)  # FSDP2 keeps only a part of each
-            self._shard_fully()
+            shard_fully(self, self.policy, self._device_mesh["data_parallel"])
 
     @property
     def _loaded_source(self) -> PolicySource:
@@ -187,15 +192,6 @@ class PolicyModule(LightningModule):
 
     def on_policy_loaded(self) -> None:
         """Hook for subclasses, called once while the policy is still whole on every rank."""
-
-    def _shard_fully(self) -> None:
-        assert self.device_mesh is not None
-        if self.device_mesh["tensor_parallel"].size() > 1:
-            raise UserError(
-                "ModelParallelStrategy: tensor parallelism is not supported. Set tensor_parallel_size to 1 and "
-                "data_parallel_size to the number of ranks."
-            )
-        shard_fully(self, self.policy, self.device_mesh["data_parallel"])
 
     def on_fit_start(self) -> None:
         """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""
@@ -287,7 +283,7 @@ class PolicyModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the state of the run, and its configuration, so that a resumed run knows what was changed."""
         self.run_state.save(checkpoint)
-        if isinstance(self.trainer.strategy.checkpoint_io, TorchCheckpointIO):  # ours, or what FSDP2 writes with
+        if isinstance(self.trainer.strategy.checkpoint_io, TorchCheckpointIO):
             checkpoint.update(readable(checkpoint))  # on all ranks, of which one writes
 
     def on_train_start(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
@@ -44,6 +44,16 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 
     context: AbstractContextManager[Any] = zero.GatheredParameters(parameters, modifier_rank=modifier)
     return context
+
+
+def put(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write a whole weight, the same on all ranks, into a parameter of which a rank may have a part. Collective."""
+    if isinstance(parameter, DTensor):
+        parameter.copy_(distribute_tensor(value.to(parameter.dtype), parameter.device_mesh, parameter.placements))
+        return
+    with gathered([parameter], modifier=0):
+        if parameter.numel():
+            parameter.copy_(value)
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -17,12 +17,12 @@ import torch
 from forked import two_ranks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.distributed.collectives import current_wait, place_of
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.records import Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,8 +115,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dirpath", ["checkpoints", "memory://checkpoints", None])
 def test_local_folders_alone_are_looked_at(dirpath: str | None, folder: Path) -> None:
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    own = trainer(folder, devices=1, strategy=strategy, callbacks=[ModelCheckpoint(dirpath)])
+    own = trainer(folder, devices=1, strategy=SparseRLFSDP2(), callbacks=[ModelCheckpoint(dirpath)])
     facts = {"seeds": "1"}
     ranks.check_training(own, facts)
     assert facts == {"seeds": "1"}  # rows that nobody deals out are no rank's own

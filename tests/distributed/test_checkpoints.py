@@ -254,8 +254,8 @@ def test_a_small_file_of_many_numbers_is_not_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("manifest.json", "checkpoint folder of DeepSpeed, .*sparse_rl_deepspeed_stage_1, .* sparse-rl export"),
-        (".metadata", "checkpoint folder of FSDP2, .*ModelParallelStrategy, with ExportPolicy"),
+        ("manifest.json", "checkpoint folder of DeepSpeed or FSDP2, .*stage_1, .*sparse_rl_fsdp2, .* sparse-rl export"),
+        (".metadata", "checkpoint folder of Lightning's ModelParallelStrategy, .* nobody signed it.* ExportPolicy"),
         ("config.json", r"model folder and no checkpoint\. .*model.policy"),
         ("other.txt", "folder without a checkpoint"),
     ],

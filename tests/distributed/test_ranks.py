@@ -57,7 +57,9 @@ def together(alone: dict[str, Any], strategies: list[str], tmp_path_factory: pyt
     jobs += [
         {"name": "kept", "strategy": "ddp", **kept},
         {"name": "one-to-two", "strategy": "ddp", "ckpt_path": alone["last"]},
-        {"name": "three-to-two", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
+        {"name": "zero3-to-zero2", "strategy": "zero2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
+        {"name": "zero3-to-fsdp2", "strategy": "fsdp2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
+        {"name": "fsdp2-to-zero2", "strategy": "zero2", "ckpt_path": str(folder / "fsdp2-parts" / "last.ckpt")},
     ]
     jobs += unlike(folder)
     return run(jobs, folder, 2, timeout=840) | {"folder": {"path": str(folder)}}
@@ -148,11 +150,13 @@ def test_resume_on_fewer_ranks(alone: dict[str, Any], together: Outcomes, tmp_pa
     assert outcome["sampled"][0]["prompts"] == alone["sampled"][2]["prompts"]
 
 
-def test_resume_with_another_stage(together: Outcomes) -> None:
+@pytest.mark.parametrize(("was", "now"), [("zero3", "zero2"), ("zero3", "fsdp2"), ("fsdp2", "zero2")])
+def test_resume_with_another_sharding(was: str, now: str, together: Outcomes) -> None:
     """Shards that do not fit are left alone: weights come from safetensors, here of the finished run."""
-    want = together["rest-zero3"]["weights"]
-    assert all(torch.equal(want[key], value) for key, value in together["three-to-two"]["weights"].items())
-    assert "the optimizer starts anew" in text(together)
+    want = together[f"rest-{was}"]["weights"]
+    assert all(torch.equal(want[key], value) for key, value in together[f"{was}-to-{now}"]["weights"].items())
+    names = [f"ZeRO-{name[-1]}" if name.startswith("zero") else "FSDP2" for name in (was, now)]
+    assert f"is of 2 rank(s) with {names[0]}, this run has 2 with {names[1]}: the weights are taken" in text(together)
 
 
 def test_only_sharded_weights_are_gathered(strategies: list[str], together: Outcomes) -> None:
@@ -171,9 +175,10 @@ def test_only_sharded_weights_are_gathered(strategies: list[str], together: Outc
     assert together["zero3"]["metrics"]["sharding/gather_seconds"] > 0
 
 
-def test_checkpoint_folder(together: Outcomes) -> None:
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_checkpoint_folder(name: str, together: Outcomes) -> None:
     """Nothing is left of the writing, and the weights beside are those of the policy."""
-    folder = Path(together["folder"]["path"]) / "zero3-parts"
+    folder = Path(together["folder"]["path"]) / f"{name}-parts"
     assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {
         "epoch=0-step=5.ckpt", "last.ckpt"
     }  # fmt: skip
@@ -182,7 +187,7 @@ def test_checkpoint_folder(together: Outcomes) -> None:
         "checkpoint", "manifest.json", "trainer.pt", "weights.safetensors"
     }  # fmt: skip
     weights = load_file(folder / "last.ckpt" / "weights.safetensors")
-    want = together["rest-zero3"]["weights"]
+    want = together[f"rest-{name}"]["weights"]
     assert weights.keys() == want.keys()
     assert all(torch.equal(weights[key], value) for key, value in want.items())
 

@@ -56,8 +56,12 @@ def together(alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": f"more-{name}", "strategy": name, "ckpt_path": str(folder / f"single-{name}" / "last.ckpt")}
         for name in SHARDING
     ]
-    parts = {"checkpoints": str(folder / "parts"), "last_rank": {"own_parts": str(folder / "own")}}
-    jobs.append({"name": "parts", "strategy": "zero2", **parts})
+    for name in ("zero2", "fsdp2"):
+        parts = {"checkpoints": str(folder / f"parts-{name}"), "last_rank": {"own_parts": str(folder / f"own-{name}")}}
+        full = {"checkpoints": str(folder / f"full-{name}"), "full_disk": 1}
+        jobs += [
+            {"name": f"{what}-{name}", "strategy": name, **own} for what, own in (("parts", parts), ("full", full))
+        ]
     return run(jobs, folder, 2, timeout=1500) | {"folder": {"path": str(folder)}}
 
 
@@ -99,12 +103,22 @@ def test_from_one_rank_to_two(name: str, together: Outcomes) -> None:
     assert "this run has 2: the rest of its last rollout" in text(together)
 
 
-def test_parts_that_rank_zero_does_not_see_replace_nothing(together: Outcomes) -> None:
+@pytest.mark.parametrize("name", ["zero2", "fsdp2"])
+def test_parts_that_rank_zero_does_not_see_replace_nothing(name: str, together: Outcomes) -> None:
     folder = Path(together["folder"]["path"])
-    assert together["parts"]["global_step"] == STEPS
-    kept = torch.load(folder / "parts" / "last.ckpt" / "trainer.pt", weights_only=True)
+    assert together[f"parts-{name}"]["global_step"] == STEPS
+    kept = torch.load(folder / f"parts-{name}" / "last.ckpt" / "trainer.pt", weights_only=True)
     assert kept["global_step"] == 2
     assert "could not be saved: rank 0 does not see 1 of" in text(together)
+
+
+@pytest.mark.parametrize("name", ["zero2", "fsdp2"])
+def test_a_full_disk_of_one_rank_costs_checkpoints_and_nothing_else(name: str, together: Outcomes) -> None:
+    folder = Path(together["folder"]["path"]) / f"full-{name}"
+    assert together[f"full-{name}"]["global_step"] == STEPS
+    assert torch.load(folder / "last.ckpt" / "trainer.pt", weights_only=True)["global_step"] == 2
+    assert not list((folder / ".incomplete").iterdir())
+    assert f"{folder}/epoch=0-step=3.ckpt could not be saved: rank 1: [Errno 27] File too large" in text(together)
 
 
 def text(together: Outcomes) -> str:

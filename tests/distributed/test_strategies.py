@@ -1,4 +1,4 @@
-"""DeepSpeed's strategies by name and by file: what they stand for, that they run, and what they refuse."""
+"""Strategies by name and by file: what they stand for, that they run, and what is refused in their place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
 from tiny_grpo import fit, module
 from tiny_run import config, write
 
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
+from sparse_rl_lightning.distributed.ranks import check_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -60,18 +62,20 @@ def test_names_of_the_command_line() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "sparse_rl_fsdp2"])
 def test_every_name_trains_and_saves(name: str, folder: Path) -> None:
     """One process, which shares with nobody."""
-    pytest.importorskip("deepspeed", reason="deepspeed is an extra")
+    if name in NAMES:
+        pytest.importorskip("deepspeed", reason="deepspeed is an extra")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "sparse_rl_lightning", "fit", "--config", write(config(max_steps=2))]
     environment = {**os.environ, "PYTHONPATH": path, "XDG_STATE_HOME": str(folder)}
     done = subprocess.run([*command, f"--trainer.strategy={name}"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     saved = folder / "runs" / "own" / "checkpoints" / "last.ckpt"
+    sharding = f"ZeRO-{NAMES[name][0]}" if name in NAMES else "FSDP2"
     assert torch.load(saved / "trainer.pt", weights_only=True)["global_step"] == 2
-    assert json.loads(json.loads((saved / "manifest.json").read_text())["body"])["stage"] == NAMES[name][0]
+    assert json.loads(json.loads((saved / "manifest.json").read_text())["body"])["sharding"] == sharding
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
@@ -80,3 +84,21 @@ def test_float16_on_cpus_is_refused(precision: str) -> None:
     said = f"trainer.precision={precision} with trainer.strategy=SparseRLDeepSpeed.* to bf16-mixed or 32-true"
     with pytest.raises(ValueError, match=said):
         fit(module(), 1, strategy=SparseRLDeepSpeed(stage=2), precision=precision)
+
+
+def test_fully_sharded_by_name() -> None:
+    strategy = StrategyRegistry.get("sparse_rl_fsdp2")
+    assert isinstance(strategy, SparseRLFSDP2)
+    with pytest.raises(TypeError, match="has no storage_options"):
+        strategy.save_checkpoint({}, "last.ckpt", storage_options={})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [(FSDPStrategy(), "whose weights are flattened"), (ModelParallelStrategy(), "whose checkpoints are unpickled")],
+    ids=["FSDP1", "FSDP2"],
+)
+def test_lightnings_own_are_refused(strategy: Strategy, why: str) -> None:
+    said = f"trainer.strategy={type(strategy).__name__} is Lightning's own, {why}.* Use --trainer.strategy=sparse_rl_f"
+    with pytest.raises(ValueError, match=said):
+        check_strategy(strategy)

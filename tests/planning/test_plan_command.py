@@ -147,6 +147,10 @@ def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> 
     trainer = Trainer()
     trainer.strategy, trainer.devices = strategy, devices  # type: ignore[attr-defined]
     assert sharding_of(trainer) == expected
+    for unknown in ("fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2"):
+        trainer.strategy = unknown  # type: ignore[attr-defined]
+        with pytest.raises(UserError, match=f"stage_1 to 3 by name, not {unknown}"):
+            sharding_of(trainer)
 
 
 @pytest.mark.parametrize(

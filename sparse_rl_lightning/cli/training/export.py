@@ -64,7 +64,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     """Load a module's policy from a checkpoint, without unpickling anything.
 
     Raises:
-        ValueError: If names or shapes of the weights differ, or a folder has no whole weights (FSDP2).
+        ValueError: If names or shapes of the weights differ, or a folder has no whole weights.
     """
     assert module.policy is not None
     if not path.is_dir():
@@ -74,8 +74,8 @@ def load_policy(module: PolicyModule, path: Path) -> None:
         return
     if not (path / WEIGHTS).is_file():
         raise UserError(
-            f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is a folder of FSDP2, or not whole. Give a checkpoint of "
-            "one device, DDP or DeepSpeed; for one of FSDP2 resume with that strategy and ExportPolicy instead."
+            f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is not whole, or of Lightning's own ModelParallelStrategy. "
+            "Give another checkpoint; for the latter resume with the version that wrote it, and ExportPolicy."
         )
     with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
         module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))

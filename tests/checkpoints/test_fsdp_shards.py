@@ -1,0 +1,124 @@
+"""Checkpoint folders of FSDP2 in one process, in which every step of writing and reading is run as in many."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import file_size_limit
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_runs import strategy, train
+from safetensors.torch import load_file
+from tiny_grpo import fit, module
+
+from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
+from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS, Attempt
+from sparse_rl_lightning.cli.training.export import load_policy
+from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
+
+SHARDS = ["checkpoint/.metadata", "checkpoint/__0_0.distcp"]
+ADAM = {"settings": {"optimizer": lambda own: torch.optim.AdamW(own, lr=0.01)}}
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run may begin a process group, and nothing of it is left."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def job(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
+    own = {"name": "own", "strategy": "fsdp2", "checkpoints": str(folder), "trainer": {"max_steps": steps}}
+    return train(own | ADAM | options, 1, folder)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: Path) -> None:
+    whole, last = job(tmp_path / "whole", 4), tmp_path / "cut" / "last.ckpt"
+    job(tmp_path / "cut", 2)
+    manifest = read_manifest(last)
+    assert sorted(manifest["files"]) == sorted([*SHARDS, TRAINER, WEIGHTS])
+    assert (manifest["world_size"], manifest["sharding"]) == (1, "FSDP2")
+    assert all(digest(last / name) == known for name, known in manifest["files"].items())
+    saved = files(last)
+    assert saved.keys() == {last / name for name in (*SHARDS, TRAINER, WEIGHTS, "manifest.json")}
+    with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: rank 0: .*File too large"):
+        job(tmp_path / "cut", 3, ckpt_path=str(last))
+    assert files(last) == saved
+    assert not list((tmp_path / "cut" / ".incomplete").iterdir())
+    rest = job(tmp_path / "cut", 4, ckpt_path=str(last))
+    assert (rest["global_step"], len(rest["gradients"])) == (4, 2)
+    assert all(torch.equal(rest["weights"][name], value) for name, value in whole["weights"].items())
+    assert all(torch.equal(load_file(last / WEIGHTS)[name], value) for name, value in rest["weights"].items())
+    exported = module()
+    exported.configure_model()
+    load_policy(exported, last)
+    assert all(torch.equal(rest["weights"][name], value) for name, value in exported.policy.named_parameters())
+
+
+class Planted:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("PWNED"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(SHARDS[0], r"is not as it was written: checkpoint/\.metadata\."), ("manifest.json", "no readable")],
+)
+def test_nothing_is_unpickled_that_was_not_written_here(name: str, said: str, tmp_path: Path, folder: Path) -> None:
+    job(tmp_path / "run", 1)
+    last = tmp_path / "run" / "last.ckpt"
+    with (last / SHARDS[0]).open("wb") as file:
+        pickle.dump(Planted(), file)
+    if name == "manifest.json":  # as Lightning's own strategy writes folders
+        (last / name).unlink()
+    with pytest.raises(ValueError, match=said):
+        job(tmp_path / "run", 2, ckpt_path=str(last))
+    assert not Path("PWNED").exists()
+
+
+def test_shards_of_another_policy_are_refused(tmp_path: Path) -> None:
+    job(tmp_path / "run", 1)
+    last = tmp_path / "run" / "last.ckpt"
+    other = tmp_path / "other" / "last.ckpt"
+    other.parent.mkdir()
+    last.rename(other)
+    metadata = pickle.loads((other / SHARDS[0]).read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.endswith("q_proj.weight"))
+    metadata.state_dict_metadata[name].size = torch.Size([3, 3])
+    (other / SHARDS[0]).write_bytes(pickle.dumps(metadata))
+    own = read_manifest(other)
+    own["files"][SHARDS[0]] = digest(other / SHARDS[0])
+    write_manifest(other, own.pop("files"), **own)
+    with pytest.raises(ValueError, match=r"other/last.ckpt/checkpoint is of another policy: .*q_proj.weight"):
+        job(tmp_path / "run", 2, ckpt_path=str(other))
+
+
+def test_weights_alone_cannot_be_gone_on_from(tmp_path: Path) -> None:
+    fit(module(), 1, [ModelCheckpoint(tmp_path, save_weights_only=True, every_n_train_steps=1, save_last=True)],
+        enable_checkpointing=True, strategy=strategy("fsdp2", 1))  # fmt: skip
+    with pytest.raises(ValueError, match="or was written with save_weights_only"):
+        job(tmp_path / "run", 2, ckpt_path=str(tmp_path / "last.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_full_disk_is_told_apart_from_mistakes(tmp_path: Path) -> None:
+    """Of a tensor larger than its buffer torch says that it is at an unexpected position."""
+    strategy = SparseRLFSDP2()
+    attempt = Attempt(strategy)
+    with file_size_limit(4096):
+        strategy.shards.write({"state_dict": {"large": torch.zeros(10_000)}}, tmp_path, attempt)
+    assert str(attempt.error) == "rank 0: [Errno 27] File too large"
+    with pytest.raises(Exception, match="pickle"):
+        strategy.shards.write({"state_dict": {"no tensor": lambda: None}}, tmp_path, attempt)
