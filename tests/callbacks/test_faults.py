@@ -301,7 +301,12 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("dead", "moment"), [pytest.param(0, "training", marks=pytest.mark.slow), (1, "training"), (1, "loading")]
+    ("dead", "moment"),
+    [
+        (1, "training"),
+        pytest.param(0, "training", marks=pytest.mark.slow),
+        pytest.param(1, "loading", marks=pytest.mark.slow),
+    ],
 )
 def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str, tmp_path: Path) -> None:
     (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead, moment=moment))
@@ -318,6 +323,7 @@ def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str
     assert f"Rank {dead} has died. Rank {1 - dead} stops as well" in text
 
 
+@pytest.mark.slow
 def test_ranks_that_end_well_do_not_accuse_each_other(tmp_path: Path) -> None:
     (tmp_path / "well.py").write_text(VICTIM.format(dead=7, moment="never"))
     processes = start([sys.executable, str(tmp_path / "well.py")], tmp_path, 2)

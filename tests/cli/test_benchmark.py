@@ -246,6 +246,7 @@ def test_own_classes_from_the_working_directory(
     assert "LargeValues, budget 16: its row is of other settings or code; it is" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_own_class_may_have_a_name_of_the_librarys(policy: str, folder: Path) -> None:
     """In a process of its own: jsonargparse would find both by that name, here and in later tests."""
     Path("namesake.py").write_text(MINE.replace("class LargeValues", "class FullKV").partition("class Raises")[0])

@@ -47,6 +47,7 @@ def fake_smi(folder: Path, text: str, status: int = 0) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is no CPU build")
 def test_a_cpu_build_of_torch_beside_a_gpu_is_told(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_runs import STEPS, run, train
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Outcomes = dict[str, dict[str, Any]]
 LEARNED: dict[str, Any] = {"learns_evictions": True, "letters": True, "strategy": "ddp"}
 

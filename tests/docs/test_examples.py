@@ -46,6 +46,7 @@ def test_the_minimal_example_learns_from_any_seed(seed: int) -> None:
     assert rewards[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_replay_in_its_place_needs_no_correction(tmp_path: Path) -> None:
     """As the example's comment says."""
     source, count = DENSE.subn(REPLAYED, EXAMPLE.read_text(encoding="utf-8"))

@@ -30,6 +30,7 @@ from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.thinned import thinned
 
 WORD = "0123456789abcdef" + "fedcba9876543210" + "abc"
 ROWS = [{"prompt": "0123456789abcdef"[i:] + "a", "answer": "x"} for i in range(6)]
@@ -469,7 +470,7 @@ def options_of_partial(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("environment", [Remembers, Chatter], ids=["state", "anew"])
+@pytest.mark.parametrize("environment", thinned({"state": Remembers, "anew": Chatter}))
 def test_partial_rollouts_resume_in_the_middle_of_conversations(environment: Any, tmp_path: Path) -> None:
     """With a state bitwise; without one the conversations under way start anew, and nothing is lost."""
     whole = talking(environment, **options_of_partial())

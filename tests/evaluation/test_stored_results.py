@@ -120,6 +120,7 @@ def test_precision_counts(tmp_path: Path) -> None:
     assert is_taken(tmp_path, evaluation(), "bf16-mixed")
 
 
+@pytest.mark.slow
 def test_the_alpha_of_adapters_counts(tmp_path: Path) -> None:
     assert not is_taken(tmp_path, evaluation(adapters(8)))
     assert is_taken(tmp_path, evaluation(adapters(8)))
@@ -150,6 +151,7 @@ class KNormOfMine(KNorm):
 HELPER = "def factor(layer):\n    return -layer.keys.float().norm(dim=-1)\n"
 
 
+@pytest.mark.slow
 def test_an_edited_compressor_is_another_though_its_name_and_settings_are_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_offload_leaves_no_input_of_a_layer_on_the_device() -> None:
     assert abs(found["selective"].kept - found[True].kept - attended) <= bookkeeping
 
 
+@pytest.mark.slow
 def test_shapes_of_real_models_need_no_weights() -> None:
     """Qwen3-4B at 16,384 tokens: 8 GB of weights in 16 bits, of which nothing is allocated."""
     config = Qwen3Config(

@@ -154,6 +154,7 @@ def test_the_adapters_loss_is_the_formula(policy_gradient: bool) -> None:
     assert max(float(g.abs().max()) for g in found) > 1e-4
 
 
+@pytest.mark.slow
 def test_distillation_brings_the_sparse_policy_nearer_to_the_dense_one() -> None:
     class Split(MismatchSplit):
         def __init__(self) -> None:

@@ -79,6 +79,7 @@ def test_what_does_not_fit_ends_with_status_1_and_a_setting_that_helps(
     assert gigabytes(changed.peak) == found[2]
 
 
+@pytest.mark.slow
 def test_every_knob_of_the_command_line_is_one(written: str) -> None:
     """Applied as an override, a setting gives the job that was predicted."""
     card = card_of(memory="24GB")
@@ -103,6 +104,7 @@ def test_every_knob_of_the_command_line_is_one(written: str) -> None:
         assert make_plan(other, card).peak == settings[setting], setting
 
 
+@pytest.mark.slow
 def test_fewer_bits_and_forms_of_checkpointing_are_settings_of_the_command_line(written: str) -> None:
     """With adapters; each saves weights or activations as it was predicted, and the last forms use the host."""
     adapters = "--model.policy={class_path: LoraPolicy, init_args: {policy: tiny, r: 4, target_modules: [q_proj]}}"

@@ -44,6 +44,7 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
+from tests.thinned import thinned
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -51,6 +52,7 @@ SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 GREEDY = SamplingParams(max_completion_length=24, temperature=0)
 PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
 each_family = pytest.mark.parametrize("name", FAMILIES)
+some_families = pytest.mark.parametrize("name", thinned(list(FAMILIES)))
 
 
 def test_what_is_said_to_be_tested_is() -> None:
@@ -92,7 +94,7 @@ def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
-@each_family
+@some_families
 def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
     model = family(name)
     want = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)
@@ -144,7 +146,7 @@ class Losses(Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-@each_family
+@some_families
 def test_a_few_steps_of_training(name: str) -> None:
     tokenizer = character_tokenizer(ALPHABET)
     grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)

@@ -40,6 +40,7 @@ from sparse_rl_lightning.rollout.engine.extend import extend
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, family
+from tests.thinned import thinned
 
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 TEMPERATURE, SEED, LONGEST = 1.5, 5, 56
@@ -116,7 +117,7 @@ def small_model(**sizes: Any) -> PreTrainedModel:
 # -------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", thinned(list(FAMILIES)))
 def test_conversations_of_every_family_are_replayed(name: str) -> None:
     model, compressor = family(name), SnapKV(**SMALL)
     check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]))

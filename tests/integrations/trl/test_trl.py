@@ -327,6 +327,7 @@ def test_naive_training_is_called_that(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"replay": True}, {"corrections": [TIS()]}], ids=["replay", "TIS"])
 def test_a_sparse_arm_learns(tmp_path: Path, method: dict[str, Any]) -> None:
     settings = {"max_steps": 25, "per_device_train_batch_size": 16, "optim": "adamw_torch", "learning_rate": 5e-3}
