@@ -79,6 +79,10 @@ class Tap(Callback):
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.weights: dict[str, torch.Tensor] = {}
+        self.moments: list[dict[str, torch.Tensor]] = []  # at the start and at the end, where torch's Adam has them
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.moments.append(moments(trainer, pl_module))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.fit_loop._should_accumulate():
@@ -90,6 +94,16 @@ class Tap(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         weights = (*whole_weights(pl_module.policy), *own(pl_module))
         self.weights = {name: value.detach().clone() for name, value in weights}
+        self.moments.append(moments(trainer, pl_module))
+
+
+def moments(trainer: Trainer, module: Any) -> dict[str, torch.Tensor]:
+    """Adam's second moments by the names of their weights, whole."""
+    if not isinstance(trainer.optimizers[0], torch.optim.AdamW):
+        return {}
+    state = trainer.optimizers[0].state
+    found = {name: state[value]["exp_avg_sq"] for name, value in module.policy.named_parameters() if value in state}
+    return {n: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for n, value in found.items()}
 
 
 def own(module: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -298,6 +312,10 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     if job.get("talks"):
         options = {**options, **talk()}
         reward = options.pop("reward")
+    if job.get("adam"):
+        options["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
+    if job.get("decays"):  # to a tenth in every step, from the rate before
+        options["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     grpo = module(reward, kind=kind, lr=job.get("lr", 0.5), **options)
     with torch.no_grad():
         next(grpo.policy_source.load()[0].parameters()).mul_(job.get("scale", 1.0))  # as a file that is another one
@@ -329,6 +347,8 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         "shadow": 0 if grpo.generator.shadow is None else grpo.generator.shadow.nbytes,
         "gradients": tap.gradients,
         "weights": tap.weights,
+        "moments": tap.moments,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
         "sampled": sampled.scored,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "warnings": told.warnings,

@@ -42,11 +42,12 @@ def tidy(run: Run, archive: Archive) -> None:
 
 
 def save(found: Mapping[str, str], folder: Path) -> None:
-    """Write all blocks into the folder's page, and the overview into that of all results beside the folder."""
+    """Write all blocks into the folder's page, but the briefer ones into those that everybody reads, outside of it."""
+    elsewhere = {"overview": folder.parent / "results.md", "readme": folder.parents[1] / "README.md"}
     for name, text in found.items():
         begin = mark("experiments.real", name)
-        if name == "overview":
-            insert_if_marked(folder.parent / "results.md", text, begin)
+        if name in elsewhere:
+            insert_if_marked(elsewhere[name], text, begin)
         else:
             insert(folder / PAGE, text, begin)
 

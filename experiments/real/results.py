@@ -16,6 +16,7 @@ from experiments.stability.results import paired
 from experiments.stability.signs import SIGNS, Judged, behind, shown
 
 MISSING = "–"
+QUARTER = "a quarter"
 Records = dict[int, Record]  # by seed
 COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
     "full cache, by seed": lambda runs: " / ".join(f"{run.end('dense', 1):.2f}" for run in runs),
@@ -27,6 +28,7 @@ COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
 
 
 BRIEFLY = ("slot", "", "full cache", "compressed", "ahead of naive, full cache", "collapsed", "sequences rejected")
+MOST_BRIEFLY = ("", "full cache", "compressed", "collapsed", "sequences rejected")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
         tables["rates"] = rates_table(results, studies["rates"])
     if "main" in studies:
         whole = arms_table(results, studies["main"])
-        tables["overview"], tables["main"] = overview(whole), whole
+        tables["overview"], tables["main"] = columns_of(whole, BRIEFLY), whole
+        tables["readme"] = columns_of(whole, MOST_BRIEFLY, lambda row: row[0] == QUARTER and "," not in row[1])
         tables["signs"] = signs_table(results, studies["main"])
     if "learned" in studies:
         tables["learned"] = learned_table(results, studies["learned"])
@@ -112,11 +115,11 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     return table
 
 
-def overview(whole: Table) -> Table:
-    """The columns of the comparison that its claims rest on."""
-    columns = [whole.header.index(name) for name in BRIEFLY]
-    table = Table("", BRIEFLY)
-    for row in whole.rows:
+def columns_of(whole: Table, names: tuple[str, ...], wanted: Callable[[Sequence[str]], bool] = bool) -> Table:
+    """Some columns of a table, and those of its rows that are wanted."""
+    columns = [whole.header.index(name) for name in names]
+    table = Table("", names)
+    for row in filter(wanted, whole.rows):
         table.add(*(row[column] for column in columns))
     return table
 
@@ -167,7 +170,7 @@ def budgets_of(records: Records) -> set[int]:
 
 def slot(budget: int) -> str:
     """A budget in words."""
-    return "a half" if budget == HALF else "a quarter"
+    return "a half" if budget == HALF else QUARTER
 
 
 def lead(own: Records, other: Records, cache: str) -> str:

@@ -20,7 +20,7 @@ from sparse_rl_lightning.files import own_folder, remove, sync, write_files
 
 
 @contextmanager
-def told_by_the_disk() -> Iterator[None]:
+def raising_disk_errors() -> Iterator[None]:
     """Raise what the disk has said: torch.save reports a full one as an internal error."""
     try:
         yield
@@ -47,7 +47,7 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
 
 def save_tensors(state: Mapping[str, Any], path: Path) -> None:
     """Write with ``torch.save``; a full disk is an OSError too."""
-    with path.open("wb") as file, told_by_the_disk():
+    with path.open("wb") as file, raising_disk_errors():
         torch.save(state, file)
 
 

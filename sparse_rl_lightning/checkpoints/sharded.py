@@ -28,11 +28,13 @@ from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
-from sparse_rl_lightning.policies.sharding import of_all_ranks, put, whole_weights
+from sparse_rl_lightning.policies.sharding import of_all_ranks, whole_weights, write_whole
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
 LEFT_OUT = ("state_dict", "optimizer_states")  # the shards have them
+ANEW = "sparse_rl_optimizer_starts_anew"
+"""Entry of a state that was read without its optimizer's."""
 
 
 class Shards(ABC):
@@ -47,20 +49,20 @@ class Shards(ABC):
         """What shards of another kind are told apart by."""
 
     @abstractmethod
-    def write(self, checkpoint: dict[str, Any], folder: Path, attempt: Attempt) -> None:
+    def write(self, folder: Path, with_optimizer: bool, attempt: Attempt) -> None:
         """Write this rank's part durably, and list its files; what the disk refuses is the attempt's error."""
 
     @abstractmethod
-    def fit(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
+    def fits(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
         """Whether shards of this name, of which the manifest tells, can be read now."""
 
     @abstractmethod
-    def read(self, folder: Path) -> None:
-        """Read this rank's part of the weights, and of the optimizer while training."""
+    def read(self, folder: Path, with_optimizer: bool) -> None:
+        """Read this rank's part of the weights, and of the optimizer."""
 
     @abstractmethod
-    def follow(self) -> None:
-        """Take over weights that were set from elsewhere."""
+    def weights_were_set(self) -> None:
+        """Let the optimizer know that the policy's weights are others now."""
 
 
 def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[str, Any], path: Path) -> None:
@@ -76,7 +78,7 @@ def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[st
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
-        shards.write(checkpoint, new, attempt)
+        shards.write(new, "optimizer_states" in checkpoint, attempt)  # weights alone may be asked for
         weights = _whole_policy(strategy)
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
@@ -95,25 +97,29 @@ def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[st
         io.saved(path)
 
 
-def load_sharded(strategy: ParallelStrategy, shards: Shards, path: Path, with_optimizer: bool) -> dict[str, Any]:
-    """Load weights, and the optimizer if training continues with shards that fit; return Lightning's state.
+def load_sharded(
+    strategy: ParallelStrategy, shards: Shards, path: Path, with_optimizer: bool
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Lightning's state, and what reads the weights: with the optimizer, if training continues with shards that fit.
 
-    All ranks call this. A folder that is incomplete, was changed, or was written by someone else is refused.
+    All ranks call both, the second after the module has seen that the state is of its run.
+
+    Raises:
+        ValueError: If the folder is incomplete, was changed, or was written by someone else.
     """
+    path = Path(strategy.broadcast(str(path)))
     manifest = _checked_manifest(strategy, path)
-    was = manifest.get("sharding") or f"ZeRO-{manifest['stage']}"  # of 0.1
-    if was == shards.name and shards.fit(manifest, with_optimizer):
-        shards.read(path)
-    else:
-        _load_weights(strategy, path / WEIGHTS)
-        shards.follow()
-        if with_optimizer:
-            rank_zero_warn(
-                f"The checkpoint is of {manifest['world_size']} rank(s) with {was}, this run has "
-                f"{strategy.world_size} with {shards.name}: the weights are taken, the optimizer starts anew."
-            )
     state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
-    return state
+    was = manifest.get("sharding") or f"ZeRO-{manifest['stage']}"  # manifests of version 0.1
+    if was == shards.name and shards.fits(manifest, with_optimizer):
+        return state, lambda: shards.read(path, with_optimizer)
+    if with_optimizer:
+        state[ANEW] = True
+        rank_zero_warn(
+            f"The checkpoint is of {manifest['world_size']} rank(s) with {was}, this run has "
+            f"{strategy.world_size} with {shards.name}: the weights are taken, the optimizer starts anew."
+        )
+    return state, lambda: _read_weights(strategy, shards, path / WEIGHTS)
 
 
 class Attempt:
@@ -177,12 +183,13 @@ def _finish(path: Path, digests: dict[str, str], **facts: Any) -> None:
         sync(new / name)
     write_manifest(new, digests, **facts)
     remove(incomplete(new / "x").parent)
+    sync(new / TAG)
     sync(new)
     swap_folder(path)
 
 
 def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
-    """The manifest after every file was checked by one of the ranks; all ranks raise if one must."""
+    """The manifest after every file was checked, on each machine by one of its ranks; all ranks raise if one must."""
     manifest: dict[str, Any] = {}
     problem: str | None = None
     if strategy.is_global_zero:
@@ -199,9 +206,9 @@ def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
             problem = str(error)
     manifest, problem = strategy.broadcast((manifest, problem))
     if problem is None:
-        rank, size, files = strategy.global_rank, strategy.world_size, sorted(manifest["files"])
-        changed = changed_files(path, {name: manifest["files"][name] for name in files[rank::size]})
-        everywhere = [name for part in of_all_ranks(changed) for name in part]
+        first, every, files = strategy.local_rank, len(strategy.parallel_devices or [0]), sorted(manifest["files"])
+        changed = changed_files(path, {name: manifest["files"][name] for name in files[first::every]})
+        everywhere = sorted({name for part in of_all_ranks(changed) for name in part})
         if everywhere:
             problem = (
                 f"ckpt_path={str(path)!r} is not as it was written: {', '.join(everywhere)}. Resume from another "
@@ -218,7 +225,7 @@ def _whole_policy(strategy: ParallelStrategy) -> dict[str, Tensor]:
     return {n: v.detach().to("cpu", copy=True) for n, v in whole_weights(_policy(strategy)) if wanted}
 
 
-def _load_weights(strategy: ParallelStrategy, path: Path) -> None:
+def _read_weights(strategy: ParallelStrategy, shards: Shards, path: Path) -> None:
     """Fill the policy from safetensors."""
     module = _policy(strategy)
     with safe_open(path, "pt") as file, torch.no_grad():
@@ -226,8 +233,12 @@ def _load_weights(strategy: ParallelStrategy, path: Path) -> None:
         for name, parameter in module.named_parameters():
             if name not in names:
                 raise UserError(f"{path} lacks the weight {name!r}: it is of another policy.")
-            put(parameter, file.get_tensor(name))
+            write_whole(parameter, file.get_tensor(name))
+    shards.weights_were_set()
     rank_zero_info(f"Weights read from {path}")
+    assert strategy.lightning_module is not None
+    if left := [n for n, _ in strategy.lightning_module.named_parameters() if not n.startswith(POLICY)]:
+        rank_zero_warn(f"{path} has the policy alone: {len(left)} other weights stay as they are, such as {left[0]}.")
 
 
 def _policy(strategy: ParallelStrategy) -> nn.Module:

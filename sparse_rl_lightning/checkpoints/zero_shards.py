@@ -30,21 +30,21 @@ class ZeroShards(Shards):
         assert isinstance(self.strategy.config, dict)
         return f"ZeRO-{self.strategy.config.get('zero_optimization', {}).get('stage', 0)}"
 
-    def write(self, checkpoint: dict[str, Any], folder: Path, attempt: Attempt) -> None:
-        """Let the engine write all that it needs."""
+    def write(self, folder: Path, with_optimizer: bool, attempt: Attempt) -> None:
+        """Let the engine write all that it needs, which includes the optimizer."""
         engine = self.strategy.deepspeed_engine
         with _watched_engine(engine, folder, attempt):
             engine.save_checkpoint(str(folder), tag=TAG, client_state={}, save_latest=False)
 
-    def fit(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
+    def fits(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
         """Whether the engine has an optimizer, of as many ranks."""
         return with_optimizer and manifest["world_size"] == self.strategy.world_size
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path, with_optimizer: bool) -> None:
         """Let the engine read what it has written."""
         self.strategy.deepspeed_engine.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
 
-    def follow(self) -> None:
+    def weights_were_set(self) -> None:
         """Fill the optimizer's copies of the weights from the policy."""
         optimizer: Any = getattr(self.strategy.deepspeed_engine, "optimizer", None)
         if hasattr(optimizer, "_restore_from_bit16_weights"):

@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
@@ -181,17 +182,13 @@ def sharding_of(trainer: Any) -> Sharding:
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
     ranks = count * trainer.num_nodes
     if isinstance(strategy, str):
-        name, _, rest = strategy.partition("_stage_")
-        if name == "sparse_rl_deepspeed":
-            stage, offloads = int(rest[0]), rest.endswith("_offload")
-            return Sharding(stage, ranks, offloads, offloads and stage == 3)
-        if strategy == "auto" or strategy.startswith("ddp"):
-            return Sharding(0, ranks)
-        given = strategy
+        entry = StrategyRegistry[strategy] if strategy in StrategyRegistry else None
+        kind, own = (entry["strategy"].__name__, entry["init_params"]) if entry else (strategy, {})
     else:
-        own, given = strategy.init_args, f"{strategy.class_path} with settings of its own"
-        if strategy.class_path.endswith("SparseRLDeepSpeed") and own.get("config") is None:
-            return Sharding(own.stage, ranks, own.offload_optimizer, own.offload_parameters)
-        if strategy.class_path.endswith("DDPStrategy"):
-            return Sharding(0, ranks)
-    raise UserError(f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {given}.")
+        kind, own = strategy.class_path.rpartition(".")[2], strategy.init_args
+    if kind == "SparseRLDeepSpeed" and own.get("config") is None:
+        return Sharding(own["stage"], ranks, own["offload_optimizer"], own["offload_parameters"])
+    if kind in ("auto", "DDPStrategy", "SingleDeviceStrategy"):
+        return Sharding(0, ranks)
+    name = strategy if isinstance(strategy, str) else f"{strategy.class_path} with settings of its own"
+    raise UserError(f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {name}.")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
 from sparse_rl_lightning.checkpoints.zero_shards import ZeroShards
+from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError
 
 
-class SparseRLDeepSpeed(DeepSpeedStrategy):
+class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy with one division of the loss, on GPUs or (for tests and laptops) on CPUs.
 
     Lightning and DeepSpeed both divide the loss by the accumulated micro-batches; here only Lightning does. The
@@ -99,33 +96,6 @@ class SparseRLDeepSpeed(DeepSpeedStrategy):
         optimizer = self.optimizers[0]
         if hasattr(optimizer, "check_grad_overflow"):
             optimizer.check_grad_overflow = True
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a folder with every rank's shards, the trainer's state, whole weights and a signed manifest."""
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} has no storage_options.")
-        save_sharded(self, self.shards, checkpoint, Path(self.broadcast(str(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what :meth:`save_checkpoint` wrote under this user's account, whole and unchanged, and nothing else."""
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return load_sharded(self, self.shards, Path(checkpoint_path), with_optimizer=fitting)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: :meth:`load_checkpoint` has done it."""
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """An empty dictionary: the shards have the state."""
-        return {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An empty dictionary: the shards have the state."""
-        return {}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from sparse_rl_lightning.checkpoints.fsdp_shards import FSDPShards
-from sparse_rl_lightning.checkpoints.sharded import load_sharded, save_sharded
+from sparse_rl_lightning.distributed.sharded import ShardedStrategy
+from sparse_rl_lightning.errors import UserError
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # which Lightning checks only if it is given an object
 
 
-class SparseRLFSDP2(ModelParallelStrategy):
-    """Shard weights, gradients and optimizer over all ranks (FSDP2), which keep nothing whole between two steps.
+class SparseRLFSDP2(ShardedStrategy, ModelParallelStrategy):
+    """Shard weights, gradients and optimizer over all ranks (FSDP2); only rollouts have a whole copy of the weights.
 
     It is Lightning's ModelParallelStrategy with all ranks in one data-parallel group. The checkpoint is a folder that
     appears under its name once all of it has been written, and is read with the signature of the user who wrote it,
@@ -34,23 +35,15 @@ class SparseRLFSDP2(ModelParallelStrategy):
         self.shards = FSDPShards(self)
 
     def setup_environment(self) -> None:
-        """Start the processes' group like Lightning, with all ranks in it."""
+        """Start the processes' group like Lightning, with all ranks in it; other precisions are refused."""
+        precision = self.precision_plugin.precision
+        if precision not in PRECISIONS:
+            raise UserError(
+                f"trainer.precision={precision} with trainer.strategy={type(self).__name__}: FSDP2 knows "
+                f"{', '.join(PRECISIONS)}. Set one of these."
+            )
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a folder with every rank's shards, the trainer's state, whole weights and a signed manifest."""
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} has no storage_options.")
-        save_sharded(self, self.shards, checkpoint, Path(self.broadcast(str(filepath))))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read what :meth:`save_checkpoint` wrote under this user's account, whole and unchanged, and nothing else."""
-        assert self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return load_sharded(self, self.shards, Path(checkpoint_path), with_optimizer=fitting)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -58,15 +51,12 @@ class SparseRLFSDP2(ModelParallelStrategy):
         strategy_registry.register("sparse_rl_fsdp2", cls, description="FSDP2 over all ranks, as sparse-rl drives it")
 
 
-def not_fsdp(given: str) -> str:
-    """The error message for one of Lightning's own strategies that shard fully, with what to use instead."""
+def not_fsdp(given: str, *, is_flat: bool) -> str:
+    """The error message for a strategy that shards fully but is not this one: it is FSDP1 if weights become flat."""
     why = "whose checkpoints are unpickled whoever wrote them, and broken by a run that is killed while saving"
-    if given == "FSDPStrategy":
-        why = "whose weights are flattened (FSDP1), where rollouts cannot read them"
-    return (
-        f"trainer.strategy={given} is Lightning's own, {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 "
-        "over all ranks."
-    )
+    if is_flat:
+        why = "which flattens weights (FSDP1), where rollouts cannot read them"
+    return f"{given} is not ours, {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
 
 
 SparseRLFSDP2.register_strategies(StrategyRegistry)

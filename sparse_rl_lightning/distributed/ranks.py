@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2, not_fsdp
+from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import make_empty
 from sparse_rl_lightning.fingerprints import fingerprint
@@ -96,7 +97,8 @@ def check_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, SparseRLDeepSpeed):
         raise UserError(not_deepspeed(f"trainer.strategy={type(strategy).__name__}"))
     if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and not isinstance(strategy, SparseRLFSDP2):
-        raise UserError(not_fsdp(type(strategy).__name__))
+        is_flat = isinstance(strategy, FSDPStrategy)
+        raise UserError(not_fsdp(f"trainer.strategy={type(strategy).__name__}", is_flat=is_flat))
 
 
 def check_processes(world_size: int) -> None:
@@ -139,9 +141,15 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
             found = fingerprint(rows=[rows[index] for index in range(len(rows))])
             facts[f"{name} rows"] = f"{len(rows)} of the hash {found}"
     check_agreement(facts)
-    if isinstance(trainer.strategy, (SparseRLDeepSpeed, SparseRLFSDP2)):  # all ranks write
-        folders = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
-        check_shared([Path(folder) for folder in folders if folder and "://" not in str(folder)])
+    if isinstance(trainer.strategy, ShardedStrategy):  # all ranks write
+        given = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        folders = [str(folder) for folder in given if folder]
+        if remote := [folder for folder in folders if "://" in folder]:
+            raise UserError(
+                f"dirpath={remote[0]!r} of ModelCheckpoint: under {type(trainer.strategy).__name__} every rank writes "
+                "files, which remote folders do not take. Name a folder that all machines share."
+            )
+        check_shared([Path(folder) for folder in folders])
 
 
 def check_shared(folders: list[Path]) -> None:

@@ -12,12 +12,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -29,6 +24,7 @@ from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.folders import check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
+from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.resuming import OptimizerDescription
@@ -147,10 +143,11 @@ class PolicyModule(LightningModule):
         return [kind() for kind in self.default_callbacks if not any(isinstance(own, kind) for own in given)]
 
     def setup(self, stage: str) -> None:
-        """Check the trainer's numbers; write single-file checkpoints durably, unless the trainer has its own way.
+        """Check the trainer's numbers; write checkpoints durably, unless the trainer has its own way to write files.
 
         Raises:
-            ValueError: If a number that the trainer does not check itself is out of range.
+            ValueError: If a number that the trainer does not check itself is out of range, or the trainer's own way
+                to write checkpoints is of no use where ranks write parts.
         """
         self.run_state.set_up()
         if self.trainer.world_size > 1:
@@ -159,9 +156,14 @@ class PolicyModule(LightningModule):
         if self.trainer.gradient_clip_val is not None:
             check_number("trainer.gradient_clip_val", self.trainer.gradient_clip_val)
         strategy = self.trainer.strategy
-        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
+        if isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ShardedStrategy)):
             if type(strategy.checkpoint_io) is TorchCheckpointIO:
                 strategy.checkpoint_io = DurableCheckpointIO()
+        if isinstance(strategy, ShardedStrategy) and not isinstance(strategy.checkpoint_io, DurableCheckpointIO):
+            raise UserError(
+                f"trainer.plugins: {type(strategy.checkpoint_io).__name__} writes files, and the checkpoints of "
+                f"{type(strategy).__name__} are folders that all ranks write. Leave it out."
+            )
 
     def configure_model(self) -> None:
         """Load the policy on first use."""

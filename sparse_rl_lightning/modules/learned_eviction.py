@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 
 from sparse_rl_lightning.callbacks.base import correct
 from sparse_rl_lightning.compressors import Drawn
 from sparse_rl_lightning.compressors.learned_score import FILE, save_network
+from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evictions import EvictionDraws
 from sparse_rl_lightning.learner.loss import Denominators
@@ -114,10 +114,10 @@ class LearnedEvictionGRPO(ReplayGRPO):
     def check_strategy(self) -> None:
         """Refuse strategies whose checkpoints hold the policy alone, without what the compressor learns."""
         super().check_strategy()
-        if self.network is not None and isinstance(self.trainer.strategy, (DeepSpeedStrategy, ModelParallelStrategy)):
+        if self.network is not None and isinstance(self.trainer.strategy, ShardedStrategy):
             raise UserError(
-                "LearnedScore trains on one device or with DDP: checkpoints of DeepSpeed and FSDP2 hold the policy "
-                "alone. Set trainer.strategy to ddp."
+                "LearnedScore trains on one device or with DDP: the whole weights in checkpoints of DeepSpeed and "
+                "FSDP2 are the policy's alone. Set trainer.strategy to ddp."
             )
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sparse_rl_lightning.checkpoints.sharded import ANEW
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.distributed import ranks
@@ -184,6 +185,8 @@ class RunState:
 
     def _check_optimizer(self, checkpoint: dict[str, Any]) -> None:
         optimizer, schedule = self.module.configured()
+        if checkpoint.get(ANEW):
+            checkpoint.pop(OPTIMIZER, None)
         check_optimizer(checkpoint, optimizer)
         was, now = checkpoint.get(OPTIMIZER, {}), OptimizerDescription.of(optimizer, schedule)
         if was == asdict(now) and now.is_told_apart:

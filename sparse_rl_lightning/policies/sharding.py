@@ -46,10 +46,11 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
     return context
 
 
-def put(parameter: nn.Parameter, value: Tensor) -> None:
+def write_whole(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a whole weight, the same on all ranks, into a parameter of which a rank may have a part. Collective."""
     if isinstance(parameter, DTensor):
-        parameter.copy_(distribute_tensor(value.to(parameter.dtype), parameter.device_mesh, parameter.placements))
+        place = (parameter.device_mesh, parameter.placements)
+        parameter.copy_(distribute_tensor(value.to(parameter.dtype), *place, src_data_rank=None))
         return
     with gathered([parameter], modifier=0):
         if parameter.numel():

@@ -1,4 +1,4 @@
-"""Checkpoint folders of FSDP2 in one process, in which every step of writing and reading is run as in many."""
+"""Checkpoint folders of FSDP2 in one process, which has all of every tensor (test_ranks.py has two)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from disks import file_size_limit
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rank_runs import strategy, train
 from safetensors.torch import load_file
 from tiny_grpo import fit, module
 
+from sparse_rl_lightning.checkpoints.fsdp_shards import save_parts
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
-from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS, Attempt
+from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 
@@ -88,21 +90,51 @@ def test_nothing_is_unpickled_that_was_not_written_here(name: str, said: str, tm
     assert not Path("PWNED").exists()
 
 
+def changed(folder: Path, **facts: Any) -> Path:
+    """The folder, whose files or manifest were changed, signed again."""
+    own = {**read_manifest(folder), **facts}
+    write_manifest(folder, {name: digest(folder / name) for name in own.pop("files")}, **own)
+    return folder
+
+
 def test_shards_of_another_policy_are_refused(tmp_path: Path) -> None:
     job(tmp_path / "run", 1)
     last = tmp_path / "run" / "last.ckpt"
-    other = tmp_path / "other" / "last.ckpt"
-    other.parent.mkdir()
-    last.rename(other)
-    metadata = pickle.loads((other / SHARDS[0]).read_bytes())
+    metadata = pickle.loads((last / SHARDS[0]).read_bytes())
     name = next(name for name in metadata.state_dict_metadata if name.endswith("q_proj.weight"))
     metadata.state_dict_metadata[name].size = torch.Size([3, 3])
-    (other / SHARDS[0]).write_bytes(pickle.dumps(metadata))
-    own = read_manifest(other)
-    own["files"][SHARDS[0]] = digest(other / SHARDS[0])
-    write_manifest(other, own.pop("files"), **own)
-    with pytest.raises(ValueError, match=r"other/last.ckpt/checkpoint is of another policy: .*q_proj.weight"):
-        job(tmp_path / "run", 2, ckpt_path=str(other))
+    (last / SHARDS[0]).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"last.ckpt/checkpoint is of another policy: .*q_proj.weight"):
+        job(tmp_path / "run", 2, ckpt_path=str(changed(last)))
+
+
+def test_another_optimizer_is_refused_by_name_and_another_schedule_is_taken(tmp_path: Path) -> None:
+    job(tmp_path / "run", 2)
+    last = str(tmp_path / "run" / "last.ckpt")
+    with pytest.raises(ValueError, match=r"this checkpoint is of torch.optim.adamw.AdamW, model.optimizer is torch"):
+        job(tmp_path / "other", 3, ckpt_path=last, settings={})
+    rest = job(tmp_path / "scheduled", 3, ckpt_path=last, decays=True)
+    assert rest["rate"] == pytest.approx(0.01 * 0.1**3)
+    assert rest["moments"][0], "the state is that of the checkpoint"
+
+
+def test_an_optimizer_that_starts_anew_is_where_its_schedule_is(tmp_path: Path) -> None:
+    """Weights alone are taken from another sharding, here one that is only said to be."""
+    job(tmp_path / "run", 2, decays=True)
+    last = changed(tmp_path / "run" / "last.ckpt", sharding="ZeRO-2")
+    with pytest.warns(
+        UserWarning, match="with ZeRO-2, this run has 1 with FSDP2: the weights are taken, the optimizer"
+    ):
+        rest = job(tmp_path / "rest", 3, decays=True, ckpt_path=str(last))
+    assert rest["rate"] == pytest.approx(0.01 * 0.1**3)
+    assert rest["moments"][0] == {}
+
+
+def test_what_it_cannot_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer.plugins: AsyncCheckpointIO writes files, and the checkpoints of Sp"):
+        fit(module(), 1, strategy=SparseRLFSDP2(), plugins=[AsyncCheckpointIO()])
+    with pytest.raises(ValueError, match=r"trainer.precision=64-true with trainer.strategy=SparseRLFSDP2: FSDP2 knows"):
+        fit(module(), 1, strategy="sparse_rl_fsdp2", precision="64-true")
 
 
 def test_weights_alone_cannot_be_gone_on_from(tmp_path: Path) -> None:
@@ -115,10 +147,8 @@ def test_weights_alone_cannot_be_gone_on_from(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_full_disk_is_told_apart_from_mistakes(tmp_path: Path) -> None:
     """Of a tensor larger than its buffer torch says that it is at an unexpected position."""
-    strategy = SparseRLFSDP2()
-    attempt = Attempt(strategy)
     with file_size_limit(4096):
-        strategy.shards.write({"state_dict": {"large": torch.zeros(10_000)}}, tmp_path, attempt)
-    assert str(attempt.error) == "rank 0: [Errno 27] File too large"
+        with pytest.raises(OSError, match=r"rank 0: \[Errno 27\] File too large"):
+            save_parts({"large": torch.zeros(10_000)}, tmp_path)
     with pytest.raises(Exception, match="pickle"):
-        strategy.shards.write({"state_dict": {"no tensor": lambda: None}}, tmp_path, attempt)
+        save_parts({"no tensor": lambda: None}, tmp_path)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_grpo import module
 
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
-from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS, load_sharded
+from sparse_rl_lightning.checkpoints.sharded import ANEW, TRAINER, WEIGHTS, load_sharded
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 
 SHARDS = ["checkpoint/mp_rank_00_model_states.pt", "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"]
@@ -110,7 +110,12 @@ def sign(folder: Path) -> None:
 def test_weights_alone_are_read_where_nothing_is_trained(written: tuple[SparseRLDeepSpeed, Path]) -> None:
     strategy, folder = written
     want = {name: value.detach() + 1 for name, value in strategy.lightning_module.policy.named_parameters()}
-    assert load_sharded(strategy, strategy.shards, folder, with_optimizer=False) == {"global_step": 7}
+    state, read_weights = load_sharded(strategy, strategy.shards, folder, with_optimizer=False)
+    assert state == {"global_step": 7}
+    assert not any(
+        torch.equal(value, want[name]) for name, value in strategy.lightning_module.policy.named_parameters()
+    )
+    read_weights()
     for name, value in strategy.lightning_module.policy.named_parameters():
         assert torch.equal(value, want[name])
 
@@ -119,7 +124,8 @@ def test_on_other_ranks_the_optimizer_starts_anew(written: tuple[SparseRLDeepSpe
     """The manifest is as 0.1 wrote it."""
     strategy, folder = written
     with pytest.warns(UserWarning, match=r"is of 2 rank\(s\) with ZeRO-3, this run has 1 with ZeRO-2: the weights are"):
-        load_sharded(strategy, strategy.shards, folder, with_optimizer=True)
+        state, _ = load_sharded(strategy, strategy.shards, folder, with_optimizer=True)
+    assert state == {"global_step": 7, ANEW: True}
 
 
 class Planted:
@@ -151,4 +157,11 @@ def test_weights_of_another_policy_are_refused(written: tuple[SparseRLDeepSpeed,
     strategy, folder = written
     strategy.lightning_module.policy.extra = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"lacks the weight 'extra': it is of another policy"):
-        load_sharded(strategy, strategy.shards, folder, with_optimizer=False)
+        load_sharded(strategy, strategy.shards, folder, with_optimizer=False)[1]()
+
+
+def test_weights_that_the_folder_does_not_have_are_told(written: tuple[SparseRLDeepSpeed, Path]) -> None:
+    strategy, folder = written
+    strategy.lightning_module.head = torch.nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="has the policy alone: 2 other weights stay as they are, such as head.weight"):
+        load_sharded(strategy, strategy.shards, folder, with_optimizer=False)[1]()

@@ -113,8 +113,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dirpath", ["checkpoints", "memory://checkpoints", None])
-def test_local_folders_alone_are_looked_at(dirpath: str | None, folder: Path) -> None:
+@pytest.mark.parametrize("dirpath", ["checkpoints", None])
+def test_folders_that_are_named_are_looked_at(dirpath: str | None, folder: Path) -> None:
     own = trainer(folder, devices=1, strategy=SparseRLFSDP2(), callbacks=[ModelCheckpoint(dirpath)])
     facts = {"seeds": "1"}
     ranks.check_training(own, facts)
@@ -122,6 +122,12 @@ def test_local_folders_alone_are_looked_at(dirpath: str | None, folder: Path) ->
     assert {path.name for path in folder.iterdir()} - {"store"} == (
         {"checkpoints"} if dirpath == "checkpoints" else set()
     )
+
+
+def test_remote_folders_take_no_parts(folder: Path) -> None:
+    own = trainer(folder, devices=1, strategy=SparseRLFSDP2(), callbacks=[ModelCheckpoint("memory://checkpoints")])
+    with pytest.raises(ValueError, match="'memory://checkpoints' of ModelCheckpoint: under SparseRLFSDP2 every rank"):
+        ranks.check_training(own, {})
 
 
 def test_a_group_is_ended_with_its_process(tmp_path: Path) -> None:

@@ -61,8 +61,17 @@ def together(alone: dict[str, Any], strategies: list[str], tmp_path_factory: pyt
         {"name": "zero3-to-fsdp2", "strategy": "fsdp2", "ckpt_path": str(folder / "zero3-parts" / "last.ckpt")},
         {"name": "fsdp2-to-zero2", "strategy": "zero2", "ckpt_path": str(folder / "fsdp2-parts" / "last.ckpt")},
     ]
+    adam = {"strategy": "fsdp2", "adam": True}
+    half = adam | {"checkpoints": str(folder / "adam"), "trainer": {"max_steps": 3}}
+    jobs += [
+        {"name": "adam-whole", **adam},
+        {"name": "adam-part", **half},
+        {"name": "adam-rest", **adam, "ckpt_path": str(folder / "adam" / "last.ckpt")},
+        {"name": "adam-more", **adam, "ckpt_path": str(folder / "adam-one" / "last.ckpt")},
+    ]
     jobs += unlike(folder)
-    return run(jobs, folder, 2, timeout=840) | {"folder": {"path": str(folder)}}
+    one = run([half | {"name": "adam-one", "checkpoints": str(folder / "adam-one")}], folder, 1)
+    return one | run(jobs, folder, 2, timeout=840) | {"folder": {"path": str(folder)}}
 
 
 def uneven(strategy: str, module: str, **settings: Any) -> dict[str, Any]:
@@ -148,6 +157,16 @@ def test_resume_on_fewer_ranks(alone: dict[str, Any], together: Outcomes, tmp_pa
         outcome = train({"name": "fewer", "ckpt_path": str(checkpoint)}, 1, tmp_path)
     assert (outcome["global_step"], outcome["num_rollouts"]) == (STEPS, 3)
     assert outcome["sampled"][0]["prompts"] == alone["sampled"][2]["prompts"]
+
+
+def test_the_state_of_a_sharded_optimizer_is_taken_by_any_number_of_ranks(together: Outcomes) -> None:
+    whole, rest = together["adam-whole"], together["adam-rest"]
+    assert all(torch.equal(value, rest["weights"][name]) for name, value in whole["weights"].items())
+    for saved, resumed in (("adam-part", "adam-rest"), ("adam-one", "adam-more")):
+        before, after = together[saved]["moments"][-1], together[resumed]["moments"][0]
+        assert before.keys() == after.keys() == whole["weights"].keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert sum(float(value.sum()) for value in before.values()) > 0
 
 
 @pytest.mark.parametrize(("was", "now"), [("zero3", "zero2"), ("zero3", "fsdp2"), ("fsdp2", "zero2")])

@@ -101,7 +101,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
         run.checkpoint.parent.mkdir()
     archive = Archive(tmp_path / "real.jsonl")
     found = blocks(Results(archive, tmp_path / "runs", REAL, "cpu"), {"main": main, "rates": studies.RATES})
-    assert list(found) == ["overview", "main", "signs"], "what is not finished has no table"
+    assert list(found) == ["overview", "main", "readme", "signs"], "what is not finished has no table"
     rows, short, signs = (
         [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found[name].splitlines()[2:]]
         for name in ("main", "overview", "signs")
@@ -113,13 +113,18 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+38.0 ± 0.0"
     assert ["a half", "naive", "0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "0 of 5", "10.0 ± 0.0 %"] in short
     assert ["a quarter", "a gradient longer than 10", "5 of 5", "0 of 20"] in signs
-    (tmp_path / "measured").mkdir()
-    pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path / "measured")
-    assert {file.name for file in tmp_path.glob("*/*.png")} == {"real.png", "real-ends.png"}
-    (tmp_path / "results.md").write_text(f"{mark('experiments.real', 'overview')}\n{END}\n")
-    command.save(found, tmp_path / "measured")
-    assert found["overview"] in (tmp_path / "results.md").read_text()
-    assert all(found[name] in (tmp_path / "measured" / "real.md").read_text() for name in ("main", "signs"))
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
+    pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path / "docs" / "measured")
+    assert {file.name for file in tmp_path.rglob("*.png")} == {"real.png", "real-ends.png"}
+    for name, block in (("docs/results.md", "overview"), ("README.md", "readme")):
+        (tmp_path / name).write_text(f"{mark('experiments.real', block)}\n{END}\n")
+    command.save(found, tmp_path / "docs" / "measured")
+    assert found["overview"] in (tmp_path / "docs" / "results.md").read_text()
+    assert found["readme"] in (tmp_path / "README.md").read_text()
+    names = [line.strip("| ").split(" | ")[0] for line in found["readme"].splitlines()[2:]]
+    assert names == ["before training", "dense", "naive", "reweighting only", "Sparse-RL", "replay"]
+    page = (tmp_path / "docs" / "measured" / "real.md").read_text()
+    assert all(found[name] in page for name in ("main", "signs"))
     assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
     assert len((tmp_path / "real.jsonl").read_text().splitlines()) == 55
     run, *others = studies.planned(main, tmp_path / "runs", REAL)

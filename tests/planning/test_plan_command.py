@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from families import family
+from jsonargparse import Namespace
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparse_rl_lightning import cli
@@ -149,10 +150,12 @@ def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> 
     trainer = Trainer()
     trainer.strategy, trainer.devices = strategy, devices  # type: ignore[attr-defined]
     assert sharding_of(trainer) == expected
-    for unknown in ("fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2"):
-        trainer.strategy = unknown  # type: ignore[attr-defined]
-        with pytest.raises(UserError, match=f"stage_1 to 3 by name, not {unknown}"):
-            sharding_of(trainer)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2", "sparse_rl_deepspeed", "ddp_2"])
+def test_other_strategies_are_not_planned_as_if_they_were_ddp(name: str) -> None:
+    with pytest.raises(UserError, match=f"stage_1 to 3 by name, not {name}"):
+        sharding_of(Namespace(num_nodes=1, devices=2, strategy=name))
 
 
 @pytest.mark.parametrize(

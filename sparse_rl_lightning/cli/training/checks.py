@@ -20,6 +20,7 @@ from sparse_rl_lightning.checkpoints.durable import weights_beside
 from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
+from sparse_rl_lightning.distributed.fsdp2 import not_fsdp
 from sparse_rl_lightning.distributed.ranks import check_processes
 from sparse_rl_lightning.errors import UserError, check_number
 
@@ -134,13 +135,15 @@ def check_launch(config: Any) -> None:
     """Refuse strategies and processes that the module would refuse as well, but that Lightning's trainer meets first.
 
     Raises:
-        ValueError: If the strategy is Lightning's own DeepSpeed, there is no GPU to train on, or a different number
-            of processes was started.
+        ValueError: If the strategy is Lightning's own DeepSpeed or FSDP, there is no GPU to train on, or a different
+            number of processes was started.
     """
     strategy = config.trainer.strategy
     name = strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", "")).rpartition(".")[2]
     if name.startswith("deepspeed") or name == "DeepSpeedStrategy":
         raise UserError(not_deepspeed(f"trainer.strategy={name}"))
+    if name.startswith("fsdp") or name in ("FSDPStrategy", "ModelParallelStrategy"):
+        raise UserError(not_fsdp(f"trainer.strategy={name}", is_flat=name != "ModelParallelStrategy"))
     devices = config.trainer.devices
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     if config.trainer.accelerator in ("gpu", "cuda") and not has_gpu:

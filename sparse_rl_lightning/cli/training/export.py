@@ -38,7 +38,7 @@ class ExportingTrainer(Trainer):
         Args:
             model: Module that was trained.
             datamodule: Not used.
-            ckpt_path: A checkpoint of one device, DDP or DeepSpeed, or ``last``.
+            ckpt_path: A checkpoint, or ``last``.
             folder: Folder to write; a model in it is replaced.
             weights_only: Not used: nothing else is ever read.
             dtype: Type of the weights in the folder, float32, bfloat16 or float16; null for the policy's own.
