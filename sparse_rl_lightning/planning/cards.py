@@ -32,6 +32,9 @@ CARDS = {
     for card in (  # compared with copies of NVIDIA's data sheets, since the sheets themselves were not at hand
         Card("rtx-4090-24gb", 24e9, 1.008e12, 165.2e12),  # waredb.com/processor/nvidia-geforce-rtx-4090
         Card("rtx-3090-24gb", 24e9, 0.936e12, 71e12),  # from NVIDIA's GA102 whitepaper, unverified
+        # the 149.7e12 of an A40, by multiprocessors and clock (72 at 1,695 MHz for 84 at 1,740); AWS's A10G has 70e12
+        Card("a10-24gb", 24e9, 0.6e12, 125e12),
+        Card("l4-24gb", 24e9, 0.3e12, 121e12),  # a quarter of 485e12 with sparsity and 8 bits: store.sourcecode.com
         # from NVIDIA's RTX Blackwell whitepaper; copies list 838, four times as many, with sparsity and float16 sums
         Card("rtx-5090-32gb", 32e9, 1.792e12, 209.5e12),
         Card("l40s-48gb", 48e9, 0.864e12, 362e12),  # mullet.se, product 355414
