@@ -60,6 +60,7 @@ nitpick_ignore_regex = [
         "py:class",
         r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ScoreNetwork|StorageKind|Wrapped)",
     ),
+    ("py:class", r"sparse_rl_lightning\..*\.ShardedStrategy"),
 ]
 
 linkcheck_timeout = 20

@@ -27,7 +27,7 @@ COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
 }
 
 
-BRIEFLY = ("slot", "", "full cache", "compressed", "ahead of naive, full cache", "collapsed", "sequences rejected")
+BRIEFLY = ("", "full cache", "compressed", "ahead of naive, full cache", "collapsed", "sequences rejected")
 MOST_BRIEFLY = ("", "full cache", "compressed", "collapsed", "sequences rejected")
 
 
@@ -58,17 +58,19 @@ def before_training(dense: Records) -> dict[str, float]:
 
 def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str, str]:
     """Every block of the page by its name, of what is finished."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, list[Table]] = {}
     if "rates" in studies:
-        tables["rates"] = rates_table(results, studies["rates"])
+        tables["rates"] = [rates_table(results, studies["rates"])]
     if "main" in studies:
         whole = arms_table(results, studies["main"])
-        tables["overview"], tables["main"] = columns_of(whole, BRIEFLY), whole
-        tables["readme"] = columns_of(whole, MOST_BRIEFLY, lambda row: row[0] == QUARTER and "," not in row[1])
-        tables["signs"] = signs_table(results, studies["main"])
+        tables["main"] = [whole]
+        tables["overview"] = [overview(whole, slot) for slot in dict.fromkeys(row[0] for row in whole.rows)]
+        tables["readme"] = [columns_of(whole, MOST_BRIEFLY, lambda row: row[0] == QUARTER and "," not in row[1])]
+        tables["signs"] = [signs_table(results, studies["main"])]
     if "learned" in studies:
-        tables["learned"] = learned_table(results, studies["learned"])
-    return {name: table.untitled for name, table in tables.items() if table.rows}
+        tables["learned"] = [learned_table(results, studies["learned"])]
+    texts = {name: "\n\n".join(own.untitled for own in several if own.rows) for name, several in tables.items()}
+    return {name: text for name, text in texts.items() if text}
 
 
 def rates_table(results: Results, studies: Sequence[Study]) -> Table:
@@ -115,10 +117,15 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     return table
 
 
-def columns_of(whole: Table, names: tuple[str, ...], wanted: Callable[[Sequence[str]], bool] = bool) -> Table:
-    """Some columns of a table, and those of its rows that are wanted."""
+def overview(whole: Table, slot: str) -> Table:
+    """The columns of the comparison that its claims rest on, with slots of one size."""
+    return columns_of(whole, BRIEFLY, lambda row: row[0] == slot, f"With {slot} of the KV memory:")
+
+
+def columns_of(whole: Table, names: tuple[str, ...], wanted: Callable[[Sequence[str]], bool], note: str = "") -> Table:
+    """Some columns of a table, and those of its rows that are wanted, below a note."""
     columns = [whole.header.index(name) for name in names]
-    table = Table("", names)
+    table = Table("", names, note)
     for row in filter(wanted, whole.rows):
         table.add(*(row[column] for column in columns))
     return table

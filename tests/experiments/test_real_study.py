@@ -101,17 +101,20 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
         run.checkpoint.parent.mkdir()
     archive = Archive(tmp_path / "real.jsonl")
     found = blocks(Results(archive, tmp_path / "runs", REAL, "cpu"), {"main": main, "rates": studies.RATES})
-    assert list(found) == ["overview", "main", "readme", "signs"], "what is not finished has no table"
+    assert list(found) == ["main", "overview", "readme", "signs"], "what is not finished has no table"
     rows, short, signs = (
         [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found[name].splitlines()[2:]]
         for name in ("main", "overview", "signs")
     )
-    assert len(rows) == len(short) == 2 + 12
+    assert len(rows) == 2 + 12
+    half, quarter = found["overview"].split("With a quarter of the KV memory:")
+    assert half.startswith("With a half of the KV memory:")
+    assert half.count("\n| ") == quarter.count("\n| ") == 1 + 7, "the header, before training, and six arms"
     naive = next(row for row in rows if row[:2] == ["a half", "naive"])
     assert naive[2:6] == ["0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "+0.0 ± 0.0"]
     assert naive[6] == "-40.2 ± 0.6"  # behind dense training, whose seed 20 ends higher
     assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+38.0 ± 0.0"
-    assert ["a half", "naive", "0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "0 of 5", "10.0 ± 0.0 %"] in short
+    assert ["naive", "0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "0 of 5", "10.0 ± 0.0 %"] in short
     assert ["a quarter", "a gradient longer than 10", "5 of 5", "0 of 20"] in signs
     (tmp_path / "docs" / "measured").mkdir(parents=True)
     pictures(Results(archive, tmp_path / "runs", REAL, "cpu"), main, tmp_path / "docs" / "measured")
