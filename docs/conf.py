@@ -47,7 +47,7 @@ napoleon_use_rtype = False
 nitpicky = True
 OTHERS = (
     "torch|torchdata|torchmetrics|lightning|transformers|trl|jsonargparse|"
-    "collections|concurrent|contextlib|fractions|functools|pathlib|abc"
+    "collections|concurrent|contextlib|datetime|fractions|functools|pathlib|abc"
 )
 nitpick_ignore_regex = [
     ("py:class", rf"({OTHERS})\..*|ArgsType|LightningCLI"),
