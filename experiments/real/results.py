@@ -64,7 +64,7 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
     if "main" in studies:
         whole = arms_table(results, studies["main"])
         tables["main"] = [whole]
-        tables["overview"] = [overview(whole, slot) for slot in dict.fromkeys(row[0] for row in whole.rows)]
+        tables["overview"] = [overview(whole, size) for size in dict.fromkeys(row[0] for row in whole.rows)]
         tables["readme"] = [columns_of(whole, MOST_BRIEFLY, lambda row: row[0] == QUARTER and "," not in row[1])]
         tables["signs"] = [signs_table(results, studies["main"])]
     if "learned" in studies:
@@ -117,9 +117,9 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
     return table
 
 
-def overview(whole: Table, slot: str) -> Table:
+def overview(whole: Table, size: str) -> Table:
     """The columns of the comparison that its claims rest on, with slots of one size."""
-    return columns_of(whole, BRIEFLY, lambda row: row[0] == slot, f"With {slot} of the KV memory:")
+    return columns_of(whole, BRIEFLY, lambda row: row[0] == size, f"With {size} of the KV memory:")
 
 
 def columns_of(whole: Table, names: tuple[str, ...], wanted: Callable[[Sequence[str]], bool], note: str = "") -> Table:

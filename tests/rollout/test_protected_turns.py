@@ -41,6 +41,7 @@ from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
+from tests.thinned import thinned
 
 SIZES: dict[str, Any] = {"budget": 22, "buffer": 5, "num_sinks": 2, "window": 4}
 ONE, TWO = SIZES | {"protect_observations": 1}, SIZES | {"protect_observations": 2}
@@ -96,12 +97,6 @@ def converse(
     return talk(session, ids)
 
 
-def rare(methods: list[Compressor]) -> list[Any]:
-    """All but every fourth method, for the slow tests."""
-    left_out = [one for place, one in enumerate(methods) if place % 4]
-    return [pytest.param(one, marks=pytest.mark.slow) for one in left_out]
-
-
 def texts_of(rollout: Rollout, row: int) -> list[list[int]]:
     """The positions of the tokens of every text that a sequence was given, oldest first."""
     turns = rollout.turns[row].tolist()
@@ -126,7 +121,7 @@ def check_protected(rollout: Rollout, count: int) -> tuple[int, int]:
 # -------------------------------------------------------------------- what stays
 
 
-@pytest.mark.parametrize("compressor", [*METHODS[::4], *rare(METHODS), *SETTINGS], ids=str)
+@pytest.mark.parametrize("compressor", [*thinned(METHODS, every=4), *SETTINGS], ids=str)
 def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
     rollout = converse(model, compressor)
