@@ -83,13 +83,14 @@ def blocks(results: Results, studies: Collection[str] = tuple(GROUPS)) -> dict[s
 
 
 def save(results: Results, folder: Path, text: str, studies: Collection[str] = tuple(GROUPS)) -> None:
-    """The blocks of these studies; with all of them the pictures, and the overview for the README above."""
+    """The blocks of these studies, their pictures, and an overview for the page above that has a place for it."""
     for name, table in blocks(results, studies).items():
         insert(folder / PAGE, table, _marker(name))
     if {"main", "tight"} <= set(studies):
         insert(folder / PAGE, text, _marker("how it was measured"))
         pictures(results, folder)
-        insert_if_marked(folder.parents[1] / "README.md", overview(results).untitled, _marker("overview"))
+    if "again" in studies:
+        insert_if_marked(folder.parent / "results.md", overview(results).untitled, _marker("overview"))
 
 
 def _marker(name: str) -> str:

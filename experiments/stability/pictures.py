@@ -27,7 +27,6 @@ def pictures(results: Results, folder: Path) -> None:
     with rc_context(STYLE):
         drawn = {"results": ends(results, (TIGHT, MAIN))}
         drawn |= {f"results-{name}": courses(results, study) for name, study in (("tight", TIGHT), ("courses", MAIN))}
-        drawn["collapse"] = courses(results, TIGHT, tuple(PANELS)[:1])
         for name, figure in drawn.items():
             figure.savefig(folder / f"{name}.png", dpi=110)
 
@@ -98,12 +97,10 @@ PANELS: dict[str, tuple[Draw, str]] = {
 }
 
 
-def courses(results: Results, study: Study, panels: Sequence[str] = tuple(PANELS)) -> Any:
+def courses(results: Results, study: Study) -> Any:
     """Curves over the rollouts of a study, two panels a row: means over the seeds, bands from least to largest."""
-    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
-    figure, axes = new_figure(rows, columns, 2.0 + 2.8 * columns, 0.8 + 2.5 * rows, sharex=True)
-    for ax, title in zip(axes, panels, strict=True):
-        draw, scale = PANELS[title]
+    figure, axes = new_figure(len(PANELS) // 2, 2, 7.6, 0.8 + 1.25 * len(PANELS), sharex=True)
+    for ax, (title, (draw, scale)) in zip(axes, PANELS.items(), strict=True):
         for arm in ALL:
             draw_band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
         ax.set_title(title, fontsize=10)

@@ -144,14 +144,12 @@ def test_page_says_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     docs = tmp_path / "docs" / "measured"
     docs.mkdir(parents=True)
     (docs / "stability.md").write_text("before\n", encoding="utf-8")
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- written by experiments.stability: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
+    above = tmp_path / "docs" / "results.md"
+    above.write_text("<!-- written by experiments.stability: overview -->\nold\n<!-- until here -->\nrest", "utf-8")
     command.save(results, docs, command.note(results, runs))
-    assert cells(readme.read_text(encoding="utf-8"))["dense"][::3] == [
-        f"0.47 ± {4.303 * 0.0577 / 3**0.5:.2f}",
-        "0 of 3",
-    ]
-    assert "old" not in readme.read_text(encoding="utf-8")
+    assert above.read_text("utf-8").endswith("rest")
+    assert "| dense |" in above.read_text("utf-8")
+    assert "old" not in above.read_text("utf-8")
     page = (docs / "stability.md").read_text(encoding="utf-8")
     assert page.startswith("before\n")
     blocks = tables(results)
@@ -234,13 +232,25 @@ def test_tight_cache_is_compared_with_dense_rollouts_of_the_main_comparison(tmp_
     results = finished(tmp_path)
     blocks = tables(results)
     tight, ahead = cells(blocks["tight"]), cells(blocks["tight leads"])
-    shown = cells(overview(results).untitled)  # in the README
-    assert shown["dense"] == ["0.50", "–", "10.0 %", "0 of 1"]
-    assert shown["naive"] == ["0.20", "0.10", "10.0 %", "0 of 1"]
     assert tight["before training"][:2] == ["0.20", "0.10"]
     assert (tight["naive"][0], tight["naive"][-1], tight["replay"][-1]) == ("0.20", "40%", "90%")
     assert ahead["replay"] == ["-5.0", "+25.0", "+0.0", "+0.0"]  # dense was judged under another compressed cache
     assert "naive" not in cells(blocks["main"])
+
+
+def test_frozen_comparison_has_one_dense_run_a_seed_for_both_caches(tmp_path: Path) -> None:
+    milder = studies.AGAIN[0]
+    for run in studies.planned(studies.AGAIN, tmp_path, [30]):
+        write(run, end=0.5 if run.arm == DENSE else 0.45 if run.budget == milder.budget else 0.2)
+    results = finished(tmp_path)
+    rows = [line.strip("| ").split(" | ") for line in tables(results)["again"].splitlines()[2:]]
+    assert [row[:3] for row in rows[::5]] == [["34 + 4", "dense", "0.50"], ["30 + 4", "naive", "0.20"]]
+    assert rows[-1][:2] == ["30 + 4", "replay"]
+    assert rows[-1][-2:] == ["-30.0", "–"]  # behind dense; dense was judged under the other compressed cache
+    shown = cells(overview(results).untitled)
+    assert shown["dense"] == ["0.50", "–", "10.0 %", "0 of 1"]
+    assert shown["naive"] == ["0.20", "0.10", "10.0 %", "0 of 1"]
+    assert list(shown)[2:] == [arm.label for arm in studies.FIVE]
 
 
 def test_steps_and_rates_are_asked_under_the_tighter_cache(tmp_path: Path) -> None:
