@@ -42,6 +42,8 @@ DEVICES = {
     "cpu": {"trainer.accelerator": "cpu"},
     "gpu": {"trainer.accelerator": "gpu", "model.init_args.rollout.cuda_graphs": "require"},
 }
+EAGER = ("H2O, by age", "LearnedScore")
+"""Methods with running numbers, which Python updates: no graph holds their steps."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Study:
 
         The policy before training is the same in all, and judged once.
         """
-        recipe = self.recipe
+        recipe, chosen = self.recipe, dict(DEVICES[device])
+        if self.method in EAGER:
+            chosen.pop("model.init_args.rollout.cuda_graphs", None)
         settings = Settings(
             policy=json.dumps({"class_path": "LoraPolicy", "init_args": {"policy": str(policy.absolute()), "r": 16}}),
             folder=(folder / self.place).absolute(),
@@ -85,7 +89,7 @@ class Study:
             method=self.compressor(folder, policy),
             callbacks=(MONITOR,),
             judge=JUDGE,
-            options={**recipe.options(), **DEVICES[device], "data.init_args.seed": str(1 + seed)},
+            options={**recipe.options(), **chosen, "data.init_args.seed": str(1 + seed)},
         )
         before = recipe.rollouts if self.judged and seed == self.seeds[0] else 0
         dense = replace(settings, every_n_rollouts=before)

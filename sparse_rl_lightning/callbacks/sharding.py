@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.checkpoints.folders import check_dtype
-from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes
+from sparse_rl_lightning.policies.sharding import ShadowPolicy, is_sharded, own_bytes, part_of
 from sparse_rl_lightning.records import ScoredRollout
 
 
@@ -69,14 +69,16 @@ class ZeroSharding(RolloutCallback):
         shadow = module.generator.shadow
         if shadow is not None:
             metrics |= {"sharding/gather_seconds": self.gather_seconds, "sharding/shadow_bytes": float(shadow.nbytes)}
-            if not self.keep_shadow:
-                module.generator.sampler().release()
-                shadow.release()
+            self._free(module)
         metrics |= {
             "sharding/parameter_bytes": float(own_bytes(module.policy)),
             "sharding/optimizer_bytes": float(sum(_optimizer_bytes(optimizer) for optimizer in trainer.optimizers)),
         }
         module.log_dict(metrics, batch_size=len(scored.completions))
+
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+        """Free the shadow that a monitor has drawn from once more."""
+        self._free(module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fill the shadow for all batches at once."""
@@ -87,9 +89,7 @@ class ZeroSharding(RolloutCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Free the memory."""
-        shadow = rollout_module(pl_module, self).generator.shadow
-        if shadow is not None and not self.keep_shadow:
-            shadow.release()
+        self._free(rollout_module(pl_module, self))
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -99,7 +99,14 @@ class ZeroSharding(RolloutCallback):
             if generator.shadow is not None:
                 generator.shadow = None
         elif generator.shadow is None or generator.shadow.policy is not policy:
+            module.restore_rotary()  # which the module itself does after all callbacks
             generator.shadow = ShadowPolicy(policy, self.shadow_dtype)
+
+    def _free(self, module: RolloutModule) -> None:
+        shadow = module.generator.shadow
+        if shadow is not None and not self.keep_shadow:
+            module.generator.release()
+            shadow.release()
 
     def _fill(self, trainer: Trainer, module: RolloutModule) -> None:
         if module.generator.shadow is not None:
@@ -114,4 +121,4 @@ def _optimizer_bytes(optimizer: Any) -> int:
     state = [value for values in inner.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
     for stage in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # ZeRO-1 and 2, ZeRO-3
         state += getattr(optimizer, stage, [])
-    return sum(tensor.nbytes for tensor in state)
+    return sum(part_of(tensor).nbytes for tensor in state)

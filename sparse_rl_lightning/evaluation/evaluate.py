@@ -50,7 +50,7 @@ class Scores:
         rollout, table = scored.rollout, scored.reward_table
         failed = scored.failed.get(next(iter(table), ""), torch.zeros(len(rewards), dtype=torch.bool))
         return cls(
-            scored.rows, scored.completions, scored.texts, rewards, table, failed.to(rewards.device),
+            scored.rows, scored.completions, scored.texts, rewards, table, failed,
             rollout.completion_lengths, rollout.finished,
             problem_numbers(scored.asked, whole=scored.conversations is not None), rollout.kv,
         )  # fmt: skip

@@ -35,7 +35,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+        # where the run goes on, fewer GPUs may be in sight
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][: torch.cuda.device_count()]])
 
 
 class TrainingState:

@@ -23,7 +23,7 @@ from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.folders import check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
-from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
+from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit, mean_over_ranks
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
@@ -166,9 +166,12 @@ class PolicyModule(LightningModule):
             )
 
     def configure_model(self) -> None:
-        """Load the policy on first use."""
-        if self.policy is not None:
-            return
+        """Load the policy on first use, on the host, as on any machine; Lightning moves it to its device."""
+        if self.policy is None:
+            with torch.device("cpu"):  # Lightning's own context is that of the device
+                self._load_policy()
+
+    def _load_policy(self) -> None:
         self.policy, self.tokenizer = self._loaded_source.load()
         self.run_state.see_policy()
         self._rotary = [
@@ -196,12 +199,18 @@ class PolicyModule(LightningModule):
         """Hook for subclasses, called once while the policy is still whole on every rank."""
 
     def on_fit_start(self) -> None:
-        """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""
-        for module, name, value in self._rotary:
-            setattr(module, name, value.to(self.device))
+        """Restore the rotary positions, and forget an interrupted validation."""
+        self.restore_rotary()
         self.training_state.forget()
 
     on_test_start = on_predict_start = on_fit_start
+
+    def restore_rotary(self) -> None:
+        """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""
+        # moved once: CUDA graphs read the memory of the first
+        self._rotary = [(module, name, value.to(self.device)) for module, name, value in self._rotary]
+        for module, name, value in self._rotary:
+            setattr(module, name, value)
 
     def on_validation_start(self) -> None:
         """Prepare like a fit; random numbers drawn during validation must not affect training."""
@@ -266,7 +275,8 @@ class PolicyModule(LightningModule):
                 f"model.lr_scheduler: there is no metric {schedule.monitor!r} to follow. Known are "
                 f"{', '.join(sorted(found))}."
             )
-        schedule.step(float(found[schedule.monitor]))
+        own = {schedule.monitor: found[schedule.monitor]}  # of this rank alone, if it was logged so
+        schedule.step(float(mean_over_ranks(own, self.trainer.world_size)[schedule.monitor]))
 
     def parameter_groups(self) -> list[Any]:
         """The parameters for the optimizer: the trainable ones, or groups of them with their own settings."""

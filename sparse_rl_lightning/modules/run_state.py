@@ -30,6 +30,7 @@ from sparse_rl_lightning.learner.resuming import (
 )
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.modules.run_settings import policy_facts, seeds_of, settings_of
+from sparse_rl_lightning.records import tensors_to
 
 KEY = "sparse_rl_run"
 """Entry of a checkpoint."""
@@ -217,7 +218,8 @@ class RolloutState(RunState):
             "partial": m.generator.partial_state(),
             "random_state": m.training_state.random(),
         }
-        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(own, m._world_size)[1:]}
+        sent = own if m._world_size == 1 else tensors_to(own, "cpu")  # else rank zero reads it onto the others' GPUs
+        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
 
     def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
         """What a rollout was drawn by, within one; what its slots depend on, where sequences are stored in them."""

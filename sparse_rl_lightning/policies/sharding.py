@@ -83,7 +83,15 @@ def shard_fully(module: nn.Module, policy: PreTrainedModel, mesh: DeviceMesh) ->
 
 def own_bytes(model: nn.Module) -> int:
     """The number of bytes of weights that this rank keeps between two steps."""
-    return sum(_part(parameter).nbytes for parameter in model.parameters())
+    return sum(part_of(parameter).nbytes for parameter in model.parameters())
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """What this rank keeps of a weight, or of an optimizer's state, between two steps."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    part: Tensor | None = getattr(tensor, "ds_tensor", None)
+    return tensor if part is None else part
 
 
 class ShadowPolicy:
@@ -171,10 +179,3 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 def _whole(parameter: nn.Parameter) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-
-def _part(parameter: nn.Parameter) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    part: Tensor | None = getattr(parameter, "ds_tensor", None)
-    return parameter if part is None else part

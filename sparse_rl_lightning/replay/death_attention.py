@@ -68,7 +68,8 @@ def flex_death_attention(
     first, more = divmod(length - query.shape[2], BLOCK)  # queries that are not asked for: whole blocks, and others
     query = F.pad(query, (0, 0, more, 0)) if more else query
     dies = key.new_full(key.shape[:3], length, dtype=torch.int32) if death is None else death
-    start = torch.tensor(first * BLOCK, device=key.device)  # no number: kernels would be compiled for each
+    # no number, since kernels would be compiled for each, and filled where it is read: a copy would wait
+    start = torch.full((), first * BLOCK, device=key.device)
 
     def alive(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < dies[b, h // group, k])

@@ -165,7 +165,7 @@ class RolloutSampler:
             )
         try:
             with sampling_mode(self.model):
-                key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.memory_plan)
+                key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.held_plan)
                 self.memory_plan = key.memory_plan
                 scheduler = self.scheduler(self.engine_for(key), params, key.size.num_slots)
                 self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
@@ -190,6 +190,11 @@ class RolloutSampler:
 
     # ---------------------------------------------------------------- used by sessions too
 
+    @property
+    def held_plan(self) -> MemoryPlan | None:
+        """The plan of the memory that this sampler holds, None while it holds none: then others may have taken it."""
+        return None if self._engine is None else self.memory_plan
+
     def engine_key(
         self,
         params: SamplingParams,
@@ -205,7 +210,7 @@ class RolloutSampler:
             num_sequences: Number of sequences in the rollout.
             longest_prompt: Length of the longest prompt in tokens.
             logs: Class of the per-slot logs.
-            before: Memory plan of the last call, whose memory will be freed or reused.
+            before: Memory plan of the last call, if its memory is still held and will be freed or reused.
 
         Raises:
             ValueError: If the memory limit does not allow one slot.
@@ -223,7 +228,7 @@ class RolloutSampler:
             slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.recorded)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
-            if before is None or plan.why != before.why:
+            if self.memory_plan is None or plan.why != self.memory_plan.why:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
             g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs,

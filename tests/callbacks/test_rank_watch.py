@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rank_runs import start
 
-from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, _Watch
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, oldest
 
 FIRST = Wait("gloo:all_reduce", "0", 7, "[[3]]", "mine.py:1 (reward)")
@@ -29,6 +30,17 @@ PLACES: dict[str, tuple[dict[int, Wait | None], str]] = {
     ),
     "all gone": ({0: None, 1: None}, ""),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_the_thread_looks_from_its_rank_s_own_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first one every other rank would take some of the memory."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    watch = _Watch(1, {}, None, torch.device(device))
+    watch.leave()
+    watch.run()
+    assert chosen == [torch.device(device)] * (device != "cpu")
 
 
 @pytest.mark.parametrize("name", PLACES)

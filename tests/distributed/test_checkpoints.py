@@ -20,8 +20,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sparse_rl_lightning.callbacks.sharding import ZeroSharding
+from sparse_rl_lightning.callbacks.sharding import ZeroSharding, _optimizer_bytes
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
 from sparse_rl_lightning.checkpoints.files import (
     incomplete,
@@ -34,7 +38,7 @@ from sparse_rl_lightning.checkpoints.files import (
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
-from sparse_rl_lightning.policies.sharding import ShadowPolicy
+from sparse_rl_lightning.policies.sharding import ShadowPolicy, own_bytes
 
 BIG = {"numbers": torch.arange(100_000)}
 
@@ -277,6 +281,47 @@ def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path
     (tmp_path / left).mkdir(parents=True)
     with pytest.warns(UserWarning, match="holds checkpoints of an earlier run"):
         warn_of_earlier_run(config)
+
+
+def test_a_shadow_has_the_exact_positions_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning halves them with the weights, and the module restores them after its callbacks."""
+    monkeypatch.setattr("sparse_rl_lightning.callbacks.sharding.is_sharded", lambda policy: True)
+    grpo = module()
+    grpo.configure_model()
+    exact = dict(grpo.policy.named_buffers())
+    grpo.policy.to(torch.bfloat16)
+    ZeroSharding().on_fit_start(Trainer(), grpo)
+    shadow = dict(grpo.generator.shadow.model.named_buffers())
+    assert exact
+    assert all(torch.equal(value, shadow[name]) for name, value in exact.items())
+    restored = dict(grpo.policy.named_buffers())
+    grpo.restore_rotary()  # a CUDA graph reads them where they are
+    assert all(value is grpo.policy.get_buffer(name) for name, value in restored.items())
+
+
+def test_a_shadow_filled_by_a_monitor_is_freed_too() -> None:
+    grpo = module()
+    grpo.configure_model()
+    grpo.generator.shadow = shadow = ShadowPolicy(grpo.policy)
+    for keeps in (True, False):
+        shadow.fill(1)
+        ZeroSharding(keep_shadow=keeps).on_rollout_scored(Trainer(), grpo, None)
+        assert (shadow.nbytes > 0) == keeps
+
+
+def test_parts_of_tensors_are_counted() -> None:
+    """As torch counts them, a rank would hold the whole."""
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        policy = torch.nn.Linear(4, 8, bias=False)
+        policy.weight = torch.nn.Parameter(distribute_tensor(policy.weight.detach(), mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD(policy.parameters(), momentum=0.9)
+        policy.weight.grad = torch.zeros_like(policy.weight)
+        optimizer.step()
+        assert own_bytes(policy) == _optimizer_bytes(optimizer) == 4 * 8 * 4 // 4
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_weights_loaded_at_the_same_step_reach_the_shadow() -> None:

@@ -24,7 +24,8 @@ from experiments.real.results import Results, blocks
 from experiments.real.teacher import network_of
 from experiments.stability.records import Archive
 from experiments.stability.studies import Recipe
-from sparse_rl_lightning.compressors import Drawn, LearnedScore
+from sparse_rl_lightning import compressors
+from sparse_rl_lightning.compressors import Compressor, Drawn, LearnedScore
 from sparse_rl_lightning.compressors.base import ModelSizes
 
 
@@ -207,6 +208,15 @@ def test_a_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
         "model.init_args.rollout.cuda_graphs=require", "model.init_args.optimizer.init_args.lr=0.001",
     ):  # fmt: skip
         assert f"--{option}" in told
+
+
+@pytest.mark.parametrize("name", studies.METHODS)
+def test_graphs_are_required_where_they_can_be(name: str, tmp_path: Path) -> None:
+    own = studies.METHODS[name]
+    kind: type[Compressor] = getattr(compressors, own["class_path"])
+    (run,) = replace(studies.MAIN[1], method=name, arms=(studies.REPLAY,)).runs(20, tmp_path, REAL, "gpu")
+    requires = "--model.init_args.rollout.cuda_graphs=require" in run.command()
+    assert requires == (not kind(studies.QUARTER, **own["init_args"]).state_fields)
 
 
 @pytest.mark.real

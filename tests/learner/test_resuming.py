@@ -19,6 +19,7 @@ from sparse_rl_lightning.learner.resuming import (
     check_weights,
     schedule_change,
 )
+from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:
@@ -101,3 +102,14 @@ def test_a_checkpoint_must_have_what_training_needs_and_be_of_this_model() -> No
     ):
         with pytest.raises(ValueError, match=said):
             check_weights(other, {"policy.a": one})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_goes_on_where_other_gpus_are_in_sight(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
+    state = random_state() | {"cuda": [torch.tensor([gpu], dtype=torch.uint8) for gpu in range(2)]}
+    restore_random_state(state)
+    assert [int(own) for own in restored] == [0, 1][:count]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from tiny_grpo import fit, module
 from tiny_run import config, write
@@ -15,6 +16,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from sparse_rl_lightning.callbacks import RolloutCheckpoint
 from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.errors import UserError
 
 
@@ -41,6 +43,19 @@ def test_a_metric_of_validation_counts_once_for_each() -> None:
     trainer = fit(grpo, 8, limit_val_batches=1, val_check_interval=2)  # four validations, the first sets the level
     assert "val/reward_dense" in trainer.callback_metrics
     assert rate(trainer) == pytest.approx(1e-3)
+
+
+def test_ranks_follow_the_mean_of_what_each_has_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of their own would pull the parts of one policy apart."""
+    monkeypatch.setattr(ranks, "of_all_ranks", lambda own: [own, {"entropy": 3.0}])
+    monkeypatch.setattr(Trainer, "world_size", 2)
+    grpo, seen = module(), []
+    grpo._trainer = Trainer(accelerator="cpu", logger=False)
+    schedule = plateau("entropy")(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    monkeypatch.setattr(type(grpo.trainer), "callback_metrics", {"entropy": torch.tensor(1.0)})
+    monkeypatch.setattr(schedule, "step", seen.append)
+    grpo.lr_scheduler_step(schedule, None)
+    assert seen == [2.0]
 
 
 def test_a_metric_that_is_not_logged_is_named() -> None:

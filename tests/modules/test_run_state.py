@@ -23,6 +23,7 @@ import torch
 from chatter import ENDS, Remembers
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from pretend_gpu import DeviceTensor, PretendGPU
 from safetensors.torch import save_file
 from tiny_grpo import ALPHABET, Rows, fit, likes_a, module, weights
 
@@ -31,6 +32,7 @@ from sparse_rl_lightning import modules, policies
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.environments import TurnOptions
 from sparse_rl_lightning.modules import (
     DistillSparse,
@@ -45,6 +47,7 @@ from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_rules import RULES, Rule, rule_of
 from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of, text_of
+from sparse_rl_lightning.modules.run_state import RolloutState
 from sparse_rl_lightning.policies import LoraPolicy, PolicySource, TinyPolicy
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -97,6 +100,23 @@ def test_every_setting_that_matters_is_described() -> None:
     described = {name for one in (adapted, learned, warmup) for name in settings_of(one)}
     matter = {name for name in all_settings() if rule_of(name) not in (Rule.MADE, Rule.FREE)} - {"policy"}
     assert sorted(name for name in matter - described if not name.startswith("trainer.")) == []
+
+
+def test_ranks_send_their_states_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank zero would read tensors of a GPU onto the GPU of the rank that they come from."""
+    grpo = module(steps_per_generation=2)
+    fit(grpo, 1)
+    sent: list[Any] = []
+    monkeypatch.setattr(ranks, "gather_to_zero", lambda value, count: [sent.append(value), value])
+    grpo._world_size = 2
+    with PretendGPU():
+        there = {"rollout": {"sequences": DeviceTensor(torch.arange(3))}}
+        monkeypatch.setattr(grpo.block, "state", lambda: there)
+        checkpoint: dict[str, Any] = {}
+        RolloutState(grpo).save(checkpoint)
+    (own,) = sent
+    assert own["block"]["rollout"]["sequences"].equal(torch.arange(3))
+    assert own["num_rollouts"] == checkpoint["sparse_rl"]["num_rollouts"] == 1
 
 
 def test_a_setting_of_a_user_s_class_is_applied() -> None:

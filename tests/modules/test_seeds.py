@@ -26,7 +26,7 @@ from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, LearnedEvictionGRPO, SparseGRPO
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_settings import _seeds_in
-from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
+from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generator import VALIDATION
 
@@ -132,6 +132,25 @@ def test_a_seed_that_is_set_stays(name: str) -> None:
         seed_everything(seed)
         drawn.append(given[name]())
     assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("name", ["TinyPolicy", "LoraPolicy", "PretrainedPolicy"])
+def test_weights_are_those_of_a_cpu_whatever_device_they_are_made_for(name: str, tmp_path: Path) -> None:
+    """Lightning loads them inside the context of its device, where a seed would mean other numbers."""
+    source: Any = TINY if name == "TinyPolicy" else LoraPolicy(TINY, r=2, seed=3)
+    if name == "PretrainedPolicy":
+        model, tokenizer = TINY.load()
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        source = PretrainedPolicy(str(tmp_path))
+    loaded = []
+    for device in ("cpu", "meta"):
+        grpo = SparseGRPO(source, RKV(**SIZES), likes_a, sampling=SHORT)
+        with torch.device(device):
+            grpo.configure_model()
+        loaded.append(dict(grpo.policy.named_parameters()))
+    assert loaded[0].keys() == loaded[1].keys()
+    assert all(torch.equal(value, loaded[1][key]) for key, value in loaded[0].items())
 
 
 def test_a_source_and_data_used_by_several_runs_follow_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from pretend_gpu import PretendGPU, host
 from tiny_grpo import ALPHABET, Rows, fit, module, weights
 
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.generator import VALIDATION
@@ -47,6 +50,30 @@ def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
         whole = (4 * metrics[f"val/one/pass@1_{cache}"] + 2 * metrics[f"val/two/pass@1_{cache}"]) / 6
         assert metrics[f"val/pass@1_{cache}"] == pytest.approx(whole)
     assert not any("pass@2" in name for name in metrics)
+
+
+def fails_on_some(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    return [math.inf if text.startswith("a") else float("b" in text) for text in completions]
+
+
+@pytest.mark.parametrize("reward", [has_a, fails_on_some])
+def test_validation_on_a_gpu_is_that_of_the_cpu(reward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are on the device of the rollout, the table of reward functions is not."""
+    said: list[dict[str, float]] = []
+    for on_gpu in (False, True):
+        grpo, logged = module(reward, val_sampling=SAMPLED), dict[str, float]()
+        monkeypatch.setattr(grpo._validation, "_log", lambda key, value, of=logged, **_: of.update({key: host(value)}))
+        with PretendGPU() if on_gpu else nullcontext() as gpu:
+            if gpu is not None:
+                policy, tokenizer = grpo.policy_source.load()
+                grpo.policy_source = LoadedPolicy(gpu.copy_of(policy), tokenizer)
+            grpo.configure_model()
+            grpo.on_validation_epoch_start()
+            grpo.validation_step(Named().val_rows(), 0)
+            grpo._validation.end(grpo.rewards)
+        said.append({name: float(value) for name, value in logged.items()})
+    assert said[1] == pytest.approx(said[0], abs=1e-6)
+    assert 0 < said[0]["val/pass@1_dense"] < 1
 
 
 class OneOfTwo(SparseGRPO):

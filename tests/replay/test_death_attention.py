@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_gpu import DeviceTensor, PretendGPU
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,18 @@ def test_flex_attention_agrees(length: int, sinks: Tensor | None) -> None:
     got = flex_death_attention(query, key, value, death, SCALE, compiled=False, sinks=sinks)
     want = sdpa_death_attention(query, key, value, death, SCALE, sinks=sinks)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+
+
+def test_flex_attention_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would once per layer and pass; torch's own parts are left out, which no pretend GPU knows."""
+    monkeypatch.setattr(death_module, "death_blocks", lambda *_: None)
+    monkeypatch.setattr(death_module, "flex_attention", lambda query, *_, **__: query)
+    with PretendGPU() as gpu:
+        query, key, value, death = (DeviceTensor(t.detach()) for t in inputs(2 * BLOCK, batch=1))
+        gpu.reset()
+        for first in (0, BLOCK):
+            flex_death_attention(query[:, :, first:], key, value, death, SCALE, compiled=False)
+        assert not gpu.waits
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

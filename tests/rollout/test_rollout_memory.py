@@ -268,6 +268,21 @@ def test_a_share_measured_before_is_not_measured_again(monkeypatch: pytest.Monke
     assert plan_slots(slot, 1.0, 10**9, before=first).limit == 2048
 
 
+def test_memory_that_was_given_back_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then an optimizer or another cache may have taken it."""
+    free = 2**22
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.memory.free_bytes", lambda device: free)
+    sampler = RolloutSampler(tiny_model(), RKV(**SMALL), memory_limit=0.5)
+    counts = []
+    for released in (False, False, True):
+        if released:
+            sampler.release()
+        sampler.generate([[3]], SamplingParams(num_generations=1000, max_completion_length=1))
+        counts.append(sampler.memory_plan.num_slots)
+        free //= 2
+    assert counts[0] == counts[1] > counts[2] > 1
+
+
 def test_evaluations_with_the_full_cache_take_what_a_gpu_has_free() -> None:
     """A slot of the full cache can be many times one of training, of which as many were asked for as fit."""
     options, model = RolloutOptions(), tiny_model()

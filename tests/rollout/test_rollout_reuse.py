@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_the_old_pool_is_free_before_the_new_one_is_made(monkeypatch: pytest.Mon
     monkeypatch.setattr(cache.SlotCache, "__init__", look)
     sampler.generate([[3]], SamplingParams(max_completion_length=40))
     assert alive == [False]
+
+
+@pytest.mark.parametrize("decoder", ["native", "transformers"])
+def test_what_is_released_is_free_at_once(decoder: Any) -> None:
+    """CUDA's allocator does not wait for Python to look for cycles."""
+    sampler = RolloutSampler(model(), SnapKV(**SMALL), decoder=decoder)
+    gc.collect()
+    gc.disable()
+    try:
+        sampler.generate(PROMPTS, PARAMS)
+        engine = sampler._engine
+        held = [weakref.ref(one) for one in (engine, engine.decoder, engine.cache)]
+        del engine
+        sampler.release()
+        assert [one() for one in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("validates_first", [False, True])

@@ -12,6 +12,7 @@ import traceback
 from multiprocessing import connection
 from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
@@ -61,7 +62,8 @@ class RankWatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connect the ranks before they load anything large, and watch in a separate thread."""
         if trainer.world_size > 1 and stage == "fit":
-            self._watch = _Watch(trainer.global_rank, connect(trainer, self.timeout), self.stuck_after)
+            links, device = connect(trainer, self.timeout), trainer.strategy.root_device
+            self._watch = _Watch(trainer.global_rank, links, self.stuck_after, device)
             threading.Thread(target=self._watch.run, name="RankWatch", daemon=True).start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,8 +80,8 @@ class RankWatch(Callback):
 class _Watch:
     """The exchange of a rank with the others during one fit; ``links`` are those of :func:`connect`."""
 
-    def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None) -> None:
-        self.rank, self.links, self.stuck_after = rank, links, stuck_after
+    def __init__(self, rank: int, links: dict[int, Link], stuck_after: float | None, device: torch.device) -> None:
+        self.rank, self.links, self.stuck_after, self.device = rank, links, stuck_after, device
         self.interval = INTERVAL if stuck_after is None else min(INTERVAL, stuck_after / 4)
         self.ending = threading.Event()  # this rank ends by itself, with or without an error
         self.suffers = threading.Event()  # a collective has failed here, because of another rank
@@ -111,6 +113,8 @@ class _Watch:
 
     def run(self) -> None:
         """Receive messages from the others, and check what this rank waits for, until all have left."""
+        if self.device.type == "cuda":  # a thread begins on the first GPU, where looking takes memory of another rank
+            torch.cuda.set_device(self.device)
         ranks: dict[Any, int] = {link.connection: rank for rank, link in self.links.items()}
         while not self.ending.is_set() or self.links.keys() - self.left:
             for ready in connection.wait(ranks, self.interval):

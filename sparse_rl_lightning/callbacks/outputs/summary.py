@@ -262,11 +262,12 @@ class RunSummary(RolloutCallback):
         caches = names if module.generator.is_sparse else {"dense": names["dense"]}
         left, found = TimeLeft(len(caches) * len(rows), self.progress_seconds), {}
         for cache, name in caches.items():
+            module.generator.release()  # each cache has the memory for itself, and training's pool gets its own size
             told = partial(left.report, name, limit=1) if tells else None
             draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense", progress=told)
             found[cache] = evaluate(left.counted(draw), rows, module.rewards, self.batch_size)
             module.rewards.settle()
-            module.generator.sampler(dense=cache == "dense").release()  # so that training's pool gets its own size
+        module.generator.release()
         return found
 
     def _write(self, folder: Path) -> None:

@@ -62,18 +62,18 @@ class TransformersDecoder(Decoder):
         products = [(module, join((module,), geometry.dtype)) for module in _linear(model)]
         self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
         self._attention = attention_modules(model)
-        self._hidden = torch.zeros(0)  # the input of the attention that runs
-        self._attend: Attend | None = None  # of the pass that runs
+        self._now = now = _Pass()
         # the forwards of a pass, and those that the modules have themselves
         swaps: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
-        swaps += [(module, self._noting(module.forward)) for module in self._attention]
+        swaps += [(module, now.noting(module.forward)) for module in self._attention]
         linear = enumerate(linear_modules(model))
-        swaps += [(module, self._recurring(layer, run_of(module, module.forward))) for layer, module in linear]
+        swaps += [(module, now.recurring(layer, run_of(module, module.forward))) for layer, module in linear]
         self._swaps = [(vars(module), forward, vars(module).get("forward")) for module, forward in swaps]
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
-        g, self._attend = self.geometry, attend
+        g, now = self.geometry, self._now
+        now.attend = attend
 
         def attention(
             layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
@@ -85,13 +85,13 @@ class TransformersDecoder(Decoder):
                     refusal(self.model, f"layer {layer} has queries, keys and values of shapes {shapes}, not {sizes}")
                 )
             rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
-            return attend(layer, rows, QKTransform(), self._hidden, sinks).transpose(0, 1)[None]
+            return attend(layer, rows, QKTransform(), now.hidden, sinks).transpose(0, 1)[None]
 
         with self._swapped(), named_attention(self.model, ROLLOUT), exact_angles(self.model):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )
-        self._attend = None  # a decoder may outlive the cache
+        now.attend = None  # a decoder may outlive the cache
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -116,23 +116,6 @@ class TransformersDecoder(Decoder):
     def reach(self, length: int) -> None:
         """Nothing to prepare: the model computes its own angles."""
 
-    def _noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward of an attention module that also notes its input."""
-
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._hidden = hidden_states[0]
-            return own(hidden_states, *args, **kwargs)
-
-        return forward
-
-    def _recurring(self, layer: int, run: Run) -> Callable[..., Tensor]:
-        """A forward of a linear module that regroups packed rows by sequence."""
-
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return cast(AttendAndRecur, self._attend).recur(layer, hidden_states, run)
-
-        return forward
-
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         """Give the modules the forwards of a pass; through their ``__dict__``, since ``setattr`` is slow."""
@@ -146,6 +129,31 @@ class TransformersDecoder(Decoder):
                     del own["forward"]
                 else:
                     own["forward"] = before
+
+
+class _Pass:
+    """The pass that runs: apart from the decoder, whose copies of weights its forwards would keep in a cycle."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.zeros(0)  # the input of the attention that runs
+        self.attend: Attend | None = None
+
+    def noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward of an attention module that also notes its input."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.hidden = hidden_states[0]
+            return own(hidden_states, *args, **kwargs)
+
+        return forward
+
+    def recurring(self, layer: int, run: Run) -> Callable[..., Tensor]:
+        """A forward of a linear module that regroups packed rows by sequence."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return cast(AttendAndRecur, self.attend).recur(layer, hidden_states, run)
+
+        return forward
 
 
 def transformers_bytes(model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> int:
