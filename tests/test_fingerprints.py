@@ -354,3 +354,10 @@ def test_what_a_cached_property_has_stored_does_not_count() -> None:
     before = fingerprint(params=params)
     assert params.for_drawing is params.for_drawing
     assert fingerprint(params=params) == before
+
+
+def test_use_changes_no_fingerprint_of_statistics() -> None:
+    own = QFilters(**SIZES, statistics=statistics(1))
+    before = fingerprint(cache=own)
+    own.statistics._copies[torch.device("cpu")] = [torch.zeros(1)]
+    assert fingerprint(cache=own) == before

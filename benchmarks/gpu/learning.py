@@ -30,8 +30,8 @@ HALF = ("--trainer.precision=bf16-mixed", "--trainer.max_steps=24", "--trainer.d
 
 def fit(folder: Path, config: str, device: str, *options: str) -> None:
     """Train with a configuration in this folder."""
-    where = f"--trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}"
-    command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml", where]
+    where = [f"--trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}", "--trainer.devices=1"]
+    command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / config}.yaml", *where]
     if run_in(folder, [*command, *options]):
         sys.exit(f"{config} stopped:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-2000:]}")
 

@@ -40,7 +40,7 @@ MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 
 JUDGE = {"reward": "experiments.real.task.story_reward"}
 DEVICES = {
     "cpu": {"trainer.accelerator": "cpu"},
-    "gpu": {"trainer.accelerator": "gpu", "model.init_args.rollout.cuda_graphs": "require"},
+    "gpu": {"trainer.accelerator": "gpu", "trainer.devices": "1", "model.init_args.rollout.cuda_graphs": "require"},
 }
 EAGER = ("H2O, by age", "LearnedScore")
 """Methods with running numbers, which Python updates: no graph holds their steps."""

@@ -26,7 +26,7 @@ from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.options import OF_MEMORY
+from sparse_rl_lightning.rollout.options import OF_FULL_CACHE, OF_MEMORY
 
 FINGERPRINT = "fingerprint.json"
 
@@ -124,10 +124,12 @@ class Sweep:
         return found
 
     def _sampler(self, method: Budgeted) -> RolloutSampler:
-        if isinstance(method, Compressor):
-            return RolloutSampler(self.model, method, **self.sampler_options)
-        assert isinstance(method, Retriever)
-        return RolloutSampler(self.model, self.keeps, retriever=method, **self.sampler_options)
+        compressor, retriever = (method, None) if isinstance(method, Compressor) else (self.keeps, method)
+        assert retriever is None or isinstance(retriever, Retriever)
+        options, on_gpu = dict(self.sampler_options), self.model.device.type != "cpu"
+        if on_gpu and not compressor.evicts and options.get("memory_limit") is None:
+            options["memory_limit"] = OF_FULL_CACHE
+        return RolloutSampler(self.model, compressor, retriever=retriever, **options)
 
     def _draw(self, sampler: RolloutSampler, part: int, progress: Callable[[float], None] | None) -> Acceptances:
         first, parts = part * self.prompts_per_part, self.num_parts
@@ -138,6 +140,8 @@ class Sweep:
             prompts, self.params, sequence_ids=numbers,
             progress=None if progress is None else lambda now: progress((part + now.finished / now.total) / parts),
         )  # fmt: skip
+        if sampler.memory_limit == OF_FULL_CACHE:
+            sampler.release()  # the dense passes need memory too
         pieces = rollout.parts(-(-len(rollout) // self.micro_batch))
         return Acceptances.cat([self._score(piece, numbers[i * len(pieces[0]) :]) for i, piece in enumerate(pieces)])
 

@@ -118,8 +118,17 @@ def load_sharded(
         rank_zero_warn(
             f"The checkpoint is of {manifest['world_size']} rank(s) with {was}, this run has "
             f"{strategy.world_size} with {shards.name}: the weights are taken, the optimizer starts anew."
+            f"{_ROUNDED if was.startswith('ZeRO') and _in_16_bits(path / WEIGHTS) else ''}"
         )
     return state, lambda: _read_weights(strategy, shards, path / WEIGHTS)
+
+
+_ROUNDED = " They were stored in 16 bits: what DeepSpeed's float32 copies had beyond these is lost."
+
+
+def _in_16_bits(path: Path) -> bool:
+    with safe_open(path, "pt") as file:
+        return any(file.get_slice(name).get_dtype() in ("BF16", "F16") for name in file.keys())
 
 
 class Attempt:

@@ -77,7 +77,7 @@ def calibrate(
         folder: Folder for the results and the finished parts.
         num_prompts: Prompts to draw for.
         sampling: Sampling parameters, as in training; ``top_logprobs`` most likely tokens bound the acceptance, and the
-            whole vocabulary makes it exact.
+            whole vocabulary makes it exact (on a CPU; a GPU reports at most 256).
         rollout: Memory and speed of rollouts, end tokens and rendering of prompts, as in training.
         binning: Bins of sequence lengths, and how their tails are judged.
         target: 5th percentile to hold; null for Sparrow's 0.86, scaled from its ceiling of 0.945 to the one measured.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -69,7 +69,11 @@ class QueryStatistics:
         self.mean = mean
         self.lengths = lengths
         self.filters = filters
-        self._copies: dict[torch.device, list[Tensor]] = {}  # a layer's numbers are looked up without a copy
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, list[Tensor]]:
+        """By device: a layer's numbers are looked up without a copy; they change no fingerprint."""
+        return {}
 
     @property
     def _tensors(self) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 from sparse_rl_lightning.modules.run_state import RolloutState
+from sparse_rl_lightning.policies.modes import narrow_weights
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -241,6 +242,8 @@ class SparseGRPO(PolicyModule):
         """Log-probs (B, T) of the reference policy, zeros without one; its weights move to the device when needed."""
         if not self._reference:
             return torch.zeros_like(part.sampler_logprobs)
+        if self.compares_with_start:
+            narrow_weights(self._reference[0], self.policy.dtype)  # it compares in the type that the policy computes in
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
         return self.learner.logprobs(self._reference[0], part)[0]
 
@@ -292,7 +295,8 @@ class SparseGRPO(PolicyModule):
 
     def _evaluate(self, batch: Rows, stage: str) -> None:
         numbers: Any = {"first": VALIDATION, "places": self._validation.places(len(batch))}
-        for name in ("dense", "sparse") if self.generator.is_sparse else ("dense",):
+        # the full cache comes last: it takes most of the memory that is left
+        for name in ("sparse", "dense") if self.generator.is_sparse else ("dense",):
             draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", **numbers)
             scores = evaluate(draw, batch, self.rewards)
             self._validation.batch(scores, f"{stage}/{{}}_{name}", by_benchmark=self._world_size == 1)
@@ -322,7 +326,7 @@ class SparseGRPO(PolicyModule):
         """Pass the policy to generator and learner; load the reference policy if the loss needs one."""
         if self.loss.beta > 0:
             self._reference = [self.policy_source.load_reference()]
-            if self._world_size > 1:  # no strategy synchronizes it
+            if self._world_size > 1 and self.compares_with_start:  # no strategy synchronizes it
                 self.same_on_ranks["reference policy"] = weights_digest(self._reference[0])
         self.learner.prepare(self.policy)
         self.generator.bind(self.policy, self.tokenizer)

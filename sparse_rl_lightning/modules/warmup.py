@@ -128,7 +128,8 @@ class SupervisedWarmup(PolicyModule):
     def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
         """Log the same loss, and the token accuracy, on held-out rows."""
         loss, accuracy, count = self._loss(batch)  # a token mean over all batches
-        self.log_dict({"val_loss": loss, "val_token_accuracy": accuracy}, prog_bar=True, batch_size=count)
+        found = {"val_loss": loss, "val_token_accuracy": accuracy}
+        self.log_dict(found, prog_bar=True, batch_size=count, sync_dist=True)
 
     def _loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, int]:
         """Mean loss and accuracy over the tokens to learn, and their number."""

@@ -161,10 +161,14 @@ def optimizer_bytes(job: Job, parameters: list[nn.Parameter]) -> tuple[int, int]
 
 
 def reference_bytes(job: Job) -> int:
-    """The whole reference policy of the KL penalty on every rank, as it is loaded; LoRA's is the policy itself."""
+    """The whole reference policy of the KL penalty on every rank, in a type no wider than the policy's.
+
+    LoRA's is the policy itself.
+    """
     if job.beta == 0 or job.blueprint.adapters is not None:
         return 0
-    return nbytes(empty_model(job.blueprint, job.blueprint.stored_dtype).parameters())
+    dtype = min(job.dtype, job.blueprint.stored_dtype, key=lambda own: own.itemsize)
+    return nbytes(empty_model(job.blueprint, dtype).parameters())
 
 
 # ---------------------------------------------------------------- the rollout

@@ -27,6 +27,13 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def narrow_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round weights that are wider to a type, in place; buffers, such as rotary frequencies, stay."""
+    for parameter in model.parameters():
+        if parameter.dtype.itemsize > dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
+
+
 NOISE = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """Attributes of layers with the size of noise in training mode: of attention, and of the routers of mixtures."""
 

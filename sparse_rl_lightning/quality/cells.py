@@ -83,7 +83,9 @@ class Bench:
 
     def sampler(self, compressor: Compressor) -> RolloutSampler:
         """Sampler under a cache."""
-        return RolloutOptions(num_slots=self.num_slots).sampler(self.model, self.tokenizer, compressor)
+        options = RolloutOptions(num_slots=self.num_slots)
+        options = options if compressor.evicts else options.for_full_cache(self.model.device)
+        return options.sampler(self.model, self.tokenizer, compressor)
 
     def prompts(self) -> list[list[int]]:
         """Token ids of every problem."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops import library
 from sparse_rl_lightning.policies.geometry import context_length
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
@@ -23,6 +24,8 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text that is already rendered, or chat messages with ``role`` and ``content``."""
 
 
+MOST_TOP = 256
+"""The largest ``top_logprobs`` of the kernel for GPUs (cuda_ext/cuda/draw.cu)."""
 OWN_ARGUMENTS = (
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -268,12 +271,17 @@ def check_prompts(
 
     Raises:
         ValueError: If there is no prompt, one is empty or no list of token ids, one leaves no room for the completion
-            in the model's context or sliding window, or ``top_logprobs`` exceeds the vocabulary.
+            in the model's context or sliding window, or ``top_logprobs`` exceeds the vocabulary or a GPU's kernel.
     """
     vocab_size = model.config.vocab_size
     if params.top_logprobs > vocab_size:
         raise UserError(
             f"top_logprobs must be at most the vocabulary's {vocab_size} tokens, got "
+            f"top_logprobs={params.top_logprobs}."
+        )
+    if params.top_logprobs > MOST_TOP and model.device.type == "cuda" and library.has_kernel("draw", "cuda"):
+        raise UserError(
+            f"top_logprobs must be at most {MOST_TOP} on a GPU, whose kernel reports no more, got "
             f"top_logprobs={params.top_logprobs}."
         )
     if len(prompts) == 0:

@@ -165,7 +165,8 @@ class RolloutSampler:
             )
         try:
             with sampling_mode(self.model):
-                key = self.engine_key(params, total, max(len(p) for p in prompts), before=self.held_plan)
+                held = None if self._engine is None else self.memory_plan  # others may have taken what was released
+                key = self.engine_key(params, total, max(len(p) for p in prompts), before=held)
                 self.memory_plan = key.memory_plan
                 scheduler = self.scheduler(self.engine_for(key), params, key.size.num_slots)
                 self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
@@ -189,11 +190,6 @@ class RolloutSampler:
         return None if self._engine is None else self._engine.cache
 
     # ---------------------------------------------------------------- used by sessions too
-
-    @property
-    def held_plan(self) -> MemoryPlan | None:
-        """The plan of the memory that this sampler holds, None while it holds none: then others may have taken it."""
-        return None if self._engine is None else self.memory_plan
 
     def engine_key(
         self,

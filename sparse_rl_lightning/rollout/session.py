@@ -90,7 +90,7 @@ class RolloutSession:
         self._broken = self._is_loaded = False
         with sampling_mode(sampler.model):
             shared = num_sequences is not None
-            before = sampler.held_plan if shared else None
+            before = sampler.memory_plan if shared and sampler.cache is not None else None
             key = sampler.engine_key(params, slots, max_prompt_length, logs=VersionedLogs, before=before)
             self.engine = sampler.engine_for(key) if shared else sampler.engine_type(sampler.model, key)
             kind = partial(TurnScheduler, turn_length=max_turn_length) if turns else None

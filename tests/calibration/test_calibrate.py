@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pretend_gpu import PretendGPU
 from tiny_run import run_console
 
 from sparse_rl_lightning.acceptance import tail_target
@@ -27,6 +28,7 @@ from sparse_rl_lightning.logprobs import hidden_states
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 from sparse_rl_lightning.retrievers import Centroid
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.options import OF_FULL_CACHE
 from sparse_rl_lightning.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -340,3 +342,17 @@ def test_the_machine_is_measured(
     assert "ms per decode step of 2 layers without work. Written: hardware.json" in capsys.readouterr().out
     assert run_console(monkeypatch, "calibrate", "--hardware=own.json", "--num_layers=1") is None
     assert Hardware.from_file("own.json").flops > 1e7
+
+
+def test_sweeps_that_keep_everything_take_what_a_gpu_has_free(tmp_path: Path) -> None:
+    params = SamplingParams(max_completion_length=4, top_logprobs=3, seed=1)
+    with PretendGPU() as gpu:
+        for device, limit in (("cpu", None), ("cuda", OF_FULL_CACHE)):
+            policy = tiny_model() if device == "cpu" else gpu.copy_of(tiny_model())
+            own = Sweep(policy, [[3, 4]], params, tmp_path / device)
+            assert (
+                own._sampler(FullKV()).memory_limit
+                == own._sampler(Centroid(budget=64, num_dense_layers=1)).memory_limit
+                == limit
+            )
+            assert own._sampler(SnapKV(budget=16)).memory_limit is None

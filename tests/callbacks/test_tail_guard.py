@@ -381,3 +381,23 @@ def test_one_word_of_a_configuration(word: str, folder: Path) -> None:
     assert (folder / "runs/own/checkpoints/tail_guard_00000.ckpt").exists() == (word == "stop")
     with open(folder / "runs/own/version_0/metrics.csv", encoding="utf-8") as file:
         assert ("guard/tail_margin" in next(csv.reader(file))) == (word != "off")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_judge_the_same_tail(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that alone ended the run, or raised its budget, would leave the others waiting, or drawing otherwise."""
+    reports = [
+        TailReport(0, {"0-2000": 0.9, "2000-4000": 0.5}, {"0-2000": 300, "2000-4000": 10}, None),
+        TailReport(0, {"0-2000": 0.6}, {"0-2000": 100}, 0.9),
+    ]
+    monkeypatch.setattr("sparse_rl_lightning.callbacks.guards.tail_guard.of_all_ranks", lambda own: reports)
+    grpo, guard = module(), TailGuard(target=0.85, mode="warn", min_tokens=50, patience=1)
+    monkeypatch.setattr(grpo, "log_dict", lambda metrics, **_: logged.update(metrics))
+    monkeypatch.setattr("sparse_rl_lightning.callbacks.guards.tail_guard.warn_of_run", lambda *_: None)
+    logged: dict[str, float] = {}
+    guard._monitor = AcceptanceMonitor()
+    guard._monitor.report = reports[rank]
+    grpo._trainer = Trainer(accelerator="cpu", logger=False)
+    guard._judge(grpo, 0, 10.0, 0.0)
+    assert logged["guard/tail_margin"] == pytest.approx((0.9 * 300 + 0.6 * 100) / 400 - 0.85)
+    assert TailReport.mean(reports).ceiling == 0.9

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -17,6 +18,7 @@ from disks import file_size_limit
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
@@ -37,7 +39,9 @@ from sparse_rl_lightning.checkpoints.files import (
 )
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
+from sparse_rl_lightning.checkpoints.sharded import _in_16_bits
 from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
+from sparse_rl_lightning.distributed.ranks import be_patient
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, own_bytes
 
 BIG = {"numbers": torch.arange(100_000)}
@@ -307,6 +311,26 @@ def test_a_shadow_filled_by_a_monitor_is_freed_too() -> None:
         shadow.fill(1)
         ZeroSharding(keep_shadow=keeps).on_rollout_scored(Trainer(), grpo, None)
         assert (shadow.nbytes > 0) == keeps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_stored_in_16_bits_are_known(dtype: torch.dtype, tmp_path: Path) -> None:
+    """DeepSpeed has float32 copies, of which the folder for other ranks knows nothing."""
+    save_weights({"a": torch.zeros(2, dtype=dtype)}, tmp_path / "weights.safetensors", 3)
+    assert _in_16_bits(tmp_path / "weights.safetensors") == (dtype != torch.float32)
+
+
+@pytest.mark.parametrize("own", [None, timedelta(seconds=40)])
+def test_ranks_wait_for_each_other_for_a_day_unless_told_otherwise(own: timedelta | None) -> None:
+    strategy = DDPStrategy(**({} if own is None else {"timeout": own}))
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore(), timeout=own)
+    try:
+        groups = [distributed.group.WORLD, distributed.new_group([0], timeout=timedelta(minutes=10))]
+        be_patient(strategy)
+        waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        assert waits == ([timedelta(days=1)] * 2 if own is None else [own, timedelta(minutes=10)])
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_parts_of_tensors_are_counted() -> None:

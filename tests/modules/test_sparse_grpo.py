@@ -19,7 +19,7 @@ from sparse_rl_lightning.callbacks.guards.step_guard import StepGuard
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
 from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
-from sparse_rl_lightning.policies import LoadedPolicy, TinyPolicy
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, TinyPolicy
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -61,6 +61,23 @@ def module_configured() -> SparseGRPO:
     grpo = module()
     grpo.configure_model()
     return grpo
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_penalty_begins_at_zero_in_any_precision(precision: str) -> None:
+    """The reference is no wider than the policy, whose weights Lightning may have rounded."""
+    grpo = module(beta=0.1)
+    trainer = fit(grpo, 1, precision=precision)
+    assert float(trainer.callback_metrics["kl"]) == 0
+    assert {value.dtype for _, value in grpo._reference[0].named_buffers()} == {torch.float32}
+
+
+def test_adapters_with_a_penalty_load_on_several_ranks() -> None:
+    grpo = module(beta=0.1)
+    grpo.policy_source = LoraPolicy(grpo.policy_source, r=2)
+    grpo._world_size = 2
+    grpo.configure_model()
+    assert "reference policy" not in grpo.same_on_ranks  # it is the policy itself
 
 
 def test_blocks_are_served_as_planned() -> None:

@@ -17,7 +17,7 @@ from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.rewards.scoring import Rewards
-from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.generator import VALIDATION
 
 SAMPLED = SamplingParams(num_generations=4, max_completion_length=6, temperature=1.0, seed=77)
@@ -76,6 +76,22 @@ def test_validation_on_a_gpu_is_that_of_the_cpu(reward: Any, monkeypatch: pytest
     assert 0 < said[0]["val/pass@1_dense"] < 1
 
 
+def test_the_full_cache_takes_its_memory_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of what is free, and the compressed one would have to do with the rest."""
+    grpo = module(has_a, val_sampling=SAMPLED)
+    grpo.configure_model()
+    evicts: list[bool] = []
+    own = RolloutSampler.engine_for
+
+    def watched(self: RolloutSampler, key: Any) -> Any:
+        evicts.append(self.compressor.evicts)
+        return own(self, key)
+
+    monkeypatch.setattr(RolloutSampler, "engine_for", watched)
+    grpo.validation_step(Named().val_rows(), 0)
+    assert evicts == [True, False]
+
+
 class OneOfTwo(SparseGRPO):
     """In one process, what one of two ranks would do."""
 
@@ -98,7 +114,7 @@ def test_validation_says_how_sure_it_is_whatever_its_batches(val_batch_size: int
 
     def remembers(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
         rewards = has_a(prompts, completions)
-        seen["dense" if len(seen["dense"]) == len(seen["sparse"]) else "sparse"].append(rewards)
+        seen["sparse" if len(seen["dense"]) == len(seen["sparse"]) else "dense"].append(rewards)
         return rewards
 
     grpo.rewards = Rewards(remembers)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
 from sparse_rl_lightning.compressors import RKV, SnapKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.retrieval.cache import PagedCache, with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest
@@ -22,6 +23,7 @@ from sparse_rl_lightning.rollout.engine.memory import SlotBytes, drawing_bytes, 
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.generator import Generator
 from sparse_rl_lightning.rollout.options import OF_FULL_CACHE, RolloutOptions
+from sparse_rl_lightning.rollout.prompts import MOST_TOP
 from sparse_rl_lightning.rollout.session import VersionedLogs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.gpus import RealGPU
@@ -266,6 +268,13 @@ def test_a_share_measured_before_is_not_measured_again(monkeypatch: pytest.Monke
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.memory.free_bytes", lambda device: 2048)
     assert plan_slots(slot, 0.5, 10**9, before=first).num_slots == first.num_slots > 1
     assert plan_slots(slot, 1.0, 10**9, before=first).limit == 2048
+
+
+def test_a_gpu_s_kernel_reports_so_many_of_the_most_likely_tokens() -> None:
+    model, params = tiny_model(vocab_size=300), SamplingParams(max_completion_length=2, top_logprobs=MOST_TOP + 1)
+    assert RolloutSampler(model).generate([[3]], params).topk_ids.shape[-1] == MOST_TOP + 1
+    with PretendGPU() as gpu, pytest.raises(UserError, match="at most 256 on a GPU"):
+        RolloutSampler(gpu.copy_of(model)).generate([[3]], params)
 
 
 def test_memory_that_was_given_back_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_wait, place_of
 from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
+from sparse_rl_lightning.distributed.ranks import be_patient
 from sparse_rl_lightning.errors import check_number
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
@@ -65,6 +66,11 @@ class RankWatch(Callback):
             links, device = connect(trainer, self.timeout), trainer.strategy.root_device
             self._watch = _Watch(trainer.global_rank, links, self.stuck_after, device)
             threading.Thread(target=self._watch.run, name="RankWatch", daemon=True).start()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have collectives wait, now that all groups are there: who will never come is found by this callback."""
+        if self._watch is not None:
+            be_patient(trainer.strategy)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sign off: from now on ranks may end in any order."""

@@ -14,10 +14,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module, warn_of_run
-from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor
+from sparse_rl_lightning.callbacks.monitors.acceptance import AcceptanceMonitor, TailReport
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.files import writable_folder
 from sparse_rl_lightning.metrics import rejection_rate
+from sparse_rl_lightning.policies.sharding import of_all_ranks
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rollout import Generator
 
@@ -256,7 +257,9 @@ class TailGuard(RolloutCallback):
         logged = {"guard/rejection_rate": sum(self.watch.rejections) / len(self.watch.rejections)}
         if self.watch.length_ratio is not None:
             logged["guard/length_ratio"] = self.watch.length_ratio
-        report = None if self._monitor is None else self._monitor.report
+        own = None if self._monitor is None else self._monitor.report
+        known = [report for report in of_all_ranks(own) if report is not None]  # the same judgment on all ranks
+        report = TailReport.mean(known) if known else None
         target = self.target
         if target is None and report is not None and report.ceiling is not None:
             target = tail_target(report.ceiling)
