@@ -84,7 +84,7 @@ def refusal(module: nn.Module) -> str:
     """The error message for a replaced forward that would be bypassed."""
     return (
         f"The forward of this {type(module).__name__} has been replaced (accelerate, Liger, a patch of your own), and "
-        "rollouts or log-probabilities would pass over it. Take it off again, e.g. with `del model.forward` or "
-        "accelerate's unwrap_model, or patch the linear layers, norms or feed-forward blocks, which are called as "
-        "they are."
+        "rollouts or log-probabilities would pass over it. Take it off again, e.g. with `del model.forward`, "
+        "accelerate's unwrap_model or SparseGRPOTrainer's own_forward(), or patch the linear layers, norms or "
+        "feed-forward blocks, which are called as they are."
     )

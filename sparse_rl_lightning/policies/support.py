@@ -149,6 +149,8 @@ def _hidden_windows(config: Any, attention: list[Any]) -> list[int]:
 def _obstacle(model: PreTrainedModel) -> str:
     """What stands in the way of evicting from this model, in words; empty if nothing does."""
     config, decoder = model.config, model.get_decoder()
+    if config.get_text_config() is not config:
+        return "it reads more than text. Load its language model alone, such as Gemma3ForCausalLM for a Gemma3"
     types, linear = list(getattr(config, "layer_types", None) or ()), linear_modules(model)
     others = set(types) - {"full_attention", "sliding_attention"}
     if others and (others != {LINEAR} or types.count(LINEAR) != len(linear)):

@@ -132,6 +132,13 @@ def cast(layer: LayerState, dtype: torch.dtype) -> LayerState:
     return _change(layer, lambda t: t.to(dtype), ("keys", "values", "queries"))
 
 
+def move(layer: LayerState, device: str) -> LayerState:
+    """The same layer on another device."""
+    layer = _change(layer, lambda t: t.to(device), (*PER_SLOT, "inv_freq"))
+    head_state = {name: numbers.to(device) for name, numbers in layer.head_state.items()}
+    return replace(_change_state(layer, lambda t: t.to(device)), head_state=head_state)
+
+
 def _change(layer: LayerState, function: Callable[[Tensor], Tensor], names: Iterable[str]) -> LayerState:
     changed: dict[str, Any] = {name: function(getattr(layer, name)) for name in names}
     return replace(layer, **changed)
@@ -160,13 +167,13 @@ class RandomPrompts:
     LENGTH: ClassVar[int] = 9
     FREE: ClassVar[int] = 2  # free entries after the prompt
 
-    def __init__(self, compressor: Compressor, seed: int = 0) -> None:
+    def __init__(self, compressor: Compressor, seed: int = 0, device: str = "cpu") -> None:
         normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
         heads, width = (3, NUM_HEADS), self.LENGTH + self.FREE
         unseen = torch.ones(self.LENGTH, width, dtype=torch.bool).triu(1)
         attention = normal(*heads, GROUP_SIZE, self.LENGTH, width).masked_fill(unseen, -torch.inf).softmax(dim=-1)
-        self.compressor = compressor
-        self.given: dict[str, Tensor] = {
+        self.compressor, self.device = compressor, device
+        given = {
             "keys": normal(*heads, self.LENGTH, HEAD_DIM),
             "values": normal(*heads, self.LENGTH, HEAD_DIM),
             "positions": torch.arange(self.LENGTH).expand(3, -1).contiguous(),
@@ -175,6 +182,7 @@ class RandomPrompts:
             "hidden_states": normal(3, self.LENGTH, HIDDEN_SIZE),
             "output_norms": normal(3, NUM_HEADS * GROUP_SIZE, self.LENGTH).abs(),
         }
+        self.given: dict[str, Tensor] = {name: tensor.to(device) for name, tensor in given.items()}
 
     def read(self, cuts: Sequence[int], slots: Sequence[int] = (0, 1, 2)) -> dict[str, Tensor]:
         """All running numbers after the prompts in ``slots`` were read in blocks of ``cuts`` tokens.
@@ -184,11 +192,9 @@ class RandomPrompts:
         """
         c, chosen, shape = self.compressor, list(slots), (len(slots), NUM_HEADS)
         width = self.LENGTH + self.FREE
-        state = {name: torch.full((*shape, width), torch.nan, dtype=torch.float32) for name in c.state_fields}
-        by_head = {
-            name: torch.zeros(*shape, count, dtype=torch.float32)
-            for name, count in c.head_state_fields(HEAD_DIM).items()
-        }
+        like: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        state = {name: torch.full((*shape, width), torch.nan, **like) for name in c.state_fields}
+        by_head = {name: torch.zeros(*shape, count, **like) for name, count in c.head_state_fields(HEAD_DIM).items()}
         stop = 0
         for count in cuts:
             start, stop = stop, stop + count
@@ -202,6 +208,7 @@ class RandomPrompts:
         self, slots: list[int], block: slice, state: dict[str, Tensor], by_head: dict[str, Tensor]
     ) -> StateUpdate:
         c = self.compressor
+        lengths = torch.full((len(slots), NUM_HEADS), block.stop, dtype=torch.int32, device=self.device)
         given = {name: tensor if len(slots) == 3 else tensor[slots] for name, tensor in self.given.items()}
         offered: dict[str, tuple[bool, Any]] = {
             "mass": (c.needs_attention, given["mass"][:, :, block]),
@@ -209,8 +216,8 @@ class RandomPrompts:
             "output_norms": (c.needs_output_norms, given["output_norms"][:, :, block]),
         }
         return StateUpdate(
-            state=state, head_state=by_head, lengths=torch.full((len(slots), NUM_HEADS), block.stop, dtype=torch.int32),
-            positions=given["positions"][:, block], keys=given["keys"][:, :, block],
-            values=given["values"][:, :, block], prompt_lengths=given["prompt_lengths"], layer_index=1,
+            state=state, head_state=by_head, lengths=lengths, positions=given["positions"][:, block],
+            keys=given["keys"][:, :, block], values=given["values"][:, :, block],
+            prompt_lengths=given["prompt_lengths"], layer_index=1,
             asked={name: tensor for name, (wanted, tensor) in offered.items() if wanted},
         )  # fmt: skip

@@ -17,12 +17,14 @@ from sparse_rl_lightning.compressors.wrapped import Wrapped
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
+from sparse_rl_lightning.rewards.base import users_line
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing.layers import (
     HEAD_DIM,
     RandomPrompts,
     cast,
     fill_free_memory,
+    move,
     random_layer,
     resize,
     take_slots,
@@ -306,6 +308,25 @@ def copies(compressor: Compressor) -> str | None:
             return f"{name} does not work: {error}"
         if difference := _difference(_scores(duplicate, layer), _scores(compressor, layer)):
             return f"a copy made by {name} scores otherwise: {difference}"
+    return None
+
+
+@_rule(
+    "Make tensors where the layer's are, such as torch.arange(n, device=layer.keys.device), and move networks and "
+    "tensors of the compressor's own there: self.network.to(layer.keys.device)."
+)
+def devices(compressor: Compressor) -> str | None:
+    """Nothing may be computed with tensors on the CPU where the layer is on another device."""
+    elsewhere = copy.deepcopy(compressor)  # whose own numbers may be moved, and are lost
+    passes: list[Callable[[], object]] = [lambda: elsewhere.score(move(_layer(compressor), "meta"))]
+    if _has_state(compressor):  # which comes first in rollouts
+        passes.insert(0, lambda: RandomPrompts(elsewhere, device="meta").read([RandomPrompts.LENGTH]))
+    for compute in passes:
+        try:
+            compute()
+        except Exception as error:  # without numbers "meta" cannot compute everything; nor does it tell in products
+            if "not on the expected device" in str(error):
+                return f"a tensor is on the CPU although the layer is not{users_line(error)}"
     return None
 
 

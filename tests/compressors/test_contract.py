@@ -260,6 +260,23 @@ class Lambda(KNorm):
         self.sign = lambda scores: -scores
 
 
+class OnTheCPU(Compressor):
+    def score(self, layer: LayerState) -> Tensor:
+        return torch.arange(layer.keys.shape[2]).float() * layer.keys.float().norm(dim=-1)
+
+
+class NetworkOnTheCPU(H2O):
+    """Where hidden states are read; what its scores are made of is on the layer's device."""
+
+    def __init__(self, budget: int = 10, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        self.network = torch.nn.Linear(16, 1)
+
+    def update_state(self, update: StateUpdate) -> None:
+        super().update_state(update)
+        update.state["mass"].scatter_add_(2, update.entries, self.network(update.keys.float()).squeeze(-1))
+
+
 class Fades(KNorm):
     """Halves the values of the cache itself, which only a method with ops of its own sees."""
 
@@ -299,6 +316,8 @@ BROKEN = [
     (CountsCalls, "reading", r"update.head_state\['calls'\] after blocks of \[9\] tokens", "count .*positions.shape"),
     (RemembersInAModule, "no state", "score changed self.network", "set attributes in __init__ only"),
     (Lambda, "copies", "pickle does not work: .*lambda", "no lambdas"),
+    (OnTheCPU, "devices", r"a tensor is on the CPU although the layer is not \(.*test_contract.py:\d", "device="),
+    (NetworkOnTheCPU, "devices", "a tensor is on the CPU although the layer is not", r"self.network.to\("),
     (Fades, "replay", r"log-probs differ by up to \d", "keys or values were changed"),
 ]
 

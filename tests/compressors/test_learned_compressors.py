@@ -46,7 +46,7 @@ class KVzapLike(Compressor):
 
     def worth(self, hidden: Tensor, layer: int) -> Tensor:
         """(S, H, Q)."""
-        return self.gates[layer](hidden).transpose(-1, -2)
+        return self.gates[layer].to(hidden.device)(hidden).transpose(-1, -2)
 
     def score(self, layer: LayerState) -> Tensor:
         return layer.state["worth"]
@@ -62,9 +62,8 @@ class FastKVzipLike(KVzapLike):
         self.sinks = torch.randn(LAYERS, HEADS, 3, 4)
 
     def worth(self, hidden: Tensor, layer: int) -> Tensor:
-        own, sinks = hidden.dtype, self.sinks[layer].to(hidden.dtype)
-        query, key = (hidden.unsqueeze(-3) @ weight[layer].to(own) for weight in (self.queries, self.keys))
-        logit, others = (query * key).sum(dim=-1), query @ sinks.mT
+        query, key = (hidden.unsqueeze(-3) @ weight[layer].to(hidden) for weight in (self.queries, self.keys))
+        logit, others = (query * key).sum(dim=-1), query @ self.sinks[layer].to(hidden).mT
         return (logit - others.logsumexp(dim=-1)).sigmoid()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from docs.families import CHECKPOINTS
 from sparse_rl_lightning.calibration import gather_statistics
@@ -29,6 +30,7 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.output_head import PLAIN, LogitScaling
 from sparse_rl_lightning.policies import LoadedPolicy
@@ -355,6 +357,18 @@ def test_models_that_cannot_be_rolled_out_are_refused_by_name(name: str) -> None
     changed, reason = REFUSED[name]
     with pytest.raises(ValueError, match=rf"(?s){reason}.*docs/models\.md"):
         RolloutSampler(family(name, **changed), FullKV()).generate([[3, 4]], GREEDY)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_models_of_images_too_are_refused_by_name(name: str) -> None:
+    text, vision = {**SIZES, "head_dim": 16}, {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                               "num_attention_heads": 2, "depth": 1, "num_heads": 2,
+                                               "out_hidden_size": 64}  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, text_config=text, vision_config=vision))
+    with pytest.raises(
+        UserError, match=r"reads more than text. Load its language model alone, such as Gemma3ForCausal"
+    ):
+        RolloutSampler(model)
 
 
 def test_a_forward_pass_of_other_numbers_is_found_before_the_first_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

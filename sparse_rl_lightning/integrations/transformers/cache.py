@@ -100,6 +100,8 @@ class CompressedCache(Cache):
         asked = [name for name, value in others.items() if not (name in IGNORED or value is None or value is False)]
         if input_ids is None or asked:
             raise UserError(f"A CompressedCache needs input_ids, and does not compute {', '.join(asked) or 'without'}.")
+        if others.get("use_cache") is False:
+            raise UserError("A CompressedCache needs use_cache=True, in generate or in the model's generation_config.")
         with sampling_mode(self.sampler.model):
             if self._scheduler is None:
                 _check_positions(others.get("position_ids"), input_ids, attention_mask)
@@ -322,6 +324,8 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
     """
     CompressedCache(compressor, model, **options)  # what cannot be is refused here, not in the first call
     before, own = vars(model).get("generate"), cast("Callable[..., Any]", model.generate)
+    config: Any = model.generation_config
+    implementation, config.cache_implementation = config.cache_implementation, None  # generate takes one or the other
 
     @wraps(own)
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -333,6 +337,7 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
     try:
         yield
     finally:
+        config.cache_implementation = implementation
         if before is None:
             del vars(model)["generate"]
         else:

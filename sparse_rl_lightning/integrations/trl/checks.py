@@ -18,8 +18,8 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
 OTHERS = (
-    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit",
-    "skip_special_tokens", "on_long_prompt",
+    "partial_rollout_steps", "partial_checkpoint", "turns", "oversampling", "downsampling", "reward_timeout",
+    "reward_failure_limit", "skip_special_tokens", "on_long_prompt",
     "chat_template_kwargs", "generation_kwargs", "record_routing",
 )  # fmt: skip
 """Options of rollouts that TRL decides, or whose loss it does not have."""
@@ -79,6 +79,8 @@ def sampling_of(args: Any) -> SamplingParams:
     Raises:
         ValueError: If one is out of range, or ``generation_kwargs`` set what the learner must know.
     """
+    if args.max_completion_length is None:
+        raise UserError("max_completion_length=None has no end that memory is planned for: give a number of tokens.")
     own = SamplingParams(
         max_completion_length=args.max_completion_length, temperature=args.temperature, top_k=args.top_k or 0,
         top_p=args.top_p, min_p=args.min_p, repetition_penalty=args.repetition_penalty,
@@ -127,7 +129,16 @@ def check_loss(kind: type, ours: type, theirs: type) -> None:
 
 
 def check_dropout(trainer: Any) -> None:
-    """Switch dropout off where the policy's log-probs are compared with the sampler's, which has none, and say so."""
+    """Switch dropout off where the policy's log-probs are compared with the sampler's, which has none, and say so.
+
+    Raises:
+        ValueError: If embeddings get noise in training.
+    """
+    if alpha := trainer.args.neftune_noise_alpha:
+        raise UserError(
+            f"neftune_noise_alpha={alpha} adds noise to the learner's embeddings, not to the sampler's: it would be "
+            "corrected as if it were eviction. Remove neftune_noise_alpha."
+        )
     if has_dropout(trainer.model):
         disable_dropout(trainer.model)
         warnings.warn(
@@ -154,7 +165,16 @@ def _obstacles(trainer: Any, replay: bool) -> Iterator[str]:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     attention = trainer.model.config._attn_implementation or ""
     if trainer._is_vlm:
-        yield "SparseGRPOTrainer reads text alone, and this model's processor more. Give a tokenizer, or use TRL's own."
+        yield (
+            "SparseGRPOTrainer reads text alone, and this model's processor more. Load the text model and give a "
+            "tokenizer as processing_class, or use TRL's own trainer."
+        )
+    if any("_hf_hook" in vars(module) for module in policy.modules()):
+        yield (
+            "The sampler needs the whole model on one device, and hooks of accelerate move parts of this one between "
+            "devices, as TRL's device_map='auto' does where it sees several GPUs. Show each process one: set "
+            "CUDA_VISIBLE_DEVICES=0, or start a process for each GPU with `accelerate launch`."
+        )
     if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
         yield "The sampler reads whole weights, which FSDP and ZeRO-3 cut. Use DDP or ZeRO-2, or SparseGRPO."
     if replay and "flash" in attention:

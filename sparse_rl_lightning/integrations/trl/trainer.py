@@ -80,6 +80,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         check_arguments(inspect.signature(GRPOTrainer.__init__).bind(self, *given, **named).arguments, rollout)
         self._replays = False  # until there is something to replay
         super().__init__(*given, **named)
+        self.reward_funcs: list[Any] = [reads_texts(function) for function in self.reward_funcs]
         check_method(compressor, corrections, replay, self.args.loss_type)
         check_trainer(self, replay)
         if corrections:
@@ -91,14 +92,27 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         if self._measures or replay:
             check_dropout(self)
         self._active: Rollout | None = None  # the sequences of TRL's present call
-        policy = self._policy(self.model)
-        with _own_forward(policy):
+        with self.own_forward() as policy:
             self.sampler = rollout.sampler(policy, self._tokenizer, compressor)
         self.eos_token_ids = self.sampler.end_token_ids  # TRL tells by them what was cut off
         if compressor.evicts and not (corrections or replay):
             evicts = f"{type(compressor).__name__} evicts"
             correct = "corrections=[SparsityAwareRejection(), ImportanceReweighting(clip_max=1.5)]"
             warnings.warn(naive_training(evicts, correct, "replay=True"), stacklevel=2)
+
+    @contextmanager
+    def own_forward(self) -> Iterator[PreTrainedModel]:
+        """The policy without the forward that TRL (fused head) and accelerate (autocast) put on it, for the context.
+
+        A ``RolloutSampler``, a ``CompressedCache`` and ``sequence_logprobs`` take it this way, also after training.
+        """
+        policy = self._policy(self.model)
+        replaced = vars(policy).pop("forward", None)
+        try:
+            yield policy
+        finally:
+            if replaced is not None:
+                policy.forward = replaced
 
     # ---------------------------------------------------------------- rollouts
 
@@ -109,7 +123,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         prompts, samples = grouped(prompt_ids)
         seed = int(torch.randint(2**62, ()))  # a checkpoint of TRL restores torch's random state of every process
         params = replace(self._sampling, num_generations=samples, seed=seed)
-        with _own_forward(self._policy(self.model)), self.accelerator.autocast():
+        with self.own_forward(), self.accelerator.autocast():
             rollout = self.sampler.generate(prompts, params)
         self._active = rollout
         pairs = zip(rollout.sampler_logprobs, rollout.completion_mask, strict=True)
@@ -184,7 +198,8 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         if rollout is None:
             raise UserError(
                 "With replay=True this method knows the sequences of the trainer's own rollouts, in its own steps, and "
-                "what was evicted there. For others use sparse_rl_lightning.logprobs.sequence_logprobs."
+                "what was evicted there. For others use sparse_rl_lightning.logprobs.sequence_logprobs, "
+                "`with trainer.own_forward() as policy:`."
             )
         size = batch_size or len(rollout)
         logprobs: list[Tensor] = []
@@ -210,15 +225,16 @@ def _under(model: Any, death: Any, *, attention_mask: Tensor, **inputs: Any) -> 
     return model(**inputs, death=death)
 
 
-@contextmanager
-def _own_forward(policy: PreTrainedModel) -> Iterator[None]:
-    """Take off the forward that TRL (fused head) and accelerate (autocast) put on the model, and put it back."""
-    replaced = vars(policy).pop("forward", None)
-    try:
-        yield
-    finally:
-        if replaced is not None:
-            policy.forward = replaced
+def reads_texts(function: Any) -> Any:
+    """A reward of this library, which reads texts, for TRL's chats: lists of messages, of which the last counts."""
+    if not getattr(function, "__module__", "").startswith("sparse_rl_lightning."):
+        return function
+
+    def reward(completions: Sequence[Any], **columns: Any) -> Any:
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        return function(completions=texts, **columns)
+
+    return reward
 
 
 class Corrections:

@@ -195,6 +195,14 @@ def test_a_context_compresses_what_other_tools_generate() -> None:
     assert some == tokenizer.decode(own, skip_special_tokens=True)
 
 
+def test_a_context_takes_the_place_of_the_models_own_kind_of_cache() -> None:
+    model = small_model()
+    model.generation_config.cache_implementation = "static"
+    with compressed_generation(model, RKV(**SMALL)):
+        assert generated(model, None) == sampled(model, RKV(**SMALL))
+    assert model.generation_config.cache_implementation == "static"
+
+
 def test_the_older_name_of_the_argument_is_taken_too() -> None:
     model = small_model()
     want = generated(model, CompressedCache(RKV(**SMALL), model))
@@ -229,6 +237,8 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong in (ids, ids[:1, :1]):
         with pytest.raises(UserError, match="one token for each of its 2 rows"):
             model(wrong, **{KEYWORD: own})
+    with pytest.raises(UserError, match="needs use_cache=True, in generate or in the model's generation_config"):
+        call(model, CompressedCache(RKV(**SMALL), model), use_cache=False)
     with pytest.raises(UserError, match="belongs to the model"):
         small_model()(ids[:, :1], **{KEYWORD: own})
     with pytest.raises(UserError, match="take tokens back"):

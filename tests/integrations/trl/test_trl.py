@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +19,26 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="trl is an extra")
 
+from accelerate import dispatch_model
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, ProcessorMixin
 from trl import GRPOTrainer
 from trl_runs import PROMPTS, build, evicting, logged, policy, weights
 
 from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.downsampling import MaxReward
+from sparse_rl_lightning.environments.base import TurnOptions
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.transformers import CompressedCache
+from sparse_rl_lightning.integrations.transformers.cache import KEYWORD
 from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
-from sparse_rl_lightning.integrations.trl.checks import check_trainer
+from sparse_rl_lightning.integrations.trl.checks import OTHERS, check_arguments, check_trainer
 from sparse_rl_lightning.integrations.trl.trainer import DRAWN, grouped
+from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import has_dropout
-from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+from sparse_rl_lightning.rewards import MathReward, arithmetic_reward, boxed_format_reward, boxed_math_reward
+from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 
 
 class Told(GRPOTrainer):
@@ -381,6 +390,39 @@ def test_chats_and_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
     assert max(trainer.differences) < 2e-5
 
 
+def test_rewards_of_this_library_read_chats(tmp_path: Path) -> None:
+    rewards = [boxed_math_reward, MathReward(), boxed_format_reward, arithmetic_reward]
+    trainer = build(tmp_path, more={"reward_funcs": rewards}, max_steps=1)
+    columns = {"prompts": [], "completion_ids": [], "answer": ["7", "7"]}
+    said = ["\\boxed{7}", "It is #7"]
+    chats = [[{"role": "assistant", "content": text}] for text in said]
+    for function, own in zip(trainer.reward_funcs, rewards, strict=True):
+        want = own(completions=said, **columns)
+        assert sorted(want) == [0.0, 1.0]
+        assert function(completions=chats, **columns) == function(completions=said, **columns) == want
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    trainer.train_dataset = Dataset.from_dict({"prompt": prompts, "answer": ["7"] * len(prompts)})
+    trainer.train()
+    assert logged(trainer, "rewards/boxed_format_reward/mean") == [0.0]
+
+
+def test_the_trained_policy_is_taken_without_what_trl_put_on_it(tmp_path: Path) -> None:
+    trainer = build(tmp_path, max_steps=1)
+    trainer.train()
+    with pytest.raises(UserError, match=r"has been replaced .* SparseGRPOTrainer's own_forward\(\)"):
+        RolloutSampler(trainer.model)
+    put_on = trainer.model.forward
+    with trainer.own_forward() as policy:
+        rollout = RolloutSampler(policy).generate([[3, 4, 5]], SamplingParams(max_completion_length=6, temperature=0))
+        ids = policy.generate(
+            torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, **{KEYWORD: CompressedCache(FullKV(), policy)}
+        )
+        assert ids[0].tolist() == [3, 4, 5, *rollout.completion_ids[0]]
+        scored, _ = sequence_logprobs(policy, rollout.sequences, rollout.completion_mask)
+        assert (scored - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 2e-5
+    assert trainer.model.forward is put_on
+
+
 def test_completions_end_where_trl_says(tmp_path: Path) -> None:
     """Its end tokens are those of the tokenizer too, and ours are added to its own."""
     trainer = build(tmp_path, more={"rollout": RolloutOptions(end_tokens=("7",))}, generation_kwargs={"max_tokens": 9})
@@ -449,6 +491,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "key": ({}, {"generation_kwargs": {"num_beams": 3}}, "num_beams is not honored"),
     "stop": ({}, {"generation_kwargs": {"stop": "a"}, "mask_truncated_completions": True}, "is truncated"),
     "prompts": ({"processing_class": "processor"}, {}, "reads text alone"),
+    "endless": ({}, {"max_completion_length": None}, "max_completion_length=None has no end.* give a number"),
+    "noise": ({"corrections": [TIS()]}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise"),
 }
 
 
@@ -458,6 +502,37 @@ def test_refusals(tmp_path: Path, more: dict[str, Any], changes: dict[str, Any],
         more = {"processing_class": ProcessorMixin.__new__(ProcessorMixin)}
     with pytest.raises(UserError, match=message):
         build(tmp_path, more=more, **changes)
+
+
+OPTIONS: dict[str, Any] = {  # another value of each option of rollouts
+    "num_slots": 3, "end_tokens": ("7",), "memory_limit": 0.5, "kv_dtype": "bfloat16", "keep_pool": False,
+    "cuda_graphs": False, "head_in_float32": True, "decoder": "transformers",
+    "partial_rollout_steps": 5, "partial_checkpoint": "restart", "oversampling": 2.0, "downsampling": MaxReward(8),
+    "reward_timeout": 1.0, "reward_failure_limit": 0.5, "chat_template_kwargs": {"a": 1},
+    "generation_kwargs": {"top_k": 5}, "turns": TurnOptions(max_turns=2), "on_long_prompt": "skip",
+    "skip_special_tokens": False, "record_routing": True,
+}  # fmt: skip
+SAMPLERS = {"end_tokens": ("end_token_ids", [1, 10]), "kv_dtype": ("kv_dtype", torch.bfloat16),
+            "decoder": ("decoder_kind", "transformers")}  # fmt: skip
+"""Where the sampler keeps some options."""
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RolloutOptions)])
+def test_every_option_of_rollouts_is_used_or_refused(tmp_path: Path, name: str) -> None:
+    slots = {"num_slots": 3} if name == "partial_rollout_steps" else {}
+    options = RolloutOptions(**{name: OPTIONS[name]}, **slots)
+    if name in OTHERS:
+        with pytest.raises(UserError, match=f"rollout.{name} has no effect under TRL"):
+            check_arguments({}, options)
+        return
+    found, value = SAMPLERS.get(name, (name, OPTIONS[name]))
+    assert getattr(build(tmp_path, more={"rollout": options}).sampler, found) == value
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
+    model = dispatch_model(AutoModelForCausalLM.from_pretrained(policy(tmp_path)), {"": "cpu"}, force_hooks=True)
+    with pytest.raises(UserError, match=r"the whole model on one device.* CUDA_VISIBLE_DEVICES=0, .*accelerate launch"):
+        build(tmp_path, more={"model": model})
 
 
 SOFT = ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
