@@ -140,7 +140,7 @@ class Sweep:
             prompts, self.params, sequence_ids=numbers,
             progress=None if progress is None else lambda now: progress((part + now.finished / now.total) / parts),
         )  # fmt: skip
-        if sampler.memory_limit == OF_FULL_CACHE:
+        if not sampler.compressor.evicts:
             sampler.release()  # the dense passes need memory too
         pieces = rollout.parts(-(-len(rollout) // self.micro_batch))
         return Acceptances.cat([self._score(piece, numbers[i * len(pieces[0]) :]) for i, piece in enumerate(pieces)])

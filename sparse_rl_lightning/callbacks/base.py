@@ -123,9 +123,6 @@ class RolloutModule(Protocol):
     def grad_norm_key(self) -> str:
         """The name under which the norm of this step's gradient is logged."""
 
-    def restore_rotary(self) -> None:
-        """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""
-
     def plan(self, num_prompts: int) -> BlockPlan:
         """Plan the optimizer steps of a rollout of ``num_prompts`` prompts."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.checkpoints.folders import check_dtype
@@ -76,9 +77,9 @@ class ZeroSharding(RolloutCallback):
         }
         module.log_dict(metrics, batch_size=len(scored.completions))
 
-    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Free the shadow that a monitor has drawn from once more."""
-        self._free(module)
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Free the shadow that a monitor, in whatever order, has drawn from once more."""
+        self._free(rollout_module(pl_module, self))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fill the shadow for all batches at once."""
@@ -99,12 +100,12 @@ class ZeroSharding(RolloutCallback):
             if generator.shadow is not None:
                 generator.shadow = None
         elif generator.shadow is None or generator.shadow.policy is not policy:
-            module.restore_rotary()  # which the module itself does after all callbacks
+            cast(Any, module).restore_rotary()  # which the module itself does after all callbacks
             generator.shadow = ShadowPolicy(policy, self.shadow_dtype)
 
     def _free(self, module: RolloutModule) -> None:
         shadow = module.generator.shadow
-        if shadow is not None and not self.keep_shadow:
+        if shadow is not None and shadow.version is not None and not self.keep_shadow:
             module.generator.release()
             shadow.release()
 

@@ -25,7 +25,8 @@ class SparseRLFSDP2(ShardedStrategy, ModelParallelStrategy):
 
     Args:
         process_group_backend: Backend of torch.distributed, default NCCL on GPUs and gloo on CPUs.
-        timeout: How long ranks wait for each other, default torch's half an hour.
+        timeout: How long ranks wait for each other, default torch's half an hour, of which ``RankWatch`` makes
+            four hours.
     """
 
     def __init__(

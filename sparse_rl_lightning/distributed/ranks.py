@@ -34,23 +34,19 @@ def gather_to_zero(value: Any, world_size: int) -> list[Any]:
         return [value]
     is_zero = torch.distributed.get_rank() == 0
     values: list[Any] | None = [None] * world_size if is_zero else None
-    # NCCL would have room for all values in the memory of one GPU
-    group = None if torch.distributed.get_backend() == "gloo" else torch.distributed.new_group(backend="gloo")
-    torch.distributed.gather_object(value, values, group=group)
-    if group is not None:
-        torch.distributed.destroy_process_group(group)
+    torch.distributed.gather_object(value, values)
     return values or []
 
 
 def be_patient(strategy: Strategy) -> None:
-    """Let ranks wait for each other for a day, in all groups, unless the strategy was given a time of its own.
+    """Let ranks wait for each other for four hours, in all groups, unless the strategy was given a time of its own.
 
-    Torch's half an hour, and ten minutes in the groups that DeepSpeed makes, end runs in which one rank draws or
-    rewards for longer than the others.
+    Torch's half an hour, which counts as none given, and ten minutes in the groups that DeepSpeed makes, end runs in
+    which one rank draws or rewards for longer than the others.
     """
     if getattr(strategy, "_timeout", None) == default_pg_timeout:
         for group in torch.distributed.distributed_c10d._world.pg_map:
-            torch.distributed.distributed_c10d._set_pg_timeout(timedelta(days=1), group)
+            torch.distributed.distributed_c10d._set_pg_timeout(timedelta(hours=4), group)
 
 
 def end_group_at_exit() -> None:

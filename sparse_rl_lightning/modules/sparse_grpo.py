@@ -243,7 +243,7 @@ class SparseGRPO(PolicyModule):
         if not self._reference:
             return torch.zeros_like(part.sampler_logprobs)
         if self.compares_with_start:
-            narrow_weights(self._reference[0], self.policy.dtype)  # it compares in the type that the policy computes in
+            narrow_weights(self._reference[0], self.policy)  # or it would compute in another type
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
         return self.learner.logprobs(self._reference[0], part)[0]
 

@@ -27,11 +27,12 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def narrow_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round weights that are wider to a type, in place; buffers, such as rotary frequencies, stay."""
-    for parameter in model.parameters():
-        if parameter.dtype.itemsize > dtype.itemsize:
-            parameter.data = parameter.data.to(dtype)
+def narrow_weights(model: PreTrainedModel, like: PreTrainedModel) -> None:
+    """Round weights that are wider than those of the same name; buffers, such as rotary frequencies, stay."""
+    types = {name: parameter.dtype for name, parameter in like.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if types.get(name, parameter.dtype).itemsize < parameter.dtype.itemsize:
+            parameter.data = parameter.data.to(types[name])
 
 
 NOISE = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")

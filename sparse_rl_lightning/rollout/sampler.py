@@ -224,7 +224,7 @@ class RolloutSampler:
             slot = slot_bytes(g, size, params, logs, self.model.config.vocab_size, decoder, logits, self.recorded)
             plan = plan_slots(slot, self.memory_limit, slots, g.device, before=before)
             size = replace(size, num_slots=plan.num_slots)
-            if self.memory_plan is None or plan.why != self.memory_plan.why:
+            if self.memory_plan is None or plan.num_slots != self.memory_plan.num_slots:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
             g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs,

@@ -119,11 +119,16 @@ def test_the_slurm_script_goes_on_from_what_is_left(left: str | None, named: str
     (tmp_path / "srun").chmod(0o755)
     if left is not None:
         (tmp_path / ("run" if "dirpath" in named else "checkpoints") / left).mkdir(parents=True)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NNODES": "2"}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     command = ["bash", str(ROOT / "docs" / "slurm.sh"), str(tmp_path / "config.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--trainer.num_nodes=2" in done.stdout
+    assert done.stdout.startswith("--cpus-per-task=8 ")  # which srun does not take from the job
     assert ("--ckpt_path=last" in done.stdout) == (left is not None)
 
 

@@ -254,7 +254,7 @@ class Learned(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         both = torch.cat([layer.keys, layer.values], dim=-1).float()
-        return self.activation(self.net(both).squeeze(-1)) * self.scale[0]
+        return self.activation(self.net.to(both.device)(both).squeeze(-1)) * self.scale[0]
 
 
 class Trains(Learned):

@@ -187,12 +187,12 @@ def test_predictions_by_hand() -> None:
 
 
 def test_sharded_predictions_by_hand() -> None:
-    """Qwen2.5-7B in stage 2 on 4 ranks: 2 + 18 / 4 bytes per parameter, a float32 reference."""
+    """Qwen2.5-7B in stage 2 on 4 ranks: 2 + 18 / 4 bytes per parameter, a reference of 2."""
     plan = predictions.plan_of("qwen2.5-7b")
     assert plan.job.sharding == Sharding(2, 4)
     held = sum(plan.of(name) for name in ("weights", "gradients", "optimizer"))
     assert held == pytest.approx((2 + 18 / 4) * 7.6156e9, rel=1e-3)
-    assert plan.of("reference") == pytest.approx(4 * 7.6156e9, rel=1e-3)
+    assert plan.of("reference") == pytest.approx(2 * 7.6156e9, rel=1e-3)
     row = predictions.memory_row(plan, "qwen2.5-7b")
     assert row[1] == "4, stage 2"
     assert row[-1] == f"{(plan.peak - 1.05 * plan.of('reference')) / 80e9:.0%}"

@@ -33,7 +33,7 @@ class AgreedExit(SystemExit):
 class RankWatch(Callback):
     """End all ranks within seconds if one ends or ranks wait for each other forever; report which and where.
 
-    Otherwise ranks wait for a dead one in their next collective: on GPUs until its timeout, 30 minutes by default.
+    Otherwise ranks wait for a dead one in their next collective until its timeout: four hours, set by this callback.
     Every rank has a connection to rank zero. One that raises an error notifies the others before it ends; one that is
     killed breaks its connection; a machine that disappears is noticed after ``timeout``.
 

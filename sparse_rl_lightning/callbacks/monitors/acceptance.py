@@ -75,7 +75,7 @@ class AcceptanceMonitor(RolloutCallback):
 
     Args:
         every_n_rollouts: Interval of measurements in rollouts, starting with the first.
-        top_k: Number of most likely tokens that the sampler reports; at most the vocabulary.
+        top_k: Number of most likely tokens that the sampler reports; at most the vocabulary, on a GPU 256.
         bin_size: Number of tokens per length bin.
         num_bins: Number of bins; the last has no end.
         ceiling_prompts: Number of prompts of the small rollout with the full cache, one sample each; 0 measures no

@@ -128,7 +128,7 @@ def check_loss(kind: type, ours: type, theirs: type) -> None:
         )
 
 
-def check_dropout(trainer: Any) -> None:
+def check_noise(trainer: Any) -> None:
     """Switch dropout off where the policy's log-probs are compared with the sampler's, which has none, and say so.
 
     Raises:

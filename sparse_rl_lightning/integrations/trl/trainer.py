@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -26,9 +26,9 @@ from sparse_rl_lightning.corrections import normalize_weights
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.trl.checks import (
     check_arguments,
-    check_dropout,
     check_loss,
     check_method,
+    check_noise,
     check_trainer,
     sampling_of,
 )
@@ -90,7 +90,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         self._replays = replay
         self._measures = bool(corrections) or (compressor.evicts and not replay)
         if self._measures or replay:
-            check_dropout(self)
+            check_noise(self)
         self._active: Rollout | None = None  # the sequences of TRL's present call
         with self.own_forward() as policy:
             self.sampler = rollout.sampler(policy, self._tokenizer, compressor)
@@ -227,9 +227,12 @@ def _under(model: Any, death: Any, *, attention_mask: Tensor, **inputs: Any) -> 
 
 def reads_texts(function: Any) -> Any:
     """A reward of this library, which reads texts, for TRL's chats: lists of messages, of which the last counts."""
-    if not getattr(function, "__module__", "").startswith("sparse_rl_lightning."):
+    inner = getattr(function, "func", function)  # of a partial
+    places = (getattr(own, "__module__", "") for own in (inner, *type(inner).__mro__))
+    if not any(place.startswith("sparse_rl_lightning.") for place in places):
         return function
 
+    @wraps(function, updated=())
     def reward(completions: Sequence[Any], **columns: Any) -> Any:
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
         return function(completions=texts, **columns)

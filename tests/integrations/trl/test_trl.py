@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ from sparse_rl_lightning.integrations.transformers import CompressedCache
 from sparse_rl_lightning.integrations.transformers.cache import KEYWORD
 from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
 from sparse_rl_lightning.integrations.trl.checks import OTHERS, check_arguments, check_trainer
-from sparse_rl_lightning.integrations.trl.trainer import DRAWN, grouped
+from sparse_rl_lightning.integrations.trl.trainer import DRAWN, grouped, reads_texts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import has_dropout
 from sparse_rl_lightning.rewards import MathReward, arithmetic_reward, boxed_format_reward, boxed_math_reward
@@ -392,6 +393,8 @@ def test_chats_and_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
 
 def test_rewards_of_this_library_read_chats(tmp_path: Path) -> None:
     rewards = [boxed_math_reward, MathReward(), boxed_format_reward, arithmetic_reward]
+    assert reads_texts(own := partial(boxed_math_reward)) is not own  # a user's class of ours, and a partial, too
+    assert reads_texts(own := type("Mine", (MathReward,), {"__module__": "mine"})()) is not own
     trainer = build(tmp_path, more={"reward_funcs": rewards}, max_steps=1)
     columns = {"prompts": [], "completion_ids": [], "answer": ["7", "7"]}
     said = ["\\boxed{7}", "It is #7"]
