@@ -26,7 +26,7 @@ from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.options import OF_FULL_CACHE, OF_MEMORY
+from sparse_rl_lightning.rollout.options import OF_MEMORY, full_cache_limit
 
 FINGERPRINT = "fingerprint.json"
 
@@ -126,9 +126,9 @@ class Sweep:
     def _sampler(self, method: Budgeted) -> RolloutSampler:
         compressor, retriever = (method, None) if isinstance(method, Compressor) else (self.keeps, method)
         assert retriever is None or isinstance(retriever, Retriever)
-        options, on_gpu = dict(self.sampler_options), self.model.device.type != "cpu"
-        if on_gpu and not compressor.evicts and options.get("memory_limit") is None:
-            options["memory_limit"] = OF_FULL_CACHE
+        options = dict(self.sampler_options)
+        if not compressor.evicts:
+            options["memory_limit"] = full_cache_limit(options.get("memory_limit"), self.model.device)
         return RolloutSampler(self.model, compressor, retriever=retriever, **options)
 
     def _draw(self, sampler: RolloutSampler, part: int, progress: Callable[[float], None] | None) -> Acceptances:

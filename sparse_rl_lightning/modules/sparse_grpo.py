@@ -242,8 +242,6 @@ class SparseGRPO(PolicyModule):
         """Log-probs (B, T) of the reference policy, zeros without one; its weights move to the device when needed."""
         if not self._reference:
             return torch.zeros_like(part.sampler_logprobs)
-        if self.compares_with_start:
-            narrow_weights(self._reference[0], self.policy)  # or it would compute in another type
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
         return self.learner.logprobs(self._reference[0], part)[0]
 
@@ -334,6 +332,8 @@ class SparseGRPO(PolicyModule):
     def on_fit_start(self) -> None:
         """Check that prompts, generations, steps and ranks fit together, and print the plan; build the sampler."""
         super().on_fit_start()
+        if self._reference and self.compares_with_start:
+            narrow_weights(self._reference[0], self.policy)  # whose type the strategy has set by now
         if not self.generator.sampler().end_token_ids and not self.generator.sampling.stop_strings:
             rank_zero_warn(
                 "Neither the policy nor its tokenizer names a token that ends a completion: every one will have "

@@ -164,8 +164,8 @@ class RolloutOptions:
 
         Without a limit they take as many slots as fit into most of what a GPU has free, and further sequences wait.
         """
-        is_bounded = self.memory_limit is not None or device.type == "cpu"
-        return self if is_bounded else replace(self, memory_limit=OF_FULL_CACHE)
+        limit = full_cache_limit(self.memory_limit, device)
+        return self if limit == self.memory_limit else replace(self, memory_limit=limit)
 
     def sampler(
         self,
@@ -241,3 +241,8 @@ def as_texts(texts: Sequence[str] | None, name: str) -> tuple[str, ...]:
     if isinstance(texts, str):
         raise UserError(f"{name} is a list of texts, got the text {texts!r}: write [{texts!r}].")
     return tuple(texts or ())
+
+
+def full_cache_limit(given: float | None, device: torch.device) -> float | None:
+    """The memory limit of a sampler that keeps everything: on a GPU most of what is free, where none is given."""
+    return OF_FULL_CACHE if given is None and device.type != "cpu" else given

@@ -32,6 +32,8 @@ class TailReport:
     @classmethod
     def mean(cls, reports: Sequence[TailReport]) -> TailReport:
         """Those of several ranks as one: of percentiles their mean by tokens, which is not that of all tokens."""
+        if len(reports) == 1:
+            return reports[0]
         tokens: Counter[str] = Counter()
         for one in reports:
             tokens.update(one.tokens)
