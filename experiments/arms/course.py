@@ -37,10 +37,10 @@ class Course(RolloutCallback):
     """The reward of greedy answers under given caches, and what becomes of the tokens.
 
     Notes its mean on the first validation rows with the full cache and under every compressor, whatever the run itself
-    samples with; a run that learns what to evict is judged under what it has learned. Notes also the parts of the
-    mismatch; the share of tokens whose loss is left out or weighs nothing; the share that the clip of the staleness
-    ratio stops; and of every step the largest such ratio and the gradient's norm. Written to ``course.json`` at the end
-    of ``fit``.
+    samples with; a run that learns what to evict is judged under what it has learned. It judges the weights as they
+    are, without the rounding of mixed precision. Notes also the parts of the mismatch; the share of tokens whose loss
+    is left out or weighs nothing; the share that the clip of the staleness ratio stops; and of every step the largest
+    such ratio and the gradient's norm. Written to ``course.json`` at the end of ``fit``.
 
     Args:
         compressors: Told apart by their budgets.

@@ -67,7 +67,7 @@ def fit(
         enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, default_root_dir=folder,
         enable_progress_bar=any(isinstance(c, RolloutProgress) for c in callbacks),
         callbacks=[SparsityAwareRejection(), ImportanceReweighting(), *callbacks], log_every_n_steps=1,
-        fast_dev_run=options.get("fast_dev_run", False),
+        fast_dev_run=options.get("fast_dev_run", False), precision=options.get("precision", "32-true"),
     )  # fmt: skip
     trainer.fit(
         grpo, datamodule=options.get("data", Prompts(prompts_per_rollout=2)), ckpt_path=options.get("ckpt_path")

@@ -31,6 +31,7 @@ from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, page, read_run
 from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.generator import Generator
 
 
 class Quick(RunSummary):
@@ -143,6 +144,22 @@ def test_evaluation_is_greedy_whatever_validation_draws(tmp_path: Path) -> None:
     fit(tmp_path, [greedy], steps=2)
     assert sampled.record.before == greedy.record.before != {}
     assert sampled.record.samples == greedy.record.samples != []
+
+
+@pytest.mark.parametrize(("precision", "rounded"), [("bf16-mixed", torch.bfloat16), ("32-true", None)])
+def test_evaluation_is_in_the_precision_of_the_training(
+    precision: Any, rounded: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of it, the cache of a mixed run was of float32: twice the memory, and other answers than validation's."""
+    seen, generate = [], Generator.generate
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        return generate(*args, **options)
+
+    monkeypatch.setattr(Generator, "generate", watched)
+    fit(tmp_path, [RunSummary(num_problems=3)], steps=2, precision=precision)
+    assert seen == [rounded] * 5  # two caches before, the rollout, two caches after
 
 
 def test_a_folder_that_goes_away_costs_the_record_and_not_the_run(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class RunSummary(RolloutCallback):
     """Evaluate greedily before and after training, store the numbers of every rollout, and report at the end.
 
     Held-out problems are the data module's validation rows, completed with the full and with the compressed cache and
-    scored by the first of the module's reward functions.
+    scored by the first of the module's reward functions, in the precision of the training.
     At the end of ``fit`` a table and a few completions are printed, and ``summary.json`` (everything as numbers),
     ``report.html`` (one self-contained page, whose charts need matplotlib) and ``report.png`` are written. Until then
     ``progress.json`` has the record so far, for ``sparse-rl report`` on a run that is still going or was killed.
@@ -246,7 +246,8 @@ class RunSummary(RolloutCallback):
             rank_zero_warn("RunSummary: there are no validation rows, so nothing is evaluated before and after.")
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
-        found = self._greedy_scores(module, rows, trainer.is_global_zero) if rows else {}
+        with trainer.precision_plugin.val_step_context():  # Lightning enters it for steps, not for callbacks
+            found = self._greedy_scores(module, rows, trainer.is_global_zero) if rows else {}
         means = {cache: scores.mean for cache, scores in found.items() if scores.mean is not None}
         record = self.record
         record.num_problems = len(rows)
