@@ -216,6 +216,18 @@ class Rollout:
         values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
         return Rollout(**values)
 
+    def trimmed(self) -> Rollout:
+        """The rollout without the padding that all of its sequences have."""
+        length = int(self.lengths.max()) if len(self) else 0
+        changes: dict[str, Any] = {}
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if isinstance(value, EvictionRecord):
+                changes[own.name] = replace(value, length=length)  # dead tokens lie within their sequences
+            elif isinstance(value, Tensor) and value.ndim > 1:
+                changes[own.name] = value[:, :length]
+        return replace(self, **changes)
+
     def uncorrected(self, index: Tensor) -> Rollout:
         """The sequences at ``index`` without dense log-probs and corrections, which other sequences may have."""
         return replace(self[index], old_logprobs=None, weights=None, weight_reference=None)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl_lightning.calibration.watched import watch
+from sparse_rl_lightning.calibration.watched import Seen, watch
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
@@ -25,10 +26,13 @@ from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
+MAX_LENGTH = 4096
+"""Tokens of a text that are read unless told otherwise: float64 sums of a layer take much memory per token."""
+
 
 @torch.no_grad()
 def gather_statistics(
-    model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 8
+    model: PreTrainedModel, sequences: Tensor, lengths: Tensor, batch_size: int = 4
 ) -> QueryStatistics:
     """Statistics of all queries of ``sequences``, from plain forward passes.
 
@@ -45,24 +49,21 @@ def gather_statistics(
         ValueError: If rollouts do not support the model.
     """
     geometry = CacheGeometry.of(model)
-    total: list[QueryMoments] = []
-    positions = torch.arange(sequences.shape[1], device=geometry.device)
-    for start in range(0, len(sequences), batch_size):
-        ids = sequences[start : start + batch_size].to(geometry.device)
-        mask = positions < lengths[start : start + batch_size, None].to(geometry.device)
-        moments = [
-            QueryMoments(_still(q, positions, geometry), positions.expand_as(mask), mask, geometry.inv_freq)
-            for q in _queries(model, ids)
-        ]
-        total = [old.add(new) for old, new in zip(total, moments, strict=True)] if total else moments
-    return QueryStatistics.of_layers(total, geometry.num_kv_heads)
+    total: dict[int, QueryMoments] = {}
+    for rows in torch.split(torch.arange(len(sequences)), batch_size):
+        own = lengths[rows].to(geometry.device)
+        ids = sequences[rows, : int(own.max())].to(geometry.device)
+        positions = torch.arange(ids.shape[1], device=geometry.device)
+        add = partial(_add, total, positions, positions < own[:, None], geometry)
+        watch(model, ids, add)
+    return QueryStatistics.of_layers([total[layer] for layer in sorted(total)], geometry.num_kv_heads)
 
 
-def _queries(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """Rotated queries (B, Hq, T, D) of every layer."""
-    found: list[Tensor] = []
-    watch(model, ids, lambda seen: found.append(seen.query))
-    return found
+def _add(total: dict[int, QueryMoments], positions: Tensor, mask: Tensor, geometry: CacheGeometry, seen: Seen) -> None:
+    """Add up a layer's queries while it runs: all layers' together are many times the memory of a cache."""
+    still = _still(seen.query, positions, geometry)
+    found = QueryMoments(still, positions.expand_as(mask), mask, geometry.inv_freq)
+    total[seen.layer] = total[seen.layer].add(found) if seen.layer in total else found
 
 
 def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tensor:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning import __version__
 from sparse_rl_lightning.acceptance import rollout_acceptance
 from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
@@ -142,13 +144,13 @@ class Sweep:
         )  # fmt: skip
         if not sampler.compressor.evicts:
             sampler.release()  # the dense passes need memory too
-        pieces = rollout.parts(-(-len(rollout) // self.micro_batch))
-        return Acceptances.cat([self._score(piece, numbers[i * len(pieces[0]) :]) for i, piece in enumerate(pieces)])
+        by_length, names = torch.split(rollout.lengths.argsort(), self.micro_batch), torch.tensor(numbers).int()
+        return Acceptances.cat([self._score(rollout[rows].trimmed(), names[rows.cpu()]) for rows in by_length])
 
-    def _score(self, rollout: Rollout, numbers: Sequence[int]) -> Acceptances:
-        lower, upper = rollout_acceptance(self.model, rollout, self.params.temperature or 1.0)
+    def _score(self, rollout: Rollout, names: Tensor) -> Acceptances:
+        of_head = self.sampler_options.get("head_in_float32", False)
+        lower, upper = rollout_acceptance(self.model, rollout, self.params.temperature or 1.0, head_in_float32=of_head)
         row, length = rollout.completion_mask.nonzero(as_tuple=True)
-        names = torch.tensor(list(numbers[: len(rollout)]), dtype=torch.int32)
         return Acceptances(
             lengths=length.to("cpu", torch.int32),
             lower=lower[row, length].to("cpu", torch.float32),
@@ -167,6 +169,7 @@ class Sweep:
             "method": fingerprint(method=any_budget, keeps=self.keeps),
             "sampling": fingerprint(params=self.params, settings=settings),
             "prompts_per_part": str(self.prompts_per_part),
+            "version": __version__,
         }
 
 

@@ -21,7 +21,7 @@ from sparse_rl_lightning.calibration.cost import CostModel, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.imitation import imitate_attention
 from sparse_rl_lightning.calibration.picture import draw
-from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
+from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Binning
@@ -31,6 +31,7 @@ from sparse_rl_lightning.compressors.learned_score import save_network
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import output_file, writable_folder
+from sparse_rl_lightning.policies.geometry import kv_type
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.retrievers import Retriever
@@ -39,6 +40,10 @@ from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.text import say
 
 HARDWARE = "hardware.json"
+OF_SAMPLERS = (
+    "num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool", "decoder", "head_in_float32", "record_routing"
+)  # fmt: skip
+"""Options of rollouts that are arguments of samplers under the same name."""
 PARSER: dict[str, Any] = {"as_positional": False, "parser_class": ClearParser, "prog": "sparse-rl calibrate"}
 
 
@@ -102,14 +107,13 @@ def calibrate(
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).as_stored().load()
     model.to(device_of(device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-    shape = None if hardware is None else ModelShape.of(model, *[model.dtype.itemsize] * 2)
+    stored = kv_type(rollout.kv_dtype) or model.dtype
+    shape = None if hardware is None else ModelShape.of(model, model.dtype.itemsize, stored.itemsize)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
     params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
     ends = rollout.sampler(model, tokenizer, FullKV()).end_token_ids
-    options = {
-        name: getattr(rollout, name) for name in ("num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool")
-    }
+    options = {name: getattr(rollout, name) for name in OF_SAMPLERS}
     options |= {"end_token_ids": ends, "tokenizer": tokenizer}
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
@@ -158,7 +162,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
 
 
 def statistics(
-    policy: str, texts: str, statistics: str, max_length: PositiveInt = 4096, batch_size: PositiveInt = 4,
+    policy: str, texts: str, statistics: str, max_length: PositiveInt = MAX_LENGTH, batch_size: PositiveInt = 4,
     method: Literal["QFilters", "TriAttention", "LearnedScore"] = "TriAttention",
 ) -> None:  # fmt: skip
     """Gather what a compressor has to know of a policy from its own texts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
+from sparse_rl_lightning.callbacks import AcceptanceMonitor
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -27,6 +29,7 @@ from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import PROMPT
 from sparse_rl_lightning.planning.knobs import advice
 from sparse_rl_lightning.planning.propose import PROMPTS, configuration, propose
+from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
 ALIASES = {None: "32-true", 16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true"}
@@ -154,11 +157,17 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         trainer.accumulate_grad_batches, options.packs,
     )  # fmt: skip
     return Job(
-        Blueprint.of(module.policy_source), own.compressor, own.sampling, own.options, options,
+        Blueprint.of(module.policy_source), own.compressor, _with_monitors(own.sampling, trainer), own.options, options,
         module.optimizer_factory, block, own.retriever, module.loss.beta,
         ALIASES.get(trainer.precision, trainer.precision), sharding, prompt,
         module.keeps_evictions, num_steps(cli, block, sharding.ranks),
     )  # fmt: skip
+
+
+def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
+    """The sampling of a rollout that AcceptanceMonitor measures, if there is one: most likely tokens take memory."""
+    given = [one for one in trainer.callbacks or () if one.class_path.rpartition(".")[2] == AcceptanceMonitor.__name__]
+    return replace(sampling, top_logprobs=max([sampling.top_logprobs, *(one.init_args.top_k for one in given)]))
 
 
 def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
@@ -172,15 +181,27 @@ def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
     return found if most < 0 else min(found, most)
 
 
+def _count(devices: Any, is_alone: bool) -> int:
+    """The number of GPUs in ``trainer.devices``; "all that there are" is one for a run that names no strategy."""
+    if isinstance(devices, list):
+        return len(devices)
+    if str(devices).isdigit():
+        return int(devices)
+    if "," in str(devices):
+        return len([one for one in str(devices).split(",") if one.strip()])
+    if devices == "auto" and is_alone:
+        return 1
+    raise UserError(f"trainer.devices={devices!r}: a plan has to know how many GPUs. Give --trainer.devices=N.")
+
+
 def sharding_of(trainer: Any) -> Sharding:
     """What the ranks of a trainer's configuration share.
 
     Raises:
-        ValueError: If the strategy is none of those that a plan knows.
+        ValueError: If the strategy is none of those that a plan knows, or the number of GPUs is left open.
     """
-    strategy, devices = trainer.strategy, trainer.devices
-    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1
-    ranks = count * trainer.num_nodes
+    strategy = trainer.strategy
+    ranks = _count(trainer.devices, is_alone=strategy == "auto") * trainer.num_nodes
     if isinstance(strategy, str):
         entry = StrategyRegistry[strategy] if strategy in StrategyRegistry else None
         kind, own = (entry["strategy"].__name__, entry["init_params"]) if entry else (strategy, {})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import Denominators
-from sparse_rl_lightning.learner.packing import pack, pack_prompts, token_counts, trimmed
+from sparse_rl_lightning.learner.packing import pack, pack_prompts, token_counts
 from sparse_rl_lightning.ops.keyed_random import hash_bits
 from sparse_rl_lightning.records import Rollout
 
@@ -159,7 +159,7 @@ class RolloutBlock:
         self.cursor += 1
         rows = shares[turn]
         part = self.rollout[rows] if self.is_complete else self.rollout.uncorrected(rows)
-        return (trimmed(part) if self.plan.packs else part), denominators
+        return (part.trimmed() if self.plan.packs else part), denominators
 
     def store(self, part: Rollout) -> bool:
         """Store what the last micro-batch's loss found out about ``part``; returns whether that completes the block."""

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_rl_lightning.records import EvictionRecord, Rollout
+from sparse_rl_lightning.records import Rollout
 
 Compute = Callable[[Rollout], tuple[Tensor, Tensor]]
 
@@ -67,19 +65,6 @@ def token_counts(rollout: Rollout) -> list[int]:
     """The number of tokens of every sequence, prompt and completion."""
     counts: list[int] = rollout.lengths.tolist()
     return counts
-
-
-def trimmed(rollout: Rollout) -> Rollout:
-    """The rollout without the padding that all of its sequences have."""
-    length = max(token_counts(rollout), default=0)
-    changes: dict[str, Any] = {}
-    for field in fields(rollout):
-        value = getattr(rollout, field.name)
-        if isinstance(value, EvictionRecord):
-            changes[field.name] = replace(value, length=length)  # dead tokens lie within their sequences
-        elif isinstance(value, Tensor) and value.ndim > 1:
-            changes[field.name] = value[:, :length]
-    return replace(rollout, **changes)
 
 
 def pack_prompts(
@@ -140,7 +125,7 @@ def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tupl
     width = rollout.sequences.shape[1]
     found: list[tuple[Tensor, ...]] = []
     for rows in parts:
-        part = trimmed(rollout[torch.tensor(rows, device=rollout.sequences.device)])
+        part = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
         both = checkpoint(compute, part, use_reentrant=False)
         found.append(tuple(F.pad(one, (0, width - one.shape[1])) for one in both))
     order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()

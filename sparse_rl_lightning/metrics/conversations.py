@@ -83,9 +83,10 @@ def roles_of(rollout: Rollout) -> Tensor:
 def evicted_by_role(rollout: Rollout, evictions: EvictionRecord) -> dict[str, Tensor]:
     """The share () of each role's tokens that are evicted at the end, as ``kv/evicted/{role}``; 0 without any."""
     roles, heads = roles_of(rollout), evictions.num_layers * evictions.num_heads
-    rows = torch.arange(len(evictions), device=roles.device).repeat_interleave(evictions.num_dead)
-    dead = roles[rows, evictions.positions.long()]
+    dead = roles.new_zeros(len(ROLES))
+    for row, positions in zip(roles, evictions.positions.split(evictions.num_dead.tolist()), strict=True):
+        dead += torch.bincount(row[positions.int()], minlength=len(ROLES))  # one sequence's at a time: they are many
     return {
-        f"kv/evicted/{name}": (dead == role).sum() / ((roles == role).sum() * max(heads, 1)).clamp(min=1)
+        f"kv/evicted/{name}": dead[role] / ((roles == role).sum() * max(heads, 1)).clamp(min=1)
         for role, name in enumerate(ROLES)
     }

@@ -27,6 +27,9 @@ class SupervisedWarmup(PolicyModule):
     Micro-batches that Lightning accumulates, and ranks, count by their tokens, as one large batch would. (Not so under
     DeepSpeed, which keeps the accumulated gradient to itself: there each micro-batch is a mean of its own.)
 
+    The logits of a whole batch exist at once, with a vocabulary of 152k about 2 MB per token: for long solutions lower
+    ``data.prompts_per_rollout`` and raise ``trainer.accumulate_grad_batches``, which changes no gradient.
+
     It logs ``loss``, ``val_loss`` and ``val_token_accuracy`` (share of solution tokens predicted right).
 
     Args:

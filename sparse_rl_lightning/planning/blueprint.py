@@ -39,6 +39,7 @@ class Blueprint:
     path: str
     dtype: str = "auto"
     adapters: tuple[tuple[str, Any], ...] | None = None  # arguments of LoraPolicy; None trains all weights
+    eager: bool = False  # whether attention keeps all its weights, which takes memory with the square of the length
 
     @classmethod
     def of(cls, source: PolicySource) -> Blueprint:
@@ -52,7 +53,7 @@ class Blueprint:
             own = {**source.options, "target_modules": targets, "quantization": source.quantization}
             return replace(cls.of(source.base), adapters=(*own.items(),))
         if type(source) is PretrainedPolicy:
-            return cls(source.path, source.dtype)
+            return cls(source.path, source.dtype, eager=source.attn_implementation == "eager")
         raise UserError(
             f"model.policy: {type(source).__name__} has no shapes before it is loaded. A plan is made for a folder or "
             "a hub name (PretrainedPolicy), and for LoraPolicy on one of these."
@@ -61,7 +62,10 @@ class Blueprint:
     @property
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, a new copy: transformers writes the type of a model made from it into it."""
-        return copy.deepcopy(read_config(self.path))
+        found = copy.deepcopy(read_config(self.path))
+        if self.eager:
+            found._attn_implementation = "eager"
+        return found
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -40,6 +40,9 @@ MOST_PREFILLED = 16384
 BLOCK_BYTES = 30
 """Bytes of a rollout per token: ids (8), log-probs (4 each) of up to three policies, masks, weights, advantages."""
 
+LIKELY_BYTES = 12
+"""Bytes of one of a token's most likely tokens: id (8) and log-prob (4)."""
+
 
 Phases = tuple[int, int, int]
 """Bytes in the rollout, in the learner's forward and backward passes, and in the optimizer's step."""
@@ -72,6 +75,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
     record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
     kept, routed = job.rollout.keep_pool, routing(job)
+    likely = job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES
     choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
     found = {
         "weights" if job.blueprint.adapters is None else "weights and adapters": _always(held.weights),
@@ -79,6 +83,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "optimizer's state": _always(held.optimizer),
         "reference policy": _always(reference),
         "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
+        "the most likely tokens": (2 * likely, likely, likely),  # twice while sequences are joined
         "record of evictions": (record, record // 2, record // 2 * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),
@@ -210,9 +215,10 @@ def prefill_bytes(job: Job) -> int:
     Of a pack of prompts they are those of one layer; of a prompt that is read in chunks, of all its tokens and layers.
     """
     config, g, count = job.blueprint.config, job.geometry, min(MOST_PREFILLED, job.block.prompts * job.prompt)
-    routed: int = getattr(config, "moe_intermediate_size", 0) * getattr(config, "num_experts_per_tok", 0)
+    dense: int = getattr(config, "intermediate_size", 0)
+    routed: int = getattr(config, "moe_intermediate_size", dense) * (getattr(config, "num_experts_per_tok", 0) or 0)
     shared: int = getattr(config, "shared_expert_intermediate_size", 0)
-    width = max(getattr(config, "intermediate_size", 0), routed + shared)
+    width = max(dense, routed + shared)
     staged = g.depth * job.prompt if job.prompt > MOST_PREFILLED else count
     entry = 2 * g.num_kv_heads * g.head_dim
     return int(count * (3 * width + 4 * config.hidden_size) + staged * entry) * g.dtype.itemsize

@@ -5,6 +5,7 @@ Letters: B sequences, T tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -15,14 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.evaluation.evaluate import Judge, draw_from, evaluate
-from sparse_rl_lightning.learner.packing import trimmed
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.quality.clock import Clock, TimedCompression, now
 from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
+from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.prompts import encode_prompts
@@ -75,7 +77,7 @@ class Bench:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
-    judge: Judge | None
+    judge: Rewards | None
     params: SamplingParams
     num_slots: int | None = None
     num_timed: int = 32
@@ -100,10 +102,13 @@ class Bench:
         """Everything that a cell says of a compressor."""
         rollout = self.draw(compressor)
         by_length = torch.split(rollout.lengths.argsort(), MICRO_BATCH)
-        parts = [trimmed(rollout[rows]) for rows in by_length]
+        parts = [rollout[rows].trimmed() for rows in by_length]
         found = Mismatch.join([Mismatch.of(self.model, part, self.params.temperature) for part in parts])
         lengths = torch.cat([part.completion_lengths for part in parts]).cpu()
         estimates = self._estimates(found, lengths, torch.cat(by_length).cpu() // self.params.num_generations)
+        unknown = [name for name, own in estimates.items() if not math.isfinite(own.value)]
+        if unknown:
+            raise UserError(f"{', '.join(unknown)} cannot be computed: the policy's log-probabilities are not finite.")
         assert rollout.kv is not None
         return {
             **{name: own.value for name, own in estimates.items()},
@@ -126,13 +131,17 @@ class Bench:
         return estimates
 
     def _accuracy(self, compressor: Compressor) -> dict[str, float]:
-        """Accuracy of greedy answers with its interval; nothing without answers."""
+        """Accuracy of greedy answers with its interval, over the rows that are judged; nothing without any."""
         if self.judge is None:
             return {}
         params = replace(self.params, num_generations=1, temperature=0.0)
         draw = draw_from(self.sampler(compressor), self._texts, params, self.prompts())
         scores = evaluate(draw, self.rows, self.judge)
-        found = accuracy(scores.first == 1, scores.problems)
+        self.judge.settle()
+        counted = scores.applies
+        if not counted.any():
+            return {}
+        found = accuracy(scores.first[counted] == 1, scores.problems[counted])
         return {"accuracy": found.mean, "low": found.low, "high": found.high}
 
     def _texts(self, rollout: Rollout) -> list[str]:

@@ -47,8 +47,8 @@ class Mismatch:
 
     @classmethod
     def of(cls, model: PreTrainedModel, rollout: Rollout, temperature: float) -> Mismatch:
-        """That of a rollout with a record of its evictions."""
-        mask = rollout.completion_mask
+        """That of a rollout with a record of its evictions; greedy distributions are compared at temperature 1."""
+        mask, temperature = rollout.completion_mask, temperature or 1.0
         with torch.no_grad():
             both = hidden_states(model, rollout.sequences, rollout.routing), replay_states(model, rollout)
             dense, sparse = (torch.split(states[:, :-1][mask[:, 1:]], CHUNK) for states in both)

@@ -24,6 +24,7 @@ from sparse_rl_lightning.calibration.calibrate import Calibration, calibrate
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, bootstrap, cells, choose
 from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import hidden_states
 from sparse_rl_lightning.replay.hooks import REPLAY, attention_implementation
 from sparse_rl_lightning.retrievers import Centroid
@@ -165,7 +166,7 @@ def test_a_sweep_goes_on_where_it_was(policy: Any, tmp_path: Path) -> None:
     assert kept.stat().st_mtime_ns == stamp
 
 
-def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path) -> None:
+def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(policy, tmp_path).claim(METHOD)
     sweep(policy, tmp_path).claim(METHOD.with_budget(20))  # the budget does not count
     other = tiny_model(vocab_size=32, initializer_range=0.2, eos_token_id=None, seed=1)
@@ -174,9 +175,13 @@ def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path) -> Non
         (sweep(policy, tmp_path, prompts=PROMPTS[1:]), METHOD, "prompts"),
         (sweep(policy, tmp_path), SnapKV(12, buffer=4, num_sinks=1, window=3), "method"),
         (sweep(policy, tmp_path, params=SamplingParams(top_logprobs=32)), METHOD, "sampling"),
+        (sweep(policy, tmp_path, sampler_options={"head_in_float32": True}), METHOD, "sampling"),
     ]:
         with pytest.raises(ValueError, match=rf"holds a calibration with another {what}\. Choose another folder"):
             wrong.claim(method)
+    monkeypatch.setattr("sparse_rl_lightning.calibration.sweep.__version__", "a later one")
+    with pytest.raises(ValueError, match="another version"):
+        sweep(policy, tmp_path).claim(METHOD)
 
 
 def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
@@ -307,6 +312,21 @@ def test_the_shipped_configuration_calibrates(
     assert run_console(monkeypatch, "calibrate", "--config", quick, "--binning.bin_size=8") is None
     assert "Written: schedule.yaml, table.csv and calibration.json to runs/calibrate" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in finished.items())
+
+
+def test_rollouts_are_those_of_training(quick: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that say how is computed reach the sampler, and the dense passes beside it."""
+    seen = []
+
+    def looked(sweep: Sweep, *_: Any) -> None:
+        sampler = sweep._sampler(METHOD)
+        seen.extend([sampler.head_in_float32, sampler.decoder_kind, sampler.kv_dtype])
+        raise UserError("enough")
+
+    monkeypatch.setattr(Sweep, "acceptances", looked)
+    options = ["--rollout.head_in_float32=true", "--rollout.decoder=transformers", "--rollout.kv_dtype=bfloat16"]
+    assert run_console(monkeypatch, "calibrate", "--config", quick, *options) == 1
+    assert seen == [True, "transformers", torch.bfloat16]
 
 
 def _number(text: str) -> int | None:

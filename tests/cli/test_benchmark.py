@@ -307,6 +307,46 @@ def test_a_changed_reward_and_another_policy_are_measured_again(policy: str, tin
     assert len({file.read_bytes() for file in Path("out").glob("statistics*")}) == 2
 
 
+def test_greedy_completions_are_compared_by_their_distributions(policy: str, folder: Path) -> None:
+    """Divided by a temperature of 0 all were NaN, which agreed everywhere."""
+    *_, cell = main(["KNorm", *options(policy, "--temperature", "0")])
+    assert cell.reason == ""
+    assert 0 < (cell.tail or 0) < (cell.agreement or 0) < 1
+    assert 0 < (cell.kl or 0)
+
+
+def test_numbers_that_are_none_are_a_reason(
+    policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparse_rl_lightning.quality.mismatch.exact_acceptance", lambda p, q: p[:, 0] * torch.nan)
+    assert run_console(monkeypatch, "benchmark", "KNorm", *options(policy)) == 1
+    assert "tail cannot be computed: the policy's log-probabilities are not finite" in capsys.readouterr().err
+
+
+def test_times_are_measured_where_there_were_none(policy: str, folder: Path) -> None:
+    assert all(cell.time_ratio is None for cell in main(["KNorm", *options(policy, "--timed", "0")]))
+    assert all(cell.time_ratio is not None for cell in main(["KNorm", *options(policy, "--timed", "4")]))
+
+
+def test_rows_that_are_not_judged_do_not_count(policy: str, own: Path) -> None:
+    """As in validation: a row whose reward is None is neither right nor wrong."""
+    judged = MINE.replace("pays_even(completions, **_)", "pays_even(completions, answer, **_)").replace(
+        "for text in completions]", "if gold == 'judged' else None for text, gold in zip(completions, answer)]"
+    )
+    (own / "mine.py").write_text(judged)
+    found = []
+    for name, golds in (("all", ["judged"] * 3), ("half", ["judged", "no answer"] * 3)):
+        rows = [{"prompt": f"1{i}+2{i}=", "answer": gold} for i, gold in enumerate(golds)]
+        rows = rows if name == "all" else [{**row, "prompt": f"1{i // 2}+2{i // 2}="} for i, row in enumerate(rows)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = ["--data", f"{name}.jsonl", "--reward", "mine.pays_even", "--problems", "6", "--output", name]
+        *_, cell = main(["KNorm", *options(policy), *given])
+        found.append(cell.accuracy)
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert found[0] > 0
+
+
 def test_reading_the_clock_is_not_in_the_ratio(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second whenever it is read, as a GPU waits for it, nothing else takes time."""
     ticks = itertools.count(0.0)

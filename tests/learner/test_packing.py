@@ -25,7 +25,6 @@ from sparse_rl_lightning.learner.packing import (
     split,
     split_prompts,
     token_counts,
-    trimmed,
 )
 from sparse_rl_lightning.losses import Denominator, LossType
 from sparse_rl_lightning.modules import LearnerOptions, SparseGRPO
@@ -92,7 +91,7 @@ def rollout(lengths: list[int], prompt: int = 2, seed: int = 0) -> Rollout:
 
 def test_trimming_takes_away_common_padding_only() -> None:
     whole = rollout([3, 5, 1])
-    part = trimmed(whole[torch.tensor([0, 2])])
+    part = whole[torch.tensor([0, 2])].trimmed()
     assert token_counts(whole) == [5, 7, 3]
     assert {name: tuple(value.shape) for name, value in part.state().items() if isinstance(value, Tensor)} == {
         "prompt_lengths": (2,), "finished": (2,), "advantages": (2,),
@@ -127,7 +126,7 @@ def test_loss_and_gradient_are_those_of_any_packing_split_and_order(
         logprobs = (whole.old_logprobs + 0.3 * whole.weights.log().sin()).requires_grad_()  # type: ignore[union-attr,operator]
         loss = torch.zeros((), dtype=torch.float64)
         for rows in parts:
-            part = trimmed(whole[torch.tensor(rows)])
+            part = whole[torch.tensor(rows)].trimmed()
             loss = loss + objective(part, logprobs[torch.tensor(rows), : part.sequences.shape[1]], items).loss
         loss.backward()
         assert logprobs.grad is not None

@@ -27,7 +27,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, _check_sizes, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
-from sparse_rl_lightning.planning.memory import slot_size
+from sparse_rl_lightning.planning.memory import parts_of, slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import job_of, levels, propose
 from sparse_rl_lightning.testing import tiny_model
@@ -139,6 +139,8 @@ def test_the_best_knob_is_found_by_trying(tiny: str) -> None:
     [
         ("auto", 1, Sharding(0, 1)),
         ("ddp", 4, Sharding(0, 4)),
+        ("auto", "auto", Sharding(0, 1)),
+        ("ddp", "0,1,2", Sharding(0, 3)),
         ("sparse_rl_deepspeed_stage_2", [0, 1], Sharding(2, 2)),
         ("sparse_rl_deepspeed_stage_3_offload", 2, Sharding(3, 2, True, True)),
     ],
@@ -150,6 +152,13 @@ def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> 
     trainer = Trainer()
     trainer.strategy, trainer.devices = strategy, devices  # type: ignore[attr-defined]
     assert sharding_of(trainer) == expected
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", "auto"), ("auto", -1), ("auto", "-1")])
+def test_all_gpus_that_there_are_is_no_number(strategy: str, devices: Any) -> None:
+    """It was counted as one: eight cards under DDP had no second copy of the gradients."""
+    with pytest.raises(UserError, match="a plan has to know how many GPUs"):
+        sharding_of(Namespace(num_nodes=1, devices=devices, strategy=strategy))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2", "sparse_rl_deepspeed", "ddp_2"])
@@ -432,6 +441,15 @@ def test_samples_that_are_not_trained_on_are_no_part_of_the_block(written: str) 
     ])  # fmt: skip
     assert drawn.block == plain.block
     assert drawn.sequences == 2 * plain.sequences
+
+
+def test_most_likely_tokens_are_counted_and_those_of_a_monitor_too(written: str) -> None:
+    asked = ["--model.sampling.top_logprobs=20"], ["--trainer.callbacks+=AcceptanceMonitor"]
+    jobs = [configured(["--config", written, *own]) for own in ([], *asked)]
+    none, *some = (parts_of(job, 80e9)[0].get("the most likely tokens") for job in jobs)
+    one = jobs[0].sequences * jobs[0].length * 20 * 12
+    assert none is None
+    assert some == [(2 * one, one, one)] * 2  # twice while the sequences of a rollout are joined
 
 
 def test_a_form_that_cannot_be_counted_is_not_proposed(folder: Path) -> None:

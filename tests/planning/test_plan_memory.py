@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from sparse_rl_lightning.calibration import ModelShape
 from sparse_rl_lightning.compressors import RKV, FullKV
@@ -29,11 +29,13 @@ from sparse_rl_lightning.planning.memory import (
     empty_model,
     learner,
     optimizer_bytes,
+    prefill_bytes,
     reference_bytes,
     slot_size,
     states,
 )
 from sparse_rl_lightning.planning.seconds import forward_flops, passes
+from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
 from sparse_rl_lightning.testing import tiny_model
@@ -92,6 +94,22 @@ def live_pass(model: PreTrainedModel, job: Job) -> int:
         logprobs, _ = sequence_logprobs(model, ids, mask, 1.0, job.learner.head_chunk_size)
         logprobs.sum().backward()
     return live.most
+
+
+def test_eager_attention_is_counted_with_the_square_of_the_length(folder: str) -> None:
+    source = PretrainedPolicy(folder, dtype="float32", attn_implementation="eager")
+    eager, plain = (job(folder, blueprint=Blueprint.of(s)) for s in (source, PretrainedPolicy(folder, "float32")))
+    assert learner(eager).peak > learner(plain).peak
+    assert real(eager, attention="eager").config._attn_implementation == eager.blueprint.config._attn_implementation
+
+
+def test_experts_of_mixtral_are_as_wide_as_a_layer(folder: str, tmp_path: Path) -> None:
+    config = MixtralConfig(hidden_size=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    config.save_pretrained(tmp_path)
+    one = MixtralConfig(hidden_size=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=1)
+    one.save_pretrained(tmp_path / "one")
+    both, single = (prefill_bytes(job(folder, blueprint=Blueprint(str(p)))) for p in (tmp_path, tmp_path / "one"))
+    assert both - single == 2 * (LENGTH - COMPLETION) * 3 * 64 * 4
 
 
 # ---------------------------------------------------------------- what is trained

@@ -182,7 +182,8 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
     try:
         always = {"protect_prompt": True} if method is FLOOR else {}
         compressor = _compressor(bench, results, method, {**sizes, **always, "budget": budget})
-        own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []))
+        timed = [bench.num_timed, str(bench.model.device)] if bench.num_timed else []
+        own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
         known = results.find(method.name, budget, own)
         return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
     except Exception as error:
@@ -215,18 +216,21 @@ def _asked(method: Method) -> list[str]:
 
 def _statistics(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
     """Statistics of the queries in a rollout."""
-    from sparse_rl_lightning.calibration import gather_statistics
+    from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics
 
-    gather_statistics(model, rollout.sequences, rollout.lengths).save(str(path))
+    shown = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
+    gather_statistics(model, *shown).save(str(path))
 
 
 def _network(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
     """A network that imitates the full cache's attention in a rollout."""
     from sparse_rl_lightning.calibration.imitation import HORIZON, imitate_attention
+    from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH
     from sparse_rl_lightning.compressors.learned_score import save_network
 
     horizon = min(HORIZON, max(1, int(rollout.lengths.max()) // 2))
-    network, _ = imitate_attention(model, rollout.sequences, rollout.lengths, horizon=horizon, seed=0)
+    shown = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
+    network, _ = imitate_attention(model, *shown, horizon=horizon, seed=0)
     save_network(network, path)
 
 
