@@ -150,7 +150,7 @@ class AcceptanceTail:
         if not bool(values.isfinite().all()):
             raise UserError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
         bins = (mask.nonzero()[:, 1] // bin_size).clamp(max=num_bins - 1)
-        own = {number: values[bins == number] for number in bins.unique().tolist()}
+        own = {number: values[bins == number] for number in torch.unique(bins).tolist()}
         names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in own}
         return cls(
             by_length={names[number]: percentile(found, share) for number, found in own.items()},

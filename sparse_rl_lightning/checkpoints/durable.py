@@ -31,8 +31,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, weights: bool = True) -> None:
         self.weights = weights
-        self.is_failing = False
-        self._to_remove: list[Path] = []
+        self._waiting: dict[Path, list[Path]] = {}  # old checkpoints to remove, by the folder where saving fails
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether some folder's newest checkpoint could not be saved."""
+        return bool(self._waiting)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write all of it or nothing; on remote file systems as Lightning does.
@@ -72,8 +76,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Remove a checkpoint and its weights; one that nothing has replaced yet is kept for now."""
         if "://" in str(path):
             super().remove_checkpoint(path)
-        elif self.is_failing:
-            self._to_remove.append(Path(path))
+        elif Path(path).parent in self._waiting:
+            self._waiting[Path(path).parent].append(Path(path))
         else:
             try:
                 remove(Path(path))
@@ -83,20 +87,18 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def failed(self, path: Path, error: BaseException) -> None:
         """Continue without this checkpoint, and warn on the first failure in a row."""
-        if not self.is_failing:
+        if path.parent not in self._waiting:
             rank_zero_warn(
                 f"The checkpoint {path} could not be saved: {error}. The run goes on and tries again at the next one; "
                 "earlier checkpoints are kept. Make room on the disk, or correct dirpath of ModelCheckpoint."
             )
-        self.is_failing = True
+        self._waiting.setdefault(path.parent, [])
 
     def saved(self, path: Path) -> None:
-        """Remove the checkpoints kept until a save worked."""
-        if self.is_failing:
+        """Remove the checkpoints of the same folder that were kept until a save worked."""
+        if path.parent in self._waiting:
             rank_zero_info(f"Checkpoints are saved again: {path}")
-        self.is_failing = False
-        waiting, self._to_remove = self._to_remove, []
-        for old in waiting:
+        for old in self._waiting.pop(path.parent, []):
             if old != path:
                 self.remove_checkpoint(old)
 

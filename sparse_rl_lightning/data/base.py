@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from lightning import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -149,14 +150,23 @@ class PromptDataModule(LightningDataModule):
         return self.val_dataloader()
 
 
-def check_own_loader(trainer: Trainer, admit: Callable[[list[Row], Callable[[int], str], bool], list[Row]]) -> None:
+def check_own_loader(
+    trainer: Trainer, admit: Callable[[list[Row], Callable[[int], str], bool], list[Row]], repeats: int
+) -> None:
     """Have the rows of a user's own training loader checked, if it shows them; a stream's are as they are read.
 
     Raises:
         ValueError: If a row is refused, or would be left out.
     """
+    if isinstance(getattr(trainer, "datamodule", None), PromptDataModule):
+        return
+    if repeats > 1:
+        rank_zero_warn(
+            f"A rollout takes {repeats} batches of the training loader, and draws for the prompts of the first alone. "
+            "Give every batch that often in a row, as PromptDataModule does, or the others are never seen."
+        )
     rows: Any = getattr(trainer.train_dataloader, "dataset", None)
-    if isinstance(getattr(trainer, "datamodule", None), PromptDataModule) or not isinstance(rows, list):
+    if not isinstance(rows, list):
         return
     if len(admit(rows, "row {} of the training data".format, True)) < len(rows):
         raise UserError(

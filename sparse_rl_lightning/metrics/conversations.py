@@ -84,7 +84,7 @@ def evicted_by_role(rollout: Rollout, evictions: EvictionRecord) -> dict[str, Te
     """The share () of each role's tokens that are evicted at the end, as ``kv/evicted/{role}``; 0 without any."""
     roles, heads = roles_of(rollout), evictions.num_layers * evictions.num_heads
     dead = roles.new_zeros(len(ROLES))
-    for row, positions in zip(roles, evictions.positions.split(evictions.num_dead.tolist()), strict=True):
+    for row, positions in zip(roles, torch.split(evictions.positions, evictions.num_dead.tolist()), strict=True):
         dead += torch.bincount(row[positions.int()], minlength=len(ROLES))  # one sequence's at a time: they are many
     return {
         f"kv/evicted/{name}": dead[role] / ((roles == role).sum() * max(heads, 1)).clamp(min=1)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.callbacks.foreign import check_foreign
 from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
@@ -131,11 +131,7 @@ class PolicyModule(LightningModule):
         check_strategy(self.trainer.strategy)
         given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         for own in given:
-            if isinstance(own, (LearningRateFinder, BatchSizeFinder)):
-                raise UserError(
-                    f"trainer.callbacks: {type(own).__name__} changes an attribute of the module, which "
-                    "learning rate and batch size are not. Set model.optimizer's lr and data.prompts_per_rollout."
-                )
+            check_foreign(own)
         fix_folders(self.trainer)
         # ranks that have met and trained together may test one by one, as Lightning advises
         if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():

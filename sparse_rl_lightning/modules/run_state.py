@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from sparse_rl_lightning.checkpoints.sharded import ANEW
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -89,7 +93,7 @@ class RunState:
         if not self._trains:
             return
         if m.trainer.world_size > 1:  # for all ranks to compare
-            m.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=checkpoint)}"
+            m.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=_thinned(checkpoint))}"
         own = ["optimizer_states"] if m.trainer.strategy.lightning_restore_optimizer else []
         check_parts(checkpoint, ["loops", "lr_schedulers", *own, *m.resumed_parts])
         self._check_seeds(checkpoint)
@@ -202,6 +206,8 @@ class RunState:
 class RolloutState(RunState):
     """The state of a run of rollouts: the rest of one, unfinished sequences, their number, and random numbers."""
 
+    _reported: Mapping[str, Tensor] = {}  # metrics of the rollout that a checkpoint was within
+
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store all of it as tensors, numbers and texts."""
         super().save(checkpoint)
@@ -217,6 +223,7 @@ class RolloutState(RunState):
             "block": None if m.block is None or m.block.is_spent else m.block.state(),
             "partial": m.generator.partial_state(),
             "random_state": m.training_state.random(),
+            "reported": {name: float(value) for name, value in m.trainer.callback_metrics.items()},
         }
         sent = own if m._world_size == 1 else tensors_to(own, "cpu")  # else rank zero reads it onto the others' GPUs
         checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
@@ -235,8 +242,14 @@ class RolloutState(RunState):
         m, state = self.module, checkpoint.get("sparse_rl")
         if m.generator.shadow is not None:
             m.generator.shadow.version = None  # its weights are outdated, even from the same step
-        if state is None:
+        if state is None or not self._trains:
             return
+        done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {}).get("current", {})
+        if done.get("ready") != done.get("processed"):
+            raise UserError(
+                "ckpt_path: this checkpoint was saved within a training step (save_on_exception), which cannot be gone "
+                "on with. Give one of RolloutCheckpoint."
+            )
         m.num_rollouts, m.num_sequences = state["num_rollouts"], state.get("num_sequences")
         own = self._of_rank(checkpoint)
         if own is None:
@@ -246,6 +259,7 @@ class RolloutState(RunState):
             )
             return
         m.training_state.load(own)
+        self._reported = {name: torch.tensor(value) for name, value in own.get("reported", {}).items()}
         if m.generator.partial is not None:
             m.generator.partial.load_state(own.get("partial"))
         elif own.get("partial") is not None:
@@ -266,8 +280,13 @@ class RolloutState(RunState):
             ranks.check_agreement(self.module.same_on_ranks)
 
     def begin(self) -> None:
-        """Check that ranks begin training alike; a resumed checkpoint is not saved again after its first step."""
+        """Check that ranks begin alike and steps are whole; a resumed checkpoint is not saved after its first step.
+
+        Raises:
+            ValueError: If ranks differ, or an optimizer step would have a part of its gradient.
+        """
         m = self.module
+        check_batches(m.trainer)
         if m._world_size > 1:
             m.same_on_ranks["optimizer steps"] = str(m.trainer.global_step)
             ranks.check_training(m.trainer, m.same_on_ranks)
@@ -281,6 +300,7 @@ class RolloutState(RunState):
         state = m.training_state.resume()
         if state is None:
             return None
+        m.trainer.callback_metrics.update(self._reported)  # for those who follow what a rollout has logged
         plan = m.plan(len(state["rollout"]["sequences"]) // m.group_size)
         block = RolloutBlock.from_state(plan, state, m.generator.sampling.seed or 0, m.denominators)
         block.rollout = block.rollout.to(m.device)
@@ -291,6 +311,35 @@ class RolloutState(RunState):
         state = checkpoint["sparse_rl"]
         states: list[dict[str, Any]] = [state, *state.get("other_ranks", [])]
         return states[self.module.global_rank] if len(states) == self.module._world_size else None
+
+
+def check_batches(trainer: Any) -> None:  # Lightning sets overfit_batches where no type says so
+    """Refuse limits of Lightning's that cut an optimizer step, or draw other batches than a rollout consists of.
+
+    Raises:
+        ValueError: If there is such a limit.
+    """
+    if trainer.overfit_batches:
+        raise UserError(
+            f"trainer.overfit_batches={trainer.overfit_batches} replaces the order in which rollouts read prompts. "
+            "Give data with few rows instead, such as num_train."
+        )
+    count, every = trainer.num_training_batches, trainer.accumulate_grad_batches
+    if math.isfinite(count) and count % every:
+        raise UserError(
+            f"An epoch has {count} batches (trainer.limit_train_batches={trainer.limit_train_batches}), no multiple of "
+            f"trainer.accumulate_grad_batches={every}: Lightning would take a step with a part of its gradient at the "
+            "end. Set limit_train_batches to a multiple."
+        )
+
+
+def _thinned(value: Any) -> Any:
+    """The same with a few thousand numbers of each large tensor: hashing all takes minutes where weights are many."""
+    if isinstance(value, Tensor):
+        return value if value.numel() <= 2**16 else value.flatten()[:: value.numel() // 2**12]
+    if isinstance(value, dict):
+        return {name: _thinned(one) for name, one in value.items()}
+    return [_thinned(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

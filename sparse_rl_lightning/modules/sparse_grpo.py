@@ -352,7 +352,7 @@ class SparseGRPO(PolicyModule):
         """Check that ranks start alike, and the rows of a loader that is not ours."""
         super().on_train_start()
         self.run_state.begin()
-        check_own_loader(self.trainer, self.admit)
+        check_own_loader(self.trainer, self.admit, self.steps_per_rollout)
         self.generator.begin(lambda: rows_of(self.trainer.train_dataloader))
 
     def on_train_batch_start(self, batch: Rows, batch_idx: int) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from tiny_grpo import fit, module
+from tiny_grpo import fit, module, weights
 from tiny_run import config, write
 
 from sparse_rl_lightning.callbacks import RolloutCheckpoint
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
+from sparse_rl_lightning.checkpoints import durable
 from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.cli.training.checks import check_checkpoint
+from sparse_rl_lightning.errors import UserError
 
 
 def test_its_defaults_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
@@ -23,7 +29,7 @@ def test_its_defaults_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None
     assert (callback.save_last, callback._enable_version_counter, callback._every_n_train_steps) == (True, False, 40)
     logger = CSVLogger(tmp_path / "logs")
     trainer = Trainer(default_root_dir=tmp_path, callbacks=[callback], logger=logger, accelerator="cpu")
-    assert last_path(trainer) == tmp_path / "checkpoints" / "last.ckpt"  # before setup
+    assert last_path(trainer) == str(tmp_path / "checkpoints" / "last.ckpt")  # before setup
     assert callback.dirpath is None
     callback.setup(trainer, module(), "fit")
     assert callback.dirpath == str(tmp_path / "checkpoints")
@@ -69,6 +75,90 @@ def test_a_slow_run_writes_last_by_the_clock_behind_an_optimizer_step(
     steps = [0, 0, 1, 1, 2, 2]
     assert watch.seen == [(step, step, 2 * step) if saves and step else (step, None, None) for step in steps]
     assert callback.state_key == RolloutCheckpoint(dirpath=tmp_path).state_key  # that of older checkpoints
+
+
+class StopAt(Callback):
+    """Ends training behind an optimizer step, as EarlyStopping and a time limit do."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+@pytest.mark.parametrize(
+    ("steps", "callbacks", "limits", "end"),
+    [(5, [], {}, 5), (-1, [StopAt(5)], {"min_epochs": 0}, 5), (-1, [], {"max_epochs": 1}, 4)],
+    ids=["max_steps", "stopped", "max_epochs"],
+)
+def test_the_end_of_training_is_saved_whatever_ends_it(
+    steps: int, callbacks: list[Any], limits: dict[str, Any], end: int, tmp_path: Path
+) -> None:
+    """With 40 steps between two checkpoints, the last of 60 was lost; going on from it is as if it had not ended."""
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    first = module()
+    fit(first, steps, [*callbacks, RolloutCheckpoint(tmp_path, every_n_train_steps=3)], **options, **limits)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == end
+    assert saved["state_dict"]["policy.lm_head.weight"].equal(first.policy.lm_head.weight)
+    resumed, whole = module(), module()
+    fit(resumed, 7, [RolloutCheckpoint(tmp_path)], ckpt_path=tmp_path / "last.ckpt", **options)
+    fit(whole, 7, [RolloutCheckpoint(tmp_path / "whole")], **options)
+    assert weights(resumed).equal(weights(whole))
+
+
+def test_a_link_never_leads_to_what_was_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning removed the good link first, and slurm.sh then began anew over the run."""
+    writes, write = itertools.count(), durable.write_files
+
+    def full(*args: Any, **options: Any) -> None:
+        if next(writes):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args, **options)
+
+    monkeypatch.setattr(durable, "write_files", full)
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    saves = RolloutCheckpoint(tmp_path, every_n_train_steps=2, save_last="link")
+    with pytest.warns(UserWarning, match="could not be saved"), pytest.raises(SystemExit):
+        fit(module(), 4, [saves], **options)
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_a_folder_that_is_full_is_not_forgotten_for_another(tmp_path: Path) -> None:
+    """Two callbacks with folders of their own: that one saves does not mean that the other does."""
+    plugin, old = durable.DurableCheckpointIO(), tmp_path / "full" / "old.ckpt"
+    old.parent.mkdir()
+    old.touch()
+    with pytest.warns(UserWarning, match="could not be saved"):
+        plugin.failed(old.with_name("new.ckpt"), OSError("full"))
+    plugin.saved(tmp_path / "other" / "new.ckpt")
+    plugin.remove_checkpoint(old)
+    assert plugin.is_failing
+    assert old.exists()
+    plugin.saved(old.with_name("newer.ckpt"))
+    assert not plugin.is_failing
+    assert not old.exists()
+
+
+def test_a_remote_last_checkpoint_has_its_address(tmp_path: Path) -> None:
+    trainer = Trainer(callbacks=[RolloutCheckpoint("memory://here/run")], logger=False, accelerator="cpu")
+    assert last_path(trainer) == "memory://here/run/last.ckpt"
+    folder = Namespace(
+        class_path="sparse_rl_lightning.callbacks.RolloutCheckpoint", init_args=Namespace(dirpath="memory://here/run")
+    )
+    given = Namespace(trainer=Namespace(callbacks=[folder], default_root_dir=None), ckpt_path="last")
+    with pytest.raises(UserError, match=r"--ckpt_path=memory://here/run/last\.ckpt"):
+        check_checkpoint(given)
+
+
+def test_a_home_folder_behind_an_equals_sign_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "last.ckpt").touch()
+    given = Namespace(ckpt_path="~/last.ckpt")
+    check_checkpoint(given)
+    assert given.ckpt_path == str(tmp_path / "last.ckpt")
 
 
 def test_the_clock_leaves_the_best_to_their_metric(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_grpo import module
+from tiny_grpo import loaded, module
 from tiny_run import config, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,6 +48,19 @@ def test_export_refuses_what_it_would_spoil_or_cannot_find(used_folder: Path) ->
         checkpoint.unlink()
     with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt"):
         main(["export", "--config", path])
+
+
+def test_an_export_that_fails_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grpo = loaded()
+
+    def full(folder: Path, **_: Any) -> None:
+        (folder / "half.safetensors").write_bytes(b"much")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(grpo, "export", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_policy(grpo, tmp_path / "policy")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

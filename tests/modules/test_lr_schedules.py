@@ -87,6 +87,19 @@ def test_a_resumed_run_goes_on_with_what_it_saw(tmp_path: Path) -> None:
     assert other.lr_scheduler_configs[0].scheduler.factor == 0.5
 
 
+def test_a_run_that_is_resumed_within_a_rollout_knows_its_metrics(tmp_path: Path) -> None:
+    """What a rollout has logged is followed by the rest of its steps, by monitors and by schedules."""
+
+    def run(steps: int, **options: Any) -> Any:
+        own = module(lr=1.0, lr_scheduler=plateau(), steps_per_generation=4)
+        return fit(own, steps, [RolloutCheckpoint(tmp_path)], enable_checkpointing=True, **options)
+
+    whole, _ = run(7), run(2)
+    resumed = run(7, ckpt_path=tmp_path / "last.ckpt")
+    assert rate(resumed) == rate(whole) < 1.0
+    assert resumed.callback_metrics["reward"] == whole.callback_metrics["reward"]
+
+
 def test_a_function_of_transformers_in_python() -> None:
     grpo = module(level, lr=1.0, lr_scheduler=lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, 5))
     assert rate(fit(grpo, 3)) == pytest.approx(0.5 * (1 + math.cos(math.pi * 2 / 4)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -75,10 +75,10 @@ class Preemption(Callback):
         self.received = signal.Signals(number)
 
 
-def last_path(trainer: Trainer) -> Path | None:
-    """The path of the last checkpoint of the trainer's checkpoint callback, None if there is none."""
+def last_path(trainer: Trainer) -> str | None:
+    """The path or address of the last checkpoint of the trainer's checkpoint callback, None if there is none."""
     for callback in trainer.checkpoint_callbacks:
         folder = checkpoint_folder(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback.save_last and folder:
-            return Path(folder) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+            return os.path.join(folder, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
     return None

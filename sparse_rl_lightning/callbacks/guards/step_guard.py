@@ -80,8 +80,9 @@ class StepGuard(Callback):
         self._skips_now = not trainer.strategy.reduce_boolean_decision(finite, all=True)
         sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
         self._norm = None if self._skips_now else _length(trainer, norms, sharded) / _scale(trainer, optimizer)
-        if self._skips_now:
-            for parameter in parameters:
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if self._skips_now and not (scaled and getattr(optimizer, "_step_supports_amp_scaling", False)):
+            for parameter in parameters:  # but for a fused optimizer in float16, which itself looks and skips
                 parameter.grad = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

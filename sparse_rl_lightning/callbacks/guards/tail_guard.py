@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -202,7 +203,8 @@ class TailGuard(RolloutCallback):
         if self.mode == "raise":
             self._check_raisable(rollout_module(pl_module, self).generator)
         if self.mode == "stop" and trainer.is_global_zero:
-            writable_folder(self._folder(trainer), "TailGuard: folder")
+            if "://" not in self._folder(trainer):
+                writable_folder(self._folder(trainer), "TailGuard: folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give a resumed run the budget under which its current rollout was drawn."""
@@ -315,15 +317,15 @@ class TailGuard(RolloutCallback):
 
     def _end(self, trainer: Trainer, module: RolloutModule) -> None:
         self._stop = False
-        path = self._folder(trainer) / f"tail_guard_{module.num_rollouts - 1:05d}.ckpt"
+        path = os.path.join(self._folder(trainer), f"tail_guard_{module.num_rollouts - 1:05d}.ckpt")
         self.watch.start_over()  # a user who resumes from it has changed something
         trainer.save_checkpoint(path, weights_only=False)
         trainer.should_stop = True
         rank_zero_info(f"TailGuard: stopped; resume from {path}.")
 
-    def _folder(self, trainer: Trainer) -> Path:
+    def _folder(self, trainer: Trainer) -> str:
         own = getattr(trainer.checkpoint_callback, "dirpath", None)
-        return Path(self.folder or own or Path(trainer.default_root_dir) / "checkpoints").expanduser()
+        return os.path.expanduser(self.folder or own or os.path.join(trainer.default_root_dir, "checkpoints"))
 
     # ---------------------------------------------------------------- checkpoints
 

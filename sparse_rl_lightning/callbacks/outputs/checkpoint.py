@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.files import remove
 
 EVERY_N_TRAIN_STEPS = 40
 """Optimizer steps between two checkpoints: ten rollouts with the paper's settings."""
@@ -28,8 +29,9 @@ class RolloutCheckpoint(ModelCheckpoint):
             ``train_time_interval`` is given.
         save_last: Whether ``last.ckpt`` is written beside the newest checkpoint; ``link`` makes it a link.
         enable_version_counter: Whether an existing ``last.ckpt`` is kept and ``last-v1.ckpt`` is written.
-        minutes: Minutes after which ``last.ckpt`` is written even if none is due, after an optimizer step;
-            null for never, as without ``save_last``, and with ``every_n_epochs`` or ``train_time_interval``.
+        minutes: Minutes after which ``last.ckpt`` is written even if none is due, after an optimizer step, as it is
+            behind the last one; null for neither, as without ``save_last``, and with ``every_n_epochs`` or
+            ``train_time_interval``.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class RolloutCheckpoint(ModelCheckpoint):
             return
         if self._last_global_step_saved == trainer.global_step:
             self._saved_at = time.monotonic()
-        is_late = time.monotonic() - self._saved_at > 60 * self.minutes
+        is_due = time.monotonic() - self._saved_at > 60 * self.minutes or _is_last_step(trainer)
         if trainer.world_size > 1:
-            is_late = trainer.strategy.broadcast(is_late)
-        if is_late and not self._should_skip_saving_checkpoint(trainer):
-            self._save_last_by_the_clock(trainer)
+            is_due = trainer.strategy.broadcast(is_due)
+        if is_due and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_alone(trainer)
             self._saved_at = time.monotonic()
 
-    def _save_last_by_the_clock(self, trainer: Trainer) -> None:
+    def _save_last_alone(self, trainer: Trainer) -> None:
         """Write ``last.ckpt``, and no link; a validation at this step may save another, of its score."""
         asked, before = self.save_last, self._last_global_step_saved
         self.save_last = bool(asked)
@@ -88,10 +90,28 @@ class RolloutCheckpoint(ModelCheckpoint):
         finally:
             self.save_last, self._last_global_step_saved = asked, before
 
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """Let ``last.ckpt`` lead to a checkpoint that is there, at once: Lightning removes the old link before."""
+        if trainer.is_global_zero and os.path.exists(filepath):  # it may not have been saved
+            new = f"{linkpath}.new"
+            remove(Path(new))
+            os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), new)
+            if not os.path.islink(linkpath) and os.path.isdir(linkpath):
+                remove(Path(linkpath))
+            os.replace(new, linkpath)
+        trainer.strategy.barrier()
+
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning calls this before ``setup``."""
         self.dirpath = checkpoint_folder(self, trainer)
         return super()._find_last_checkpoints(trainer)
+
+
+def _is_last_step(trainer: Trainer) -> bool:
+    """Whether training ends behind this optimizer step, as far as the trainer knows by now."""
+    ends_epoch = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.should_stop or trainer.global_step == trainer.max_steps or ends_epoch
 
 
 def checkpoint_folder(callback: Callback, trainer: Trainer) -> str | None:

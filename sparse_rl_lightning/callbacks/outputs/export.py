@@ -64,12 +64,17 @@ class ExportPolicy(Callback):
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
     """Export beside the folder, of :func:`export_place`, then rename. All ranks call this, rank zero writes."""
     is_zero = module.global_rank == 0
-    new, old = (folder.with_name(f".{folder.name}.{end}-{os.getpid()}") for end in ("new", "old"))
+    new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", f"old-{os.getpid()}"))
     if is_zero:
-        remove(new)
+        remove(new)  # of a run that was killed
         new.mkdir(parents=True)
     options = {} if dtype is None else {"dtype": dtype}  # a user's module may have none
-    module.export(new, **options)  # type: ignore[operator]  # checked in setup
+    try:
+        module.export(new, **options)  # type: ignore[operator]  # checked in setup
+    except BaseException:
+        if is_zero:
+            remove(new)  # may be most of a full disk
+        raise
     if is_zero:
         if folder.exists():
             folder.rename(old)

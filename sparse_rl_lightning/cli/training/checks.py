@@ -86,9 +86,16 @@ def check_checkpoint(config: Any) -> None:
     if ckpt_path is None or ckpt_path in NAMED_CHECKPOINTS:
         return
     if ckpt_path == "last":
-        config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in checkpoint_folders(config)])
+        folders = list(checkpoint_folders(config))
+        if remote := [folder for folder in folders if "://" in folder]:
+            raise UserError(
+                f"ckpt_path=last looks into local folders, and {remote[0]} is none. Give the address: "
+                f"--ckpt_path={remote[0].rstrip('/')}/{LAST}, or leave it out to start anew."
+            )
+        config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in folders])
     elif "://" not in str(ckpt_path):
-        _check_exists(Path(ckpt_path), f"ckpt_path={str(ckpt_path)!r}")
+        config.ckpt_path = os.path.expanduser(ckpt_path)  # a shell leaves ~ behind an equals sign
+        _check_exists(Path(config.ckpt_path), f"ckpt_path={str(ckpt_path)!r}")
 
 
 def last_checkpoint(folders: Sequence[Path]) -> str:

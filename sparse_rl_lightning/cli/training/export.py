@@ -46,12 +46,13 @@ class ExportingTrainer(Trainer):
         Raises:
             ValueError: If the checkpoint is missing or of another policy, or the folder contains something else.
         """
-        module, path = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else Path(ckpt_path)
-        if path is None:
+        module, given = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else str(ckpt_path)
+        if given is None:
             raise UserError(
                 "ckpt_path=last needs a RolloutCheckpoint, or a ModelCheckpoint with save_last and a dirpath."
             )
         check_dtype(dtype, "dtype")
+        path = Path(given).expanduser()
         recover(path)
         place = export_place(folder)
         check_replaceable(place, "folder")
