@@ -40,7 +40,9 @@ that are killed when they take too long. These are the conventions where mathema
 - A box in ``<think>`` counts only if asked for (``boxes_in_thoughts``). What stands before a ``</think>`` without a
   beginning is thought, as the prompt's template may have written it, and so is all after a ``<think>`` without an end.
 - Letters stand for positive numbers, with ``|x|`` for numbers of any sign, and for integers in the exponent of a
-  negative number; ``e``, ``i`` and ``\pi`` stand for the constants. Words are never read as products of letters.
+  negative number; ``e``, ``i`` and ``\pi`` stand for the constants. Where values are rounded, ``i`` to ``n``, ``p``
+  and ``q`` stand for integers. ``\log`` without a base is the natural logarithm. Words are never read as products of
+  letters.
 """
 
 from exact_answers.arithmetic import evaluate_expression

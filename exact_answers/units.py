@@ -33,6 +33,7 @@ _NO_UNITS = frozenset(
 )
 _SCALES = ("hundred", "thousand", "million", "billion", "trillion", "dozen")
 _ORDINAL = re.compile(r"(?!(?:month|width|length|depth|breadth|path|cloth|moth|booth|bath)s?$)\w{2,}th[s]?")  # eighths
+_SPEEDS = {"mph": "mi/h", "kph": "km/h"}
 _SQUARED = {"squared": "^2", "cubed": "^3"}
 _MAY_BE_SQUARED = frozenset("m cm mm km dm in ft yd mi s min h unit".split())
 _ANY_CASE = frozenset("cm km kg ft hr yd sq am pm day deg min rad sec per usd mph".split())  # Km means km
@@ -122,4 +123,4 @@ def _one_spelling(pieces: list[str]) -> str:
             unit, power = unit + word + power, ""
         elif word != "*" or unit == "m":  # a newton meter is Nm, but a meter second is not ms
             unit += {"per": "/", **_SQUARED}.get(word, word)
-    return unit
+    return _SPEEDS.get(unit, unit)

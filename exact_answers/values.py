@@ -24,6 +24,8 @@ PRECISION = 600
 """Bits of a value that is not a fraction."""
 MAX_BITS = 20_000
 """Bits of a numerator, a denominator or an exponent of two."""
+INTEGERS = frozenset("ijklmnpqIJKLMNPQ")
+"""First letters of names that stand for integers by custom, where values are rounded."""
 NUM_POINTS = 3
 NUM_WHOLE_EXPONENTS = 12  # points for exponents of a negative base, whose powers repeat
 NUM_WHOLE_POINTS = 64  # points if values are rounded, so that different expressions agree at most points
@@ -102,21 +104,23 @@ def _kinds(*trees: Node) -> set[str]:
 
 
 def _points(first: Node, second: Node) -> Iterator[Point]:
-    """Numbers for all letters, the same in every process: between 1/2 and 5/2, one point if there are no letters.
+    r"""Numbers for all letters, the same in every process: between 1/2 and 5/2, one point if there are no letters.
 
     They are integers for all letters if values are rounded, and for letters in the exponent of a negative number. With
-    absolute values, the last point has negative numbers.
+    absolute values, the last point has negative numbers. Where values are rounded, letters that do not name integers
+    by custom take fractions at the last points, at which ``\lceil x\rceil`` is not ``\lfloor x\rfloor``.
     """
     kinds, whole = _kinds(first, second), _whole_exponents(first, second)
     is_rounded = "rounded" in kinds
-    count = NUM_WHOLE_POINTS if is_rounded else NUM_WHOLE_EXPONENTS if whole else NUM_POINTS
+    count = NUM_WHOLE_POINTS + NUM_POINTS if is_rounded else NUM_WHOLE_EXPONENTS if whole else NUM_POINTS
     for number in range(count + ("abs" in kinds) if "var" in kinds else 1):
 
         def value(name: str, number: int = number) -> Fraction:
             digest = sha256(f"{number} {name}".encode("utf-8", "backslashreplace")).digest()
             bits = int.from_bytes(digest[:5], "big")
             size = Fraction(1, 2) + Fraction(bits, 2**39)
-            if is_rounded or name in whole:  # 3 to 50 in turn, from different starts, then larger ones
+            is_whole = is_rounded and (number < NUM_WHOLE_POINTS or name[0] in INTEGERS)
+            if is_whole or name in whole:  # 3 to 50 in turn, from different starts, then larger ones
                 start = int.from_bytes(sha256(name.encode("utf-8", "backslashreplace")).digest()[:4], "big")
                 size = Fraction(3 + (start + number) % 48 if number < 48 else 50 + bits % 950)
             return -size if number == count else size

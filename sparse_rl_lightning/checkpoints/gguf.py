@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,6 +38,11 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
     if not path.is_file():
         raise UserError(f"there is no file {str(file)!r}. Give a GGUF file.")
     check_regular(path)
+    if split := re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name):
+        raise UserError(
+            f"{str(file)!r} is one of {int(split[1])} parts, which are not read one by one. Join them first: "
+            "llama-gguf-split --merge, of llama.cpp."
+        )
     with path.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{str(file)!r} is no GGUF file: it does not begin with {MAGIC.decode()}.")

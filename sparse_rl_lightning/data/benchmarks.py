@@ -124,6 +124,18 @@ class MathBenchmarks(PromptDataModule):
         self.reports: dict[str, BenchmarkReport] = {}
         self._rows: dict[str, list[Row]] = {}
 
+    def prepare_data(self) -> None:
+        """Let the source of training prompts fetch what it has to, once on a machine."""
+        if self.train is not None:
+            self.train.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """Set up the source of training prompts too, whose seed may be the trainer's."""
+        super().setup(stage)
+        if self.train is not None:
+            self.train.trainer = self.trainer
+            self.train.setup(stage)
+
     def rows(self, name: str) -> list[Row]:
         """All rows of a benchmark whose gold answer can be checked; read, audited and reported once.
 

@@ -98,7 +98,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
 
     def _blocks(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Prompts (blocks, ranks x block_size) of all ranks, and the places (blocks, block_size) of this rank's."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(self.num_rows, generator=generator)
         order = order[: self.num_blocks * self.num_replicas * self.block_size].view(self.num_blocks, -1)
         if self.num_replicas == 1:

@@ -30,7 +30,8 @@ class LoraPolicy(PolicySource):
         r: Rank of the adapters.
         lora_alpha: Numerator of the factor lora_alpha / r on the adapters' output.
         lora_dropout: Dropout on the adapters' input; has no effect with the module's ``disable_dropout``.
-        target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head.
+        target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head:
+            in mixtures of experts also the router and, r for every expert, the packed experts.
         quantization: The frozen linear layers in 4 bits (``nf4``, QLoRA, arXiv 2305.14314; needs ``pip install
             'sparse-rl-lightning[quantization]'``) or in 8 (``int8``), for sampler and learner alike. Null leaves them.
         seed: Seed of the adapters' initial weights, null for that of ``seed_everything``.
@@ -145,7 +146,14 @@ def add_adapter(model: PreTrainedModel, target_modules: list[str] | str, seed: i
     _check_targets(model, target_modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed))
-        model.add_adapter(LoraConfig(**options, target_modules=target_modules))
+        try:
+            model.add_adapter(LoraConfig(**options, target_modules=target_modules))
+        except Exception as error:  # peft has several classes for what it cannot adapt
+            raise UserError(
+                f"LoraPolicy: peft refuses target_modules={target_modules!r}: {error} This policy's linear layers are "
+                f"{_linear(model)}; give a list of some of them, or 'all-linear' (without lora_dropout if experts are "
+                "packed)."
+            ) from error
         for parameter in adapters(model):  # peft gives them their layer's type; 16 bits would lose small steps
             parameter.data = parameter.data.to(torch.promote_types(model.dtype, torch.float32))
         for module in model.modules():
@@ -166,11 +174,15 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
     names = [name for name, _ in model.named_modules()]
     unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
     if unknown or not targets:
-        linear = sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
         raise UserError(
             f"target_modules: {unknown or 'an empty list'} would train nothing. This policy's linear layers are "
-            f"{linear}; give some of them, or 'all-linear'."
+            f"{_linear(model)}; give some of them, or 'all-linear'."
         )
+
+
+def _linear(model: PreTrainedModel) -> list[str]:
+    """The names of a model's linear layers, without those that they are within."""
+    return sorted({n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
 
 
 def _check_trainable(model: PreTrainedModel) -> None:

@@ -131,6 +131,8 @@ def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | N
     dequantize(plain)
     if dtype is not None and dtype.itemsize > plain.dtype.itemsize:
         plain.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    for layer in [module for module in plain.modules() if isinstance(module, tuned)] if merge else ():
+        layer.merge()  # all of them: packed experts have one around another
     done: tuple[str, ...] = ()
     for name, module in list(plain.named_modules()):
         if not isinstance(module, (tuned, kept)) or name.startswith(done or "."):
@@ -139,8 +141,6 @@ def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | N
         if isinstance(module, kept):  # a whole copy that was trained (modules_to_save)
             plain.set_submodule(name, module.unload_and_optionally_merge_module(merge, False, None))
             continue
-        if merge:
-            module.merge()
         plain.set_submodule(name, module.get_base_layer())
     plain._hf_peft_config_loaded = False  # transformers would save adapters only
     vars(plain).pop("peft_config", None)

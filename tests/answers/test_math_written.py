@@ -101,6 +101,7 @@ STRICT: dict[str, list[tuple[str, str]]] = {
         (r"10\pi cm", r"10\pi"),
         (r"10\pi square inches", r"10\pi"),
         ("5 kilometers per hour", r"5\text{ km/h}"),
+        (r"60\text{ miles per hour}", r"60\text{ mph}"),
         ("12 cm²", "12"),
         ("8 different ways", "8"),
         ("1,234 books", "1234"),

@@ -102,6 +102,9 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "words.gguf").write_text("GGML, or so")
     with pytest.raises(UserError, match="is no GGUF file"):
         load_gguf(tmp_path / "words.gguf")
+    (tmp_path / "big-00001-of-00002.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"is one of 2 parts.*llama-gguf-split --merge"):
+        load_gguf(tmp_path / "big-00001-of-00002.gguf")
     whole = written(tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"cut.gguf' cannot be read"):

@@ -91,6 +91,7 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert list(sampler(20, seed=1)) not in epochs  # seed 1, epoch 0 is not seed 0, epoch 1
     assert epochs[2] == sampler(20).epoch_indices(2)
+    assert sorted(set(sampler(20, seed=20261127123456))) == sorted(set(sampler(20, seed=2**63 - 1)))  # a date is a seed
 
 
 def test_set_epoch_chooses_where_the_stream_begins_and_never_cuts_a_block() -> None:

@@ -23,7 +23,9 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import GRPOLoss, SparseGRPO
 from sparse_rl_lightning.policies import LoraPolicy, TinyPolicy
+from sparse_rl_lightning.policies.lora import add_adapter
 from sparse_rl_lightning.policies.quantized import quantize
+from tests.families import family
 
 TINY = TinyPolicy(alphabet="abcdefgh", hidden_size=32, num_layers=2)
 
@@ -167,10 +169,17 @@ def test_adapters_that_would_train_nothing_are_refused() -> None:
         LoraPolicy(TINY, r=0)
     with pytest.raises(ValueError, match=r"\['q_porj'\] would train nothing.*'q_proj'"):
         source(target_modules=["q_porj", "v_proj"]).load()
+    with pytest.raises(UserError, match=r"peft refuses target_modules='q_proj'.*linear layers are .*'q_proj'"):
+        source(target_modules="q_proj").load()  # a string is a pattern of whole names
     with pytest.raises(ValueError, match="an empty list would train nothing"):
         source(target_modules=[]).load()
     with pytest.raises(ValueError, match="share one weight"):
         LoraPolicy(TINY, target_modules=["lm_head"]).load()
+
+
+def test_dropout_on_packed_experts_is_refused_in_words() -> None:
+    with pytest.raises(UserError, match=r"peft refuses.*lora_dropout.*without lora_dropout if experts are packed"):
+        add_adapter(family("qwen3_moe"), "all-linear", 0, r=4, lora_dropout=0.1)
 
 
 def test_adapters_from_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

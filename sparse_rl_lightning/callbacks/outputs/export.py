@@ -15,6 +15,7 @@ from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import remove, writable_folder
+from sparse_rl_lightning.rollout.generator import Generator
 
 
 class ExportPolicy(Callback):
@@ -57,6 +58,8 @@ class ExportPolicy(Callback):
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_info(f"ExportPolicy: a trial run (fast_dev_run), {self.folder} is left as it is.")
             return
+        if isinstance(generator := getattr(pl_module, "generator", None), Generator):
+            generator.release()  # the copy that adapters are merged into takes its memory
         with on_training_device(trainer):
             write_policy(pl_module, self.folder, self.dtype)
 
