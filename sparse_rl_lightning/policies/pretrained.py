@@ -41,8 +41,35 @@ def load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, from safetensors only and without running code from the folder.
 
-    A model is refused if it cannot be loaded, has no tokenizer, or has weights that are missing, of another shape, or
-    not finite. ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
+    A model is refused as by :func:`load_model`, or if it has no tokenizer.
+    """
+    where = f"policy: {path!r}"
+    model: Any = load_model(path, dtype, attn_implementation)
+    with without_reports():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        except Exception as error:
+            raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
+    vocabulary = tokenizer.get_vocab()
+    if not vocabulary.keys() - set(tokenizer.all_special_tokens):
+        raise UserError(
+            f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
+        )
+    size = len(model.get_input_embeddings().weight)
+    if beyond := [token for token, number in vocabulary.items() if number >= size]:
+        warnings.warn(
+            f"{where} has a tokenizer with {len(beyond)} tokens beyond the model's {size} embeddings, such as "
+            f"{beyond[0]!r}: a prompt with one is refused. model.resize_token_embeddings(len(tokenizer)) makes room.",
+            stacklevel=2,
+        )
+    return model, tokenizer
+
+
+def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None) -> PreTrainedModel:
+    """A causal language model, from safetensors only and without running code from the folder.
+
+    A model is refused if it cannot be loaded, or has weights that are missing, of another shape, or not finite.
+    ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
     """
     where = f"policy: {path!r}"
     with without_reports():
@@ -60,26 +87,10 @@ def load_pretrained(
             raise UserError(f"{where} {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
             raise UserError(f"{where} cannot be loaded. {reason(path, error)}") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        except Exception as error:
-            raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
-    model, found = loaded
-    check_whole(found, where)
+    model: PreTrainedModel = loaded[0]
+    check_whole(loaded[1], where)
     check_finite(model.named_parameters(), where)
-    vocabulary = tokenizer.get_vocab()
-    if not vocabulary.keys() - set(tokenizer.all_special_tokens):
-        raise UserError(
-            f"{where} has no tokenizer. Put the model's tokenizer.json and tokenizer_config.json beside its weights."
-        )
-    size = len(model.get_input_embeddings().weight)
-    if beyond := [token for token, number in vocabulary.items() if number >= size]:
-        warnings.warn(
-            f"{where} has a tokenizer with {len(beyond)} tokens beyond the model's {size} embeddings, such as "
-            f"{beyond[0]!r}: a prompt with one is refused. model.resize_token_embeddings(len(tokenizer)) makes room.",
-            stacklevel=2,
-        )
-    return model, tokenizer
+    return model
 
 
 def check_files(path: str) -> None:

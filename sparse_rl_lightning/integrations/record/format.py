@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evictions import NEVER, EvictionRecord
+from sparse_rl_lightning.integrations.record.runs import ALL, evictions_of, pieces, ranges, record_of_runs
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
-ALL = -1
-"""All layers, or all heads."""
 MOST = 4096
 """Layers, and KV heads, that a record can have at most."""
 MOST_CELLS = 2**31
@@ -71,29 +71,29 @@ class SampledRecord:
         """Bytes of what says which tokens were evicted."""
         return self.evictions.nbytes + self.num_runs.nbytes + self.runs.nbytes
 
+    @property
+    def completion_tokens(self) -> Tensor:
+        """The ids of all tokens that were drawn, request after request."""
+        lengths = self.lengths.long()
+        index = ranges(torch.zeros_like(lengths), lengths)  # of each token in its request
+        return self.tokens[index >= self.prompt_lengths.repeat_interleave(lengths)]
+
     @classmethod
     def of(cls, rollout: Rollout, temperature: float = 1.0) -> Self:
         """The record of a rollout of this library.
 
         Raises:
-            ValueError: If the rollout does not know its evictions, or is of conversations.
+            ValueError: If the rollout does not know its evictions, is of conversations, was drawn by several versions
+                of the weights, or has the experts that read its tokens.
         """
-        if rollout.evictions is not None and not rollout.evictions.num_layers:
-            raise UserError("All layers of this rollout's model have sliding windows: nothing is there to record.")
-        if rollout.evictions is None:
-            raise UserError("This rollout has no record of its evictions (rollout.evictions is None).")
-        if rollout.turns is not None:
-            raise UserError("Version 1 of the record has no place for tokens that were given between turns.")
-        lengths = rollout.lengths
+        record, lengths = _recordable(rollout).to("cpu"), rollout.lengths
         own = torch.arange(rollout.sequences.shape[1], device=lengths.device) < lengths[:, None]
-        parts = [_evictions_of(rollout.evictions[i : i + 1], i) for i in range(len(rollout))]
-        evictions, num_runs, runs = (torch.cat(column) for column in zip(*parts, strict=True))
         logprobs = rollout.sampler_logprobs.masked_fill(~rollout.completion_mask, 0)
         return cls(
-            rollout.evictions.num_layers, rollout.evictions.num_heads, temperature,
+            record.num_layers, record.num_heads, temperature,
             tokens=rollout.sequences[own].int().cpu(), prompt_lengths=rollout.prompt_lengths.int().cpu(),
             lengths=lengths.int().cpu(), finished=rollout.finished.int().cpu(), logprobs=logprobs[own].float().cpu(),
-            evictions=evictions, num_runs=num_runs, runs=runs,
+            **evictions_of(record[i : i + 1] for i in range(len(record))),
         )  # fmt: skip
 
     @classmethod
@@ -126,7 +126,7 @@ class SampledRecord:
             completion_mask=own & (index >= self.prompt_lengths[:, None]),
             finished=self.finished.bool(),
             sampler_logprobs=logprobs,
-            evictions=EvictionRecord.cat([EvictionRecord.from_dense(death) for death in self._deaths()]),
+            evictions=EvictionRecord.cat(list(self._records())),
         )
 
     def difference(self, other: SampledRecord) -> str:
@@ -137,32 +137,24 @@ class SampledRecord:
                 return f"{name} differ"
         if not torch.allclose(self.logprobs, other.logprobs, rtol=0, atol=1e-6):
             return "logprobs differ"
-        for request, (own, given) in enumerate(zip(self._deaths(), other._deaths(), strict=True)):
-            differs = (own != given).nonzero()
+        for request, (own, given) in enumerate(zip(self._records(), other._records(), strict=True)):
+            deaths = own.death, given.death
+            differs = (deaths[0] != deaths[1]).nonzero()
             if len(differs):
                 layer, _, head, position = differs[0].tolist()
                 where = f"request {request}, layer {layer}, head {head}, position {position}"
-                queries = [int(death[layer, 0, head, position]) for death in (own, given)]
+                queries = [int(death[layer, 0, head, position]) for death in deaths]
                 said = ["never" if query == NEVER else f"at query {query}" for query in queries]
                 return f"{where} was evicted {said[0]} in one and {said[1]} in the other"
         return ""
 
-    def _deaths(self) -> Iterator[Tensor]:
-        """The first query (L, 1, H, T) that no longer sees each token, for one request after the other."""
-        pieces = torch.split(self.runs, self.num_runs.tolist())
-        by_request: dict[int, list[tuple[list[int], Tensor]]] = {}
-        for eviction, runs in zip(self.evictions.tolist(), pieces, strict=True):
-            by_request.setdefault(eviction[0], []).append((eviction[1:], runs))
-        for request, length in enumerate(self.lengths.tolist()):
-            death = torch.full((self.num_layers, self.num_heads, length), NEVER, dtype=torch.int32)
-            for (layer, head, query), runs in by_request.get(request, []):
-                gone = _members(runs, length)
-                own = death[span(layer), span(head)]
-                if bool((own[..., gone] != NEVER).any()):
-                    where = f"request {request}, layer {layer}, head {head}, query {query}"
-                    raise UserError(f"evictions: {where} evicts a token that was evicted before.")
-                own[..., gone] = query
-            yield death[:, None]
+    def _records(self) -> Iterator[EvictionRecord]:
+        """The evictions of one request after the other."""
+        num_runs, request = self.num_runs.long(), self.evictions[:, 0]
+        rows = torch.split(request.argsort(stable=True), request.bincount(minlength=len(self)).tolist())
+        for own, length in zip(rows, self.lengths.tolist(), strict=True):
+            shape = self.num_layers, self.num_heads, length
+            yield record_of_runs(self.evictions[own], num_runs[own], self.runs[pieces(num_runs, own)], shape)
 
     def _check_requests(self) -> None:
         count, prompt, whole = len(self.lengths), self.prompt_lengths.long(), self.lengths.long()
@@ -224,52 +216,29 @@ ARRAYS: dict[str, tuple[torch.dtype, int]] = {
 NUMBERS = tuple(f.name for f in fields(SampledRecord) if f.name not in ARRAYS)
 
 
-def runs_of(gone: Tensor) -> Tensor:
-    """The runs (R, 2) int32 of the positions where ``gone`` (T,) is true."""
-    padded = torch.nn.functional.pad(gone.int(), (1, 1)).diff()
-    return torch.stack([(padded == 1).nonzero()[:, 0], (padded == -1).nonzero()[:, 0]], dim=1).int()
+def _recordable(rollout: Rollout) -> EvictionRecord:
+    """The evictions of a rollout, if they are all that its replay needs besides the weights.
 
-
-def shared(gone: Tensor) -> list[tuple[int, int, Tensor]]:
-    """What an event evicted (L, H, T), written as often as it says something new: layer, head and positions (T,)."""
-    if bool((gone == gone[:1, :1]).all()):
-        cells = [(ALL, ALL, gone[0, 0])]
-    else:
-        by_layer = (gone == gone[:, :1]).flatten(1).all(1).tolist()
-        cells = [
-            (layer, head, gone[layer, max(head, 0)])
-            for layer, is_shared in enumerate(by_layer)
-            for head in ([ALL] if is_shared else range(gone.shape[1]))
-        ]
-    return [cell for cell in cells if bool(cell[2].any())]
-
-
-def _evictions_of(record: EvictionRecord, request: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Evictions, numbers of runs, and runs of a record of one sequence."""
-    death = record.death[:, 0].cpu()
-    rows, parts = list[list[int]](), list[Tensor]()
-    for query in record.steps.tolist():
-        for layer, head, gone in shared(death == query):
-            rows.append([request, layer, head, query])
-            parts.append(runs_of(gone))
-    return (
-        torch.tensor(rows, dtype=torch.int32).reshape(len(rows), 4),
-        torch.tensor([len(part) for part in parts], dtype=torch.int32),
-        torch.cat([torch.zeros(0, 2, dtype=torch.int32), *parts]),
-    )
-
-
-def _members(runs: Tensor, length: int) -> Tensor:
-    """The positions (T,) bool that runs name."""
-    borders = torch.zeros(length + 1, dtype=torch.int32)
-    borders.index_add_(0, runs[:, 0].long(), torch.ones(len(runs), dtype=torch.int32))
-    borders.index_add_(0, runs[:, 1].long(), -torch.ones(len(runs), dtype=torch.int32))
-    return borders.cumsum(0)[:-1] > 0
-
-
-def span(number: int) -> slice:
-    """The layers, or heads, that a number means."""
-    return slice(None) if number == ALL else slice(number, number + 1)
+    Raises:
+        ValueError: If they are not.
+    """
+    if rollout.evictions is None:
+        raise UserError("This rollout has no record of its evictions (rollout.evictions is None).")
+    if not rollout.evictions.num_layers:
+        raise UserError("All layers of this rollout's model have sliding windows: nothing is there to record.")
+    if rollout.turns is not None:
+        raise UserError("Version 1 of the record has no place for tokens that were given between turns.")
+    if rows := drawn_by_several(rollout).nonzero().flatten().tolist():
+        raise UserError(
+            f"Sequences {rows} were drawn by several versions of the policy (partial rollouts), and version 1 of the "
+            "record is of one. Record the others, rollout[indices], or switch partial rollouts off."
+        )
+    if rollout.routing is not None:
+        raise UserError(
+            "Version 1 of the record has no place for the experts that read each token (rollout.routing). Draw with "
+            "record_routing=False."
+        )
+    return rollout.evictions
 
 
 def _check_array(name: str, value: Any, kind: torch.dtype, columns: int) -> None:

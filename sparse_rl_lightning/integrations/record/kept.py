@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.integrations.record.format import ALL, SampledRecord, runs_of, shared, span
+from sparse_rl_lightning.evictions import NEVER, EvictionRecord
+from sparse_rl_lightning.integrations.record.format import SampledRecord
+from sparse_rl_lightning.integrations.record.runs import ALL, evictions_of
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,19 @@ def record_of_kept(
     Raises:
         ValueError: If an event keeps a token that did not exist or had been evicted, or anything else is wrong.
     """
-    rows, parts = list[list[int]](), list[Tensor]()
+    records = list[EvictionRecord]()
     for number, request in enumerate(requests):
+        length = len(request.prompt) + len(request.completion)
         if len(request.logprobs) != len(request.completion):
             raise UserError(
                 f"Request {number} has {len(request.completion)} tokens of a completion and {len(request.logprobs)} "
                 "logprobs; give one for each."
             )
-        alive = torch.ones(num_layers, num_heads, len(request.prompt) + len(request.completion), dtype=torch.bool)
-        queries = sorted({event.query for event in request.events})
-        for query in queries:
-            gone = torch.zeros_like(alive)
-            for event in (one for one in request.events if one.query == query):
-                cells = (_cells(event.layer, num_layers, "layer"), _cells(event.head, num_heads, "head"))
-                gone[cells[0], cells[1]] |= _gone(event, alive[cells[0], cells[1]], number)
-            alive &= ~gone
-            for layer, head, positions in shared(gone):
-                rows.append([number, layer, head, query])
-                parts.append(runs_of(positions))
+        death = torch.full((num_layers, num_heads, length), NEVER, dtype=torch.int32)
+        for event in sorted(request.events, key=lambda event: event.query):
+            cells = _cells(event.layer, num_layers, "layer"), _cells(event.head, num_heads, "head")
+            _evict(death[cells], event, number)
+        records.append(EvictionRecord.from_dense(death[:, None]))
     logprobs = [p for r in requests for p in (*[0.0] * len(r.prompt), *r.logprobs)]
     prompts, wholes = ([len(r.prompt) for r in requests], [len(r.prompt) + len(r.completion) for r in requests])
     return SampledRecord(
@@ -72,32 +69,29 @@ def record_of_kept(
         tokens=_ints([token for r in requests for token in (*r.prompt, *r.completion)]),
         prompt_lengths=_ints(prompts), lengths=_ints(wholes), finished=_ints([int(r.finished) for r in requests]),
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        evictions=_ints(rows).reshape(len(rows), 4), num_runs=_ints([len(part) for part in parts]),
-        runs=torch.cat([torch.zeros(0, 2, dtype=torch.int32), *parts]),
+        **evictions_of(records),
     )  # fmt: skip
 
 
-def _gone(event: Kept, alive: Tensor, request: int) -> Tensor:
-    """The tokens (l, h, T) that an event evicts of those that are alive."""
-    kept = torch.zeros(alive.shape[-1], dtype=torch.bool)
-    where = f"Request {request}: the event at query {event.query}"
-    if not 0 < event.query <= len(kept):
-        raise UserError(f"{where} must be between 1 and the request's {len(kept)} tokens.")
-    outside = [position for position in event.positions if not 0 <= position < event.query]
-    if outside:
-        raise UserError(f"{where} keeps position {outside[0]}; it can keep those from 0 to {event.query - 1}.")
-    kept[list(event.positions)] = True
-    again = (kept & ~alive).nonzero()
-    if len(again):
-        raise UserError(f"{where} keeps position {int(again[0, -1])}, which was evicted before.")
-    before = torch.arange(len(kept)) < event.query
-    return alive & before & ~kept
+def _evict(death: Tensor, event: Kept, request: int) -> None:
+    """Write in place when an event evicts which tokens (l, h, T), of those that no earlier query evicted."""
+    where, length = f"Request {request}: the event at query {event.query}", death.shape[-1]
+    if not 0 < event.query <= length:
+        raise UserError(f"{where} must be between 1 and the request's {length} tokens.")
+    before, kept = death[..., : event.query], torch.tensor(list(event.positions), dtype=torch.int64)
+    if len(outside := kept[(kept < 0) | (kept >= event.query)]):
+        raise UserError(f"{where} keeps position {int(outside[0])}; it can keep those from 0 to {event.query - 1}.")
+    deaths = before[..., kept]
+    if len(again := (deaths < event.query).nonzero()):
+        raise UserError(f"{where} keeps position {int(kept[again[0, -1]])}, which was evicted before.")
+    before.clamp_(max=event.query)
+    before[..., kept] = deaths
 
 
 def _cells(number: int, count: int, name: str) -> slice:
     if not ALL <= number < count:
         raise UserError(f"An event's {name} must be from {ALL} (all) to {count - 1}, got {name}={number}.")
-    return span(number)
+    return slice(None) if number == ALL else slice(number, number + 1)
 
 
 def _ints(values: Sequence[object]) -> Tensor:

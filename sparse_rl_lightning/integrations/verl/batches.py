@@ -25,13 +25,12 @@ def record_of_batch(batch: Any) -> SampledRecord:
     contents = batch.non_tensor_batch.get(FIELD, [None])
     if any(content is None for content in contents):
         raise UserError(
-            f"Samples of this batch have no {FIELD!r}: they were drawn by another rollout, with record: false or a "
-            "retriever, or over several requests."
+            f"Samples of this batch have no {FIELD!r}: they were drawn without record: true, by another rollout, "
+            "with a retriever, or over several requests."
         )
     record = SampledRecord.cat([record_from_bytes(content) for content in contents])
-    rollout, responses = record.rollout(), batch.batch["responses"]
+    responses = batch.batch["responses"].cpu()
     own = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # verl's rejection clears the response_mask
-    tokens = responses[own]
-    if not torch.equal(rollout.sequences[rollout.completion_mask], tokens.cpu()):
+    if not torch.equal(record.completion_tokens, responses[own.cpu()].int()):
         raise UserError("The records of this batch are not of its responses: only samples of one turn can be replayed.")
     return record

@@ -23,7 +23,8 @@ def sampler_options(config: Any) -> dict[str, Any]:
 
     Args:
         config: verl's ``RolloutConfig``; ``engine_kwargs.sparse_rl`` holds the compressor, as ``class_path`` and
-            ``init_args``, and may hold more arguments of the sampler, and ``record``, whether answers have one.
+            ``init_args``, and may hold more arguments of the sampler, and ``record``, whether answers have one, which
+            they have not by default: a long one is of many megabytes.
 
     Raises:
         ValueError: If there is no compressor, an option is wrong, or verl is told to do what this rollout cannot.
@@ -37,7 +38,7 @@ def sampler_options(config: Any) -> dict[str, Any]:
         )
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutSampler, skip=OF_VERL)
-    parser.add_argument("--record", type=bool, default=True)
+    parser.add_argument("--record", type=bool, default=False)
     try:
         found: dict[str, Any] = parser.instantiate(parser.parse_object(dict(given))).as_dict()
     except Exception as error:  # jsonargparse wraps what a class raises

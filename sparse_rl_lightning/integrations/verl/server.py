@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import TokenOutput
 
@@ -18,7 +18,7 @@ from sparse_rl_lightning.integrations.verl.batches import FIELD
 from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
 from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, check_names
 from sparse_rl_lightning.policies.modes import freeze
-from sparse_rl_lightning.policies.pretrained import check_files
+from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
@@ -32,7 +32,7 @@ class SparseServer:
 
     Raises:
         ValueError: As :func:`~sparse_rl_lightning.integrations.verl.options.sampler_options`, or if the model is not
-            one that the sampler knows, or whose weights verl can send.
+            one that the sampler knows, or whose weights verl can send, or its folder is not whole.
     """
 
     def __init__(self, config: Any, model_config: Any) -> None:
@@ -41,10 +41,8 @@ class SparseServer:
         self.record: bool = arguments.pop("record")
         model_config = omega_conf_to_dataclass(model_config)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        check_files(model_config.local_path)
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_config.local_path, dtype=self.config.dtype, trust_remote_code=False
-        )
+        with torch.device("cpu"):  # whatever the actor's default is: the host reads, the device gets what is whole
+            self.model: PreTrainedModel = load_model(model_config.local_path, self.config.dtype)
         check_names(self.model)
         freeze(self.model)
         self._move(self.device)

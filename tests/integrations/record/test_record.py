@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparse_rl_lightning.cli.record import main
@@ -28,7 +29,9 @@ from sparse_rl_lightning.integrations.record import (
     record_of_kept,
     write_record,
 )
-from sparse_rl_lightning.integrations.record.format import ALL, ARRAYS
+from sparse_rl_lightning.integrations.record.format import ARRAYS
+from sparse_rl_lightning.integrations.record.runs import ALL
+from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import SIZES, family
@@ -190,6 +193,112 @@ def test_kept_positions_are_evictions_by_brute_force() -> None:
     torch.testing.assert_close((key <= query) & (query < death[:, :, None]), seen)
 
 
+def test_events_of_one_query_evict_what_any_of_them_leaves_out() -> None:
+    events = [Kept(5, [0, 1, 2, 3]), Kept(5, [0, 1, 4], layer=1), Kept(3, [0, 1, 2])]
+    evictions = record_of_kept([Request([1, 2, 3], [4, 5, 6], [-1.0] * 3, events)], 2, 1).rollout().evictions
+    assert evictions is not None
+    assert evictions.death[:, 0, 0].tolist() == [[NEVER] * 4 + [5, NEVER], [NEVER] * 2 + [5, 5, 5, NEVER]]
+
+
+def drawn(death: Tensor) -> Rollout:
+    """A rollout with these deaths (L, B, H, T), whose sequences are of T tokens."""
+    batch, length = death.shape[1], death.shape[-1]
+    own = torch.arange(length).expand(batch, -1) > 0
+    return Rollout(
+        sequences=torch.ones(batch, length, dtype=torch.int64), prompt_lengths=torch.ones(batch, dtype=torch.int64),
+        completion_mask=own, finished=torch.zeros(batch, dtype=torch.bool), sampler_logprobs=-own.float(),
+        evictions=EvictionRecord.from_dense(death),
+    )  # fmt: skip
+
+
+def some_deaths(shape: tuple[int, int, int, int], queries: int, seed: int = 0) -> Tensor:
+    """Deaths (L, B, H, T) at few queries, some of them shared by the heads of a layer, some by all."""
+    layers, batch, heads, length = shape
+    generator = torch.Generator().manual_seed(seed)
+    death = torch.full(shape, NEVER, dtype=torch.int32)
+    for query in torch.linspace(1, length, queries, dtype=torch.int32).tolist():
+        kind = int(torch.randint(3, (), generator=generator))
+        of = [(layers, batch, heads), (layers, batch, 1), (1, batch, 1)][kind]
+        dies = torch.rand(*of, query, generator=generator) < 0.3
+        death[..., :query] = torch.where(dies & (death[..., :query] == NEVER), query, death[..., :query])
+    return death
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 9), (3, 2, 2, 40), (2, 3, 4, 25), (2, 1, 1, 30), (1, 2, 3, 30)])
+def test_what_heads_share_is_written_once_by_brute_force(shape: tuple[int, int, int, int]) -> None:
+    death = some_deaths(shape, queries=8)
+    record = SampledRecord.of(drawn(death))
+    layers, batch, heads, _ = shape
+    expected: list[tuple[list[int], list[int]]] = []
+    for request, query in ((i, q) for i in range(batch) for q in death[:, i].unique().tolist() if q != NEVER):
+        gone = [[(death[i, request, h] == query).nonzero()[:, 0].tolist() for h in range(heads)] for i in range(layers)]
+        if all(one == gone[0][0] for layer in gone for one in layer):
+            cells = [(ALL, ALL, gone[0][0])]
+        else:
+            cells = []
+            for i, layer in enumerate(gone):
+                is_shared = all(one == layer[0] for one in layer)
+                cells += [(i, ALL, layer[0])] if is_shared else [(i, h, one) for h, one in enumerate(layer)]
+        expected += [([request, i, h, query], positions) for i, h, positions in cells if positions]
+    runs = record.runs.split(record.num_runs.tolist())
+    assert [row for row, _ in expected] == record.evictions.tolist()
+    assert [positions for _, positions in expected] == [
+        [p for first, past in one.tolist() for p in range(first, past)] for one in runs
+    ]
+    assert all((one[1:, 0] > one[:-1, 1]).all() for one in runs)  # adjacent tokens are of one run
+    back = record.rollout().evictions
+    assert back is not None
+    assert torch.equal(back.death, death)
+
+
+def test_evictions_in_any_order_and_pieces_mean_the_same() -> None:
+    death = some_deaths((3, 2, 2, 40), queries=8)
+    record = SampledRecord.of(drawn(death))
+    order = torch.randperm(int((death != NEVER).sum()), generator=torch.Generator().manual_seed(1))
+    layer, request, head, position = (death != NEVER).nonzero()[order].int().unbind(1)
+    query = death[layer, request, head, position]
+    pieces = replace(
+        record, evictions=torch.stack([request, layer, head, query], 1), num_runs=torch.ones_like(query),
+        runs=torch.stack([position, position + 1], 1),
+    )  # fmt: skip
+    assert pieces.difference(record) == record.difference(pieces) == ""
+    assert torch.equal(pieces.rollout().evictions.death, death)  # type: ignore[union-attr]
+
+
+def test_a_position_that_just_fits_int16_is_written() -> None:
+    death = torch.full((1, 1, 1, 32_770), NEVER, dtype=torch.int32)
+    death[..., 32_767] = 32_768
+    rollout = drawn(death)
+    assert rollout.evictions is not None
+    assert rollout.evictions.positions.dtype == torch.int16
+    record = SampledRecord.of(rollout)
+    assert record.runs.tolist() == [[32_767, 32_768]]
+    assert torch.equal(record.rollout().evictions.death, death)  # type: ignore[union-attr]
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_evictions_are_written_and_read_by_as_many_operations_as_few() -> None:
+    counts = []
+    for queries in (5, 40):
+        rollout = drawn(some_deaths((2, 1, 2, 600), queries))
+        with Operations() as written:
+            record = SampledRecord.of(rollout)
+        with Operations() as read:
+            record.rollout()
+        counts.append((written.count, read.count))
+        assert len(record.evictions) >= queries
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_conformance_cases_are_what_their_files_say(path: Path) -> None:
     case = json.loads(path.read_text(encoding="utf-8"))
@@ -261,6 +370,33 @@ def test_a_token_that_dies_twice_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="request 0, layer 1, head 0, query 4 evicts a token that was evicted before"):
         twice.rollout()
+
+
+def test_more_evictions_than_tokens_are_refused_before_they_are_listed() -> None:
+    many = replace(
+        SMALL, num_layers=256, num_heads=64, lengths=torch.tensor([100], dtype=torch.int32),
+        tokens=torch.zeros(100, dtype=torch.int32), logprobs=torch.zeros(100),
+        evictions=torch.tensor([[0, -1, -1, 50]] * 3, dtype=torch.int32),
+        num_runs=torch.ones(3, dtype=torch.int32), runs=torch.tensor([[0, 50]] * 3, dtype=torch.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="request 0 evicts more tokens than it has"):
+        many.rollout()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"evictions": None}, "has no record of its evictions"),
+        ({"turns": torch.zeros(2, 9, dtype=torch.int32)}, "no place for tokens that were given between turns"),
+        ({"routing": torch.zeros(2, 9, 1, 2, dtype=torch.int16)}, "no place for the experts .* record_routing=False"),
+        ({"policy_versions": torch.tensor([[1] * 9, [1] * 5 + [2] * 4])}, r"Sequences \[1\] were drawn by several"),
+    ],
+)
+def test_what_a_record_has_no_place_for_is_refused(change: dict[str, Any], says: str) -> None:
+    rollout = drawn(some_deaths((1, 2, 1, 9), queries=2))
+    assert len(SampledRecord.of(replace(rollout, policy_versions=torch.tensor([[1] * 9, [2] * 9])))) == 2
+    with pytest.raises(ValueError, match=says):
+        SampledRecord.of(replace(rollout, **change))
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,38 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sparse_rl_lightning.corrections import importance_weights, reject_sequences
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.integrations.record import SampledRecord, check_record, record_from_bytes
+from sparse_rl_lightning.integrations.record import (
+    Kept,
+    Request,
+    SampledRecord,
+    check_record,
+    record_bytes,
+    record_from_bytes,
+    record_of_kept,
+)
 from sparse_rl_lightning.integrations.verl.batches import record_of_batch
 from sparse_rl_lightning.integrations.verl.weights import Bucket, buckets
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from tests.integrations.verl import test_options
 
 REGISTER = "sparse_rl_lightning.integrations.verl.register"
 HERE = Path(__file__).parents[3]
@@ -74,7 +88,8 @@ def configured(folder: Path, *more: str) -> Any:
             f"{rollout}tensor_model_parallel_size=1", f"{rollout}calculate_log_probs=true",
             f"{rollout}prompt_length=64", f"{rollout}response_length=40", f"{rollout}max_num_seqs=4",
             f"{rollout}agent.num_workers=1", f"{rollout}nnodes=1", f"{rollout}n_gpus_per_node=1",
-            f"+{rollout}engine_kwargs.sparse_rl.compressor={SNAPKV}", *SPARSE_RL, *more,
+            f"+{rollout}engine_kwargs.sparse_rl.compressor={SNAPKV}", f"+{rollout}engine_kwargs.sparse_rl.record=true",
+            *SPARSE_RL, *more,
         ])  # fmt: skip
 
 
@@ -157,6 +172,73 @@ async def sent(model: PreTrainedModel) -> list[tuple[Bucket, bool, bool]]:
     return [one async for one in buckets(weights(), 100_000)]
 
 
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server's module with as much of verl as it imports."""
+    monkeypatch.setitem(sys.modules, "verl.utils.config", SimpleNamespace(omega_conf_to_dataclass=lambda given: given))
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", SimpleNamespace(TokenOutput=SimpleNamespace))
+    spec = importlib.util.find_spec("sparse_rl_lightning.integrations.verl.server")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)  # known to nobody else
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestWithoutVerl:
+    def server(self, pretended: Any, folder: Path) -> Any:
+        options = {"sparse_rl": {"compressor": test_options.SNAPKV, "record": True}}
+        given = test_options.config(dtype="float32", engine_kwargs=options)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return pretended.SparseServer(given, SimpleNamespace(local_path=str(folder), tokenizer=tokenizer))
+
+    def test_it_loads_on_the_host_and_answers_with_a_record(
+        self, pretended: Any, folder: Path, model: PreTrainedModel
+    ) -> None:
+        with torch.device("meta"):  # as if verl had another default
+            server = self.server(pretended, folder)
+        assert {p.device.type for p in server.model.parameters()} == {"cpu"}
+        given = asyncio.run(answer(server))
+        record = record_from_bytes(given.extra_fields["eviction_record"])
+        assert len(record.evictions) > 1
+        assert given.token_ids == record.completion_tokens.tolist()
+        assert check_record(record, model).largest < 1e-5
+
+    @pytest.mark.parametrize("kind", ["pickles", "quantized", "missing"])
+    def test_a_folder_that_training_refuses_is_refused(
+        self, pretended: Any, folder: Path, tmp_path: Path, kind: str
+    ) -> None:
+        broken = Path(shutil.copytree(folder, tmp_path / "model"))
+        weights = broken / "model.safetensors"
+        if kind == "quantized":
+            config = json.loads((broken / "config.json").read_text(encoding="utf-8"))
+            config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+            (broken / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        elif kind == "missing":
+            save_file({"other": torch.zeros(1)}, weights, {"format": "pt"})
+        else:
+            torch.save(load_file(weights), broken / "pytorch_model.bin")
+            weights.unlink()
+        says = {"pickles": "weights are pickles", "quantized": "holds quantized weights", "missing": "are missing"}
+        with pytest.raises(UserError, match=f"policy: .*{says[kind]}"):
+            self.server(pretended, broken)
+
+    def test_the_tokens_of_a_batch_are_compared_without_its_evictions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        requests = [Request([1, 2], [3, 4], [-1.0] * 2, [Kept(2, [0])]), Request([5], [6, 7, 8], [-1.0] * 3)]
+        records = [record_of_kept([one], 2, 2) for one in requests]
+        monkeypatch.setattr(SampledRecord, "_records", None)
+        tensors = {
+            "responses": torch.tensor([[3, 4, 0], [6, 7, 8]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]),
+        }
+        contents = np.array([record_bytes(one) for one in records], dtype=object)
+        batch = SimpleNamespace(batch=tensors, non_tensor_batch={"eviction_record": contents})
+        assert record_of_batch(batch).lengths.tolist() == [4, 4]
+        tensors["responses"][1, 2] = 9
+        with pytest.raises(UserError, match="not of its responses"):
+            record_of_batch(batch)
+
+
 @needs_verl
 class TestServerInThisProcess:
     @pytest.fixture(scope="class")
@@ -235,7 +317,7 @@ class TestServerInThisProcess:
         assert "eviction_record" in asyncio.run(answer(server)).extra_fields
         assert len(threads) == 1
         assert threads[0] is not threading.main_thread()
-        without = started(folder, "+actor_rollout_ref.rollout.engine_kwargs.sparse_rl.record=false")
+        without = started(folder, "actor_rollout_ref.rollout.engine_kwargs.sparse_rl.record=false")
         assert asyncio.run(answer(without)).extra_fields == {"global_steps": None}
         assert len(threads) == 1
 
