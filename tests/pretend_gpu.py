@@ -34,6 +34,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,7 +55,7 @@ PARTIAL_WRITES = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_KERNEL = {FLOAT8, torch.float16}  # in a library for CPUs
 _ATTRIBUTES = {"is_cuda": True, "is_cpu": False, "is_meta": False}
-MEMORY = 2**31  # bytes
+MEMORY, CAPABILITY = 2**31, (9, 0)  # bytes, compute capability
 IDLE = "an event with nothing queued behind it"
 Place = tuple[str, str]  # file and line, and what happened there
 
@@ -162,6 +163,7 @@ class PretendGPU(TorchFunctionMode):
         self._patches.enter_context(
             mock.patch.multiple(
                 torch.cuda, memory_allocated=lambda device=None: self._allocated()[0],
+                get_device_capability=lambda device=None: CAPABILITY,
                 memory_reserved=lambda device=None: self._allocated()[1],
                 mem_get_info=lambda device=None: (MEMORY - self._allocated()[1], MEMORY),
             )
@@ -346,7 +348,10 @@ class PretendGPU(TorchFunctionMode):
         return self.run(func, args, kwargs)
 
     def _on_scaled_dot_product_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One kernel on a GPU, whatever it is on the device of the values."""
+        """One kernel on a GPU, whatever it is on the device of the values, where a causal bias has to be a mask."""
+        bias = kwargs.get("attn_mask")
+        if isinstance(bias, CausalBias):
+            kwargs = kwargs | {"attn_mask": bias._materialize(torch.device(self.backing))}
         inside = mapped(host, args), mapped(host, kwargs)
         out = func(*inside[0], **inside[1])
         self._count(func.__name__, [leaf for leaf in leaves_of(inside) if isinstance(leaf, Tensor)], [out])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sparse_rl_lightning.corrections import (
     normalize_weights,
     reject_sequences,
 )
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.loss import GRPOLoss, KLTokens
 from sparse_rl_lightning.losses import aggregate, count_items, kl_penalty, policy_loss
 from sparse_rl_lightning.records import Rollout
@@ -250,3 +252,39 @@ def test_the_penalty_divides_by_the_tokens_that_it_is_of(kl_on: KLTokens) -> Non
     output = loss(part, PRESET_OLD, divisors)
     expect(output.loss, 0.5 * float(penalty.mean()))
     expect(output.metrics["kl"], float((0.5 * REFERENCE.square())[PRESET_MASK].mean()))
+
+
+@pytest.mark.parametrize(
+    ("refused", "match", "allowed"),
+    [
+        ({"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator='k1'.*Set kl_estimator to k3", {"kl_estimator": "k1"}),
+        ({"delta": 1.0}, r"delta=1\.0.*above 1 \+ epsilon", {"delta": 1.3}),
+        ({"delta": 0.5}, r"delta=0\.5.*or to null", {"delta": None}),
+        ({"epsilon": 1.5}, r"epsilon=1\.5.*and epsilon_high to", {"epsilon": 1.0, "epsilon_high": 1.5}),
+        ({"epsilon": 1.5, "loss_type": "dapo"}, r"epsilon=1\.5",
+         {"epsilon": 1.5, "loss_type": "cispo", "epsilon_high": 5.0}),
+    ],
+)  # fmt: skip
+def test_options_without_the_effect_they_name_are_refused(
+    refused: dict[str, Any], match: str, allowed: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=match):
+        GRPOLoss(**refused)
+    GRPOLoss(**allowed)
+
+
+def test_why_they_have_none() -> None:
+    """Derivatives where learner and sampler are one policy: none of good samples, or the same for any reference."""
+    mask, logprobs = torch.ones(1, 1, dtype=torch.bool), torch.tensor([[-1.0]], requires_grad=True)
+
+    def slope(loss: Tensor) -> float:
+        return float(torch.autograd.grad(loss, logprobs)[0])
+
+    for delta, want in ((0.5, 0.0), (1.3, -1.0)):
+        assert slope(policy_loss(logprobs, logprobs.detach(), torch.ones(1), mask, delta=delta).loss) == want
+    for estimator, differs in (("k1", False), ("k2", True), ("k3", True)):
+        near, far = (
+            slope(kl_penalty(logprobs, torch.tensor([[ref]]), mask, estimator).sum())  # type: ignore[arg-type]
+            for ref in (-1.5, -4.0)
+        )
+        assert (near != far) == differs

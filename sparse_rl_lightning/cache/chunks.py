@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.cache.running_state import Piece, update_after_chunk
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.ops.attention import visible_attention
+from sparse_rl_lightning.ops.attention import causal_attention, visible_attention
 from sparse_rl_lightning.ops.pools import gather_heads, to_computed, to_stored
 
 
@@ -64,6 +64,9 @@ def append_chunk(
     width = chunk.stop - chunk.evicted[layer] if alike else int(pools.lengths[slot].max())
     at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], width)
     keys, values = (to_computed(pool[at], g.query_dtype) for pool in (pools.keys, pools.values))  # (H, N, D)
+    if alike and not cache.size.has_state:
+        out = causal_attention(query, keys.transpose(0, 1), values.transpose(0, 1), g.scale, sinks=rows.sinks)
+        return out.to(rows.query.dtype)
     newest = (before[:1] if alike else before)[:, None] + index  # (H, Q) entry of each token, or (1, Q)
     seen = torch.arange(width, device=at.device) <= newest.unsqueeze(-1)  # (H, Q, N), or (1, Q, N)
     if cache.size.has_state:

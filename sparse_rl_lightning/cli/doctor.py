@@ -13,7 +13,7 @@ import torch
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.callbacks.outputs.run_facts import package_versions
 from sparse_rl_lightning.cli import options
-from sparse_rl_lightning.ops.architectures import built_architectures, code_for, describe_architectures
+from sparse_rl_lightning.ops.architectures import built_architectures, code_for, describe_architectures, has_code
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, PACKAGE
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
@@ -37,7 +37,7 @@ def devices() -> list[str]:
     found = torch.backends.cpu.get_cpu_capability()
     clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
     lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]
-    built = built_architectures()
+    built = built_architectures(PACKAGE)
     known = describe_architectures(built) if built else ops.MISSING["cuda"] or "of a build that does not say what for"
     lines.append(f"CUDA kernels: {known}")
     if not torch.cuda.is_available():
@@ -46,11 +46,16 @@ def devices() -> list[str]:
             *lines,
             f"GPU: {', '.join(unused)}, which torch cannot use" if unused else "GPU: none that torch can use",
         ]
-    for index in range(torch.cuda.device_count()):
-        name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    for index, (major, minor) in enumerate(capabilities()):
         code = f"; {code_for(built, (major, minor))}" if built else ""
-        lines.append(f"GPU {index}: {name}, sm_{major}{minor}{code}")
+        lines.append(f"GPU {index}: {torch.cuda.get_device_name(index)}, sm_{major}{minor}{code}")
     return lines
+
+
+def capabilities() -> list[tuple[int, int]]:
+    """The compute capability of every GPU that torch can use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_capability(index) for index in range(count)]
 
 
 def unused_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
@@ -83,16 +88,27 @@ def advice() -> list[str]:
     wanted = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     unusable = [] if torch.cuda.is_available() or not unused_gpus() else [why_unused()]
     missing = [f"missing for {device.upper()}: {ops.MISSING[device]}" for device in wanted if ops.MISSING[device]]
-    if not missing:
+    without = [] if ops.MISSING["cuda"] else gpus_without_code()
+    if not missing and not without:
         where = "" if torch.cuda.is_available() else " for CPUs, and no GPU was found"
         return unusable or [f"Nothing is missing{where}."]
-    missing = [*unusable, *missing]
-    if (PACKAGE.parent / "setup.py").exists():
-        missing.append(
+    lines = [*unusable, *missing, *without]
+    if missing and (PACKAGE.parent / "setup.py").exists():
+        lines.append(
             "From a source checkout: SPARSE_RL_BUILD=cpu (or cuda) pip install --no-build-isolation -e . "
             "It needs g++ 11 or newer, for CUDA also nvcc."
         )
-    return [*missing, "Everything works without them, slower."]
+    return [*lines, "Everything works without them, slower."]
+
+
+def gpus_without_code() -> list[str]:
+    """A line for each GPU that no kernel runs on, with what changes it."""
+    built = built_architectures(PACKAGE)
+    return [
+        f"missing for GPU {index}: sm_{one[0]}{one[1]} {code_for(built, one)}"
+        for index, one in enumerate(capabilities())
+        if not has_code(built, one)
+    ]
 
 
 def why_unused() -> str:

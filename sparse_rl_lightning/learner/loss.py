@@ -61,12 +61,12 @@ class GRPOLoss:
     Args:
         loss_type: Loss type, ``grpo``, ``dapo``, ``bnpo``, ``dr_grpo`` or ``cispo``.
         importance_sampling_level: Level of the staleness ratio, ``token`` or ``sequence`` (GSPO).
-        epsilon: Lower clip range.
+        epsilon: Lower clip range, at most 1.
         epsilon_high: Upper clip range, null for ``epsilon``.
-        delta: Upper bound of the unclipped ratio, null for none.
+        delta: Upper bound of the unclipped ratio, above 1; null for none.
         denominator: Effect of rejection on the divisor: ``all``, ``kept_tokens`` or ``kept``.
         beta: Factor of the KL penalty to the initial policy; 0 loads no reference policy.
-        kl_estimator: Estimator ``k1``, ``k2`` or ``k3``.
+        kl_estimator: Estimator ``k2`` or ``k3``; ``k1`` is refused where ``beta`` is above 0.
         kl_on: Tokens of the penalty: all of the ``completion``, or those that rejection ``kept``.
         mask_truncated_completions: Leave completions that hit the length limit out of the loss.
         off_policy_delta: Threshold of off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence is left
@@ -78,7 +78,7 @@ class GRPOLoss:
             its mismatch (``mismatch/kl_k1``).
 
     Raises:
-        ValueError: If a number is not finite or out of range, or an option is unknown.
+        ValueError: If a number is not finite or out of range, or an option is unknown or has no effect.
     """
 
     loss_type: LossType = "grpo"
@@ -105,6 +105,7 @@ class GRPOLoss:
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("loss.kl_on", self.kl_on, KLTokens)
         check_choice("loss.off_policy_reference", self.off_policy_reference, OffPolicyReference)
+        self._check_effects()
 
     @cached_property
     def counts_kept(self) -> bool:
@@ -181,6 +182,24 @@ class GRPOLoss:
         if not self.mask_truncated_completions:
             return part.completion_mask
         return part.completion_mask & part.finished[:, None]
+
+    def _check_effects(self) -> None:
+        """Refuse what :func:`policy_loss` would accept, and what then does nothing, or the opposite."""
+        if self.kl_estimator == "k1" and self.beta > 0:
+            raise UserError(
+                f"loss.kl_estimator='k1' has a gradient that does not depend on the reference policy, so beta="
+                f"{self.beta} would not pull to it. Set kl_estimator to k3, the default and TRL's, or to k2."
+            )
+        if self.delta is not None and self.delta <= 1:
+            raise UserError(
+                f"loss.delta={self.delta} bounds the ratio where it starts, at 1, and would stop the gradient of good "
+                "samples. Set delta above 1 + epsilon, for example to 2.0, or to null."
+            )
+        if self.epsilon > 1 and self.loss_type != "cispo":
+            raise UserError(
+                f"loss.epsilon={self.epsilon} would clip the ratio, which is never negative, at 1 - epsilon. Set "
+                "epsilon to at most 1, which is no lower clip, and epsilon_high to the upper clip, which may be larger."
+            )
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
         """Tokens left by rejection, without sequences the learner has moved away from; divisors ignore these."""

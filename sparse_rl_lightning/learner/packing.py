@@ -89,28 +89,36 @@ def pack_prompts(
 
 
 def split_prompts(rollout: Rollout, max_tokens: int) -> list[list[int]]:
-    """As :func:`split`, of neighbors, where those with the same prompt count it once, and padding does not count."""
-    prompt_lengths = rollout.prompt_lengths
-    at = torch.arange(rollout.sequences.shape[1], device=prompt_lengths.device)
-    prompts = rollout.sequences.masked_fill(at >= prompt_lengths[:, None], -1)
-    same = [False, *(prompts[1:] == prompts[:-1]).all(dim=1).tolist()]
-    parts, used = list[list[int]](), 0
-    for index, (length, prompt) in enumerate(zip(token_counts(rollout), prompt_lengths.tolist(), strict=True)):
-        more = length - prompt if same[index] else length
-        if parts and used + more <= max_tokens:
+    """As :func:`split`, where neighbors with the same prompt count it once.
+
+    Counted is what attention unfolds a part to: its prompts and its completions, both padded. The samples of a prompt
+    come longest first, so that those of a part are about equally long.
+    """
+    at = torch.arange(rollout.sequences.shape[1], device=rollout.sequences.device)
+    ids = rollout.sequences.masked_fill(at >= rollout.prompt_lengths[:, None], -1)
+    groups = [0, *(ids[1:] != ids[:-1]).any(dim=1).cumsum(0).tolist()]
+    lengths = token_counts(rollout)
+    prompts: list[int] = rollout.prompt_lengths.tolist()
+
+    def size(part: list[int]) -> int:
+        shortest, longest = min(prompts[i] for i in part), max(prompts[i] for i in part)
+        completion = max(lengths[i] for i in part) - shortest
+        return len({groups[i] for i in part}) * longest + len(part) * completion
+
+    parts = list[list[int]]()
+    for index in sorted(range(len(lengths)), key=lambda index: (groups[index], -lengths[index])):
+        if parts and size([*parts[-1], index]) <= max_tokens:
             parts[-1].append(index)
-            used += more
         else:
             parts.append([index])
-            used = length
     return parts
 
 
 def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, Tensor]:
     """The result of ``compute`` for the whole rollout, from a forward pass over each of its parts.
 
-    With several parts each is checkpointed, so backward too stores the activations of one part at a time, at the cost
-    of one more forward pass.
+    No part has padding that all of its sequences have. With several parts each is checkpointed, so backward too stores
+    the activations of one part at a time, at the cost of one more forward pass.
 
     Args:
         compute: Function from a rollout to two (B, T) tensors.
@@ -120,14 +128,18 @@ def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tupl
     Returns:
         The two (B, T) tensors.
     """
-    if len(parts) < 2:
-        return compute(rollout)
     width = rollout.sequences.shape[1]
-    found: list[tuple[Tensor, ...]] = []
+
+    def widened(both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = (F.pad(one, (0, width - one.shape[1])) for one in both)
+        return first, second
+
+    if len(parts) < 2:
+        return widened(compute(rollout.trimmed()))
+    found = []
     for rows in parts:
         part = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
-        both = checkpoint(compute, part, use_reentrant=False)
-        found.append(tuple(F.pad(one, (0, width - one.shape[1])) for one in both))
+        found.append(widened(checkpoint(compute, part, use_reentrant=False)))
     order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()
     first, second = (torch.cat(column)[order] for column in zip(*found, strict=True))
     return first, second

@@ -140,7 +140,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
         before = draws if part.draws is None else part.draws  # a rehearsal has none
         output, loss = self.loss(part, logprobs, denominators), self.loss
         term = eviction_loss(
-            draws.logprobs, before.logprobs.detach(), _credited(part, before), part.advantages, loss.mask(part),
+            draws.logprobs, before.logprobs.detach(), draws.steps, part.advantages, loss.mask(part),
             loss_type=loss.loss_type, epsilon=loss.epsilon, epsilon_high=loss.epsilon_high, delta=loss.delta,
             denominator=loss.denominator, max_completion_length=denominators.max_completion_length,
             num_items=denominators.everything,
@@ -157,8 +157,3 @@ class LearnedEvictionGRPO(ReplayGRPO):
             self.policy, part, self.drawn, part.draws, temperature=self.learner.temperature,
             chunk_size=options.head_chunk_size, head_in_float32=options.head_in_float32,
         )  # fmt: skip
-
-
-def _credited(part: Rollout, draws: EvictionDraws) -> torch.Tensor:
-    """The steps (B, E) of the sequence's own draws, -1 for those at the end of the prompt, which its group shares."""
-    return draws.steps.where(draws.steps > part.prompt_lengths[:, None], -1)

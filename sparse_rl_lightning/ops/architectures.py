@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_rl_lightning.ops.library import LIBRARIES, PACKAGE
-
+OLDEST = (8, 0)
+"""The first compute capability with asynchronous copies (cp.async), which the kernels need."""
 REBUILD = "SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS={} builds it"
 
 
@@ -43,9 +43,9 @@ def parse_architectures(text: str) -> list[Architecture]:
     return [Architecture(int(major), int(minor), suffix, bool(ptx)) for major, minor, suffix, ptx in found]
 
 
-def built_architectures(folder: Path = PACKAGE) -> list[Architecture]:
-    """What the CUDA library was compiled for, read from the file without loading it; nothing if there is none."""
-    for path in sorted(folder.glob(f"{LIBRARIES['cuda']}.*so")):
+def built_architectures(folder: Path) -> list[Architecture]:
+    """What the CUDA library in a folder was compiled for, read without loading it; nothing if there is none."""
+    for path in sorted(folder.glob("_cuda.*so")):
         if found := re.search(rb"sparse_rl_archs=([\w;+]*)", path.read_bytes()):
             return parse_architectures(found[1].decode())
     return []
@@ -55,6 +55,12 @@ def describe_architectures(built: list[Architecture]) -> str:
     """All of them in words."""
     ptx = [f"PTX of {arch}" for arch in built if arch.ptx]
     return f"machine code for {', '.join(map(str, built))}" + "".join(f", {text}" for text in ptx)
+
+
+def has_code(built: list[Architecture], capability: tuple[int, int]) -> bool:
+    """Whether the kernels run on a card of this compute capability; a build that does not say what for has its code."""
+    fits = (arch.runs_on(capability) or arch.compiles_on(capability) for arch in built)
+    return capability >= OLDEST and (not built or any(fits))
 
 
 def code_for(built: list[Architecture], capability: tuple[int, int]) -> str:
@@ -69,4 +75,6 @@ def code_for(built: list[Architecture], capability: tuple[int, int]) -> str:
     if portable := [arch for arch in built if arch.compiles_on(capability)]:
         best = max(portable, key=lambda arch: (arch.major, arch.minor))
         return f"runs the PTX of {best}, which its driver compiles at the first start; no machine code fits: {own}"
-    return f"HAS NO CODE here: {own}"
+    if capability < OLDEST:
+        return "HAS NO CODE here: the kernels need 8.0, so operations run on the PyTorch reference"
+    return f"HAS NO CODE here: {own}, until then operations run on the PyTorch reference"

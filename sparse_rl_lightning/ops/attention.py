@@ -15,11 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 WINDOW_BLOCK = 256  # queries that attend to a window at the same time, if it is shorter
+MASK_SIZE = 2**27
+"""Pairs of a query and a key in one mask: its copy in the queries' type is larger, and kernels count in 32 bits."""
 HALF = (torch.bfloat16, torch.float16)
 HAS_VARLEN = "num_splits" in signature(varlen_attn).parameters  # else results could depend on the batch
+VARLEN_WIDTH, VARLEN_MULTIPLE, VARLEN_CAPABILITY = 256, 8, (8, 0)  # head sizes and cards that it takes
 ALIGNMENT = 8  # elements: attention on GPUs wants rows of whole words of 16 bytes
 
 
@@ -88,7 +92,7 @@ def packed_attention(
         The result (R, Hq, D), zeros in the padding.
     """
     out, rows, longest = torch.zeros_like(query), sum(lengths), max(lengths)
-    if query.device.type == "cuda" and value.dtype in HALF and HAS_VARLEN and sinks is None:
+    if query.device.type == "cuda" and sinks is None and _has_varlen(value):
         q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
         # one split, so that a sequence's result is the same in any batch
         packed = varlen_attn(
@@ -103,28 +107,47 @@ def packed_attention(
     return out
 
 
+def _has_varlen(value: Tensor) -> bool:
+    """Whether torch has a kernel for packed sequences with such values on their GPU: FlashAttention's."""
+    width = value.shape[-1]
+    fits = value.dtype in HALF and width <= VARLEN_WIDTH and width % VARLEN_MULTIPLE == 0
+    return HAS_VARLEN and fits and torch.cuda.get_device_capability(value.device) >= VARLEN_CAPABILITY
+
+
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of the last tokens of a sequence over all of it, or a window: (t, Hq, D) queries on (T, H, D) keys."""
-    if 0 < window < len(key):  # no block of queries sees more than its own keys and a window before them
-        block, before = max(window, WINDOW_BLOCK), len(key) - len(query)
-        spans = [(i, min(i + block, len(query))) for i in range(0, len(query), block)]
-        first = [max(0, before + start + 1 - window) for start, _ in spans]
-        parts = [
-            _attention(query[i:j], key[k : before + j], value[k : before + j], scale, window, sinks)
-            for (i, j), k in zip(spans, first, strict=True)
-        ]
-        return torch.cat(parts)
-    return _attention(query, key, value, scale, window, sinks)
+    length, total = len(query), len(key)
+    window = window if window < total else 0
+    if not window and length == total:
+        return _attention(query, key, value, None, scale, sinks)
+    if not window and sinks is None and value.device.type == "cuda" and value.dtype in (*HALF, torch.float32):
+        return _attention(query, key, value, causal_lower_right(length, total), scale)
+    # no block of queries sees more than its own keys and a window before them
+    block, before = max(window, WINDOW_BLOCK) if window else length, total - length
+    block = max(1, min(block, MASK_SIZE // (window + block if window else total)))
+    parts = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        keys = slice(max(0, before + start + 1 - window) if window else 0, before + stop)
+        mask = _seen(stop - start, keys.stop - keys.start, window, query.device)
+        parts.append(_attention(query[start:stop], key[keys], value[keys], mask, scale, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, sinks: Tensor | None) -> Tensor:
-    length, total, mask = len(query), len(key), None
-    if length < total or 0 < window < total:
-        index = torch.arange(total, device=query.device)
-        last = index[total - length :, None]
-        mask = ((index <= last) & (index > last - window) if window else index <= last)[None]
+def _seen(length: int, total: int, window: int, device: torch.device) -> Tensor | None:
+    """The keys (1, t, T) that the last queries of a sequence see; None if these are all of its queries, and causal."""
+    if length == total and not 0 < window < total:
+        return None
+    index = torch.arange(total, device=device)
+    last = index[total - length :, None]
+    return ((index <= last) & (index > last - window) if window else index <= last)[None]
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     keys, values = (t.transpose(0, 1) for t in (key, value))
     return visible_attention(query.to(value.dtype), keys, values, mask, scale, sinks).to(query.dtype)
 
@@ -134,11 +157,12 @@ def visible_attention(
 ) -> Tensor:
     """Attention (Q, Hq, D) over keys and values (H, N, D).
 
-    ``mask`` (H, Q, N), or (1, Q, N) for all heads, says which entries a query sees; None is causal, for Q = N.
+    ``mask`` (H, Q, N), or (1, Q, N) for all heads, says which entries a query sees; None is causal, for Q = N, and a
+    causal bias of torch is for the last queries.
     """
     group = query.shape[1] // len(keys)
     # each KV head is repeated: the grouped form of torch's attention is slow on the CPU
     keys, values = (t.to(values.dtype).repeat_interleave(group, dim=0)[None] for t in (keys, values))
-    if mask is not None:
+    if mask is not None and not isinstance(mask, CausalBias):
         mask = (mask if len(mask) == 1 else mask.repeat_interleave(group, dim=0))[None]
     return torch_attention(query.transpose(0, 1)[None], keys, values, mask, scale, sinks)[0].transpose(0, 1)

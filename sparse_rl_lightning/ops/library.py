@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparse_rl_lightning.ops.architectures import built_architectures, code_for, has_code
 from sparse_rl_lightning.ops.checks import check_arguments
 from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.ops.schemas import SCHEMAS
@@ -106,8 +107,25 @@ def _serves(name: str, device: str, dtype: torch.dtype, width: int, result: torc
 
 @cache
 def has_kernel(name: str, device: str) -> bool:
-    """Whether a compiled kernel of the op is registered for "cpu" or "cuda"."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper()))
+    """Whether a compiled kernel of the op is registered for "cpu" or "cuda", with code for the GPU if there is one."""
+    known = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper())
+    return bool(known) and (device != "cuda" or _runs_on_gpu())
+
+
+@cache
+def _runs_on_gpu() -> bool:
+    """Whether the CUDA library has code for the current GPU, if there is one, and a warning if not.
+
+    Its first op would fail there with "no kernel image is available".
+    """
+    if not torch.cuda.is_available():
+        return True
+    built, capability = built_architectures(PACKAGE), torch.cuda.get_device_capability()
+    fits = has_code(built, capability)
+    if not fits:
+        text = f"{torch.cuda.get_device_name()} {code_for(built, capability)}"
+        warnings.warn(f"sparse_rl_lightning runs on its PyTorch reference. {text}.", stacklevel=2)
+    return fits
 
 
 def _load(name: str) -> str:

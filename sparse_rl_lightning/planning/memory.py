@@ -212,14 +212,16 @@ def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
 def prefill_bytes(job: Job) -> int:
     """Reading prompts: the widest activations of a layer, and the keys and values that are staged.
 
-    Of a pack of prompts they are those of one layer; of a prompt that is read in chunks, of all its tokens and layers.
+    Of a pack of prompts they are those of one layer. Of a prompt that is read in chunks they are those of all layers,
+    and all its tokens, or as many as a window has.
     """
     config, g, count = job.blueprint.config, job.geometry, min(MOST_PREFILLED, job.block.prompts * job.prompt)
     dense: int = getattr(config, "intermediate_size", 0)
     routed: int = getattr(config, "moe_intermediate_size", dense) * (getattr(config, "num_experts_per_tok", 0) or 0)
     shared: int = getattr(config, "shared_expert_intermediate_size", 0)
     width = max(dense, routed + shared)
-    staged = g.depth * job.prompt if job.prompt > MOST_PREFILLED else count
+    in_chunks = g.num_layers * job.prompt + len(g.window_layers) * min(job.prompt, g.window)
+    staged = in_chunks if job.prompt > MOST_PREFILLED else count
     entry = 2 * g.num_kv_heads * g.head_dim
     return int(count * (3 * width + 4 * config.hidden_size) + staged * entry) * g.dtype.itemsize
 

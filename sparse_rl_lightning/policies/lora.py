@@ -13,7 +13,7 @@ from transformers.utils.peft_utils import check_peft_version
 
 from sparse_rl_lightning.errors import UserError, check_choice, check_number, check_seed
 from sparse_rl_lightning.ops.keyed_random import seed_of
-from sparse_rl_lightning.policies.modes import eval_mode
+from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
 from sparse_rl_lightning.policies.quantized import Quantization, quantize
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 
@@ -112,7 +112,7 @@ class _AdaptersOff:
         return self  # always on the policy's device
 
     def _decode(self, **inputs: Any) -> Any:
-        with eval_mode(self.model):
+        with eval_mode(self.model), exact_angles(self.model):
             self.model.disable_adapters()
             try:
                 return self.model.get_decoder()(**inputs)

@@ -26,18 +26,20 @@ MAX_COMPILES = 64
 
 
 def death_attention(
-    query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, sinks: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
     A single block has a mask on CUDA too: nothing could be skipped, and it would need kernels of its own.
 
     ``death`` (B, H, T) is the first query that no longer sees each key, None if all later ones do, ``sinks`` (Hq) are
-    the layer's learned ones, if it has some; the other arguments are as in
-    :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`. Queries may be the last of T alone.
+    the layer's learned ones, if it has some, and ``ends`` (B) the numbers of tokens of the sequences, if nothing behind
+    them is read; the other arguments are as in :func:`~sparse_rl_lightning.replay.masked_attention.masked_attention`.
+    Queries may be the last of T alone.
     """
     if query.is_cuda and query.shape[2] > BLOCK:
-        return flex_death_attention(query, key, value, death, scale, compiled=True, sinks=sinks)
+        return flex_death_attention(query, key, value, death, scale, compiled=True, sinks=sinks, ends=ends)
     return sdpa_death_attention(query, key, value, death, scale, sinks=sinks)
 
 
@@ -58,12 +60,15 @@ def sdpa_death_attention(
 
 def flex_death_attention(
     query: Tensor, key: Tensor, value: Tensor, death: Tensor | None, scale: float, compiled: bool,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, ends: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """FlexAttention with the deaths as its ``mask_mod``; arguments as above.
 
     ``compiled=False`` runs PyTorch's slow version, which stores all scores and, on the CPU, has no backward pass.
     """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # queries and keys come rotated, in float32: torch before 2.13 mixes no types
+        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     group, length = query.shape[1] // key.shape[1], key.shape[2]
     first, more = divmod(length - query.shape[2], BLOCK)  # queries that are not asked for: whole blocks, and others
     query = F.pad(query, (0, 0, more, 0)) if more else query
@@ -77,7 +82,7 @@ def flex_death_attention(
     def alive_later(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return alive(b, h, q + start, k)
 
-    blocks = death_blocks(dies, group, alive_later if first else alive, first)
+    blocks = death_blocks(dies, group, alive_later if first else alive, first, ends)
     flex: Any = flex_attention
     if compiled:
         flex = _compiled_flex()
@@ -93,11 +98,12 @@ def flex_death_attention(
     return result[:, :, more:].to(out.dtype)
 
 
-def death_blocks(death: Tensor, group: int, alive: Any, first: int = 0) -> BlockMask:
+def death_blocks(death: Tensor, group: int, alive: Any, first: int = 0, ends: Tensor | None = None) -> BlockMask:
     """The blocks of queries and keys that FlexAttention computes, derived from deaths (B, H, T) without pairwise masks.
 
     ``group`` is the number of query heads per KV head, ``alive`` the ``mask_mod`` of blocks neither dead nor visible,
-    ``first`` the first block of queries.
+    ``first`` the first block of queries. Queries in blocks behind the ``ends`` (B) of their sequences see their own
+    block alone.
     """
     length = death.shape[-1]
     count = -(-length // BLOCK)
@@ -105,8 +111,11 @@ def death_blocks(death: Tensor, group: int, alive: Any, first: int = 0) -> Block
     latest, earliest = padded.amax(-1)[..., None, :], padded.amin(-1)[..., None, :]  # padding is never fully visible
     block = torch.arange(count, device=death.device)
     key, query = block, block[first:, None]
-    some = (key == query) | ((key < query) & (latest > query * BLOCK))  # a token sees itself
-    whole = (key < query) & (earliest >= (query + 1) * BLOCK)
+    before = key < query
+    if ends is not None:
+        before = before & (query * BLOCK < ends[:, None, None, None])
+    some = (key == query) | (before & (latest > query * BLOCK))  # a token sees itself
+    whole = before & (earliest >= (query + 1) * BLOCK)
     partial, full = (_listed(t.repeat_interleave(group, dim=1)) for t in (some & ~whole, whole & some))
     return BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=alive, seq_lengths=(length - first * BLOCK, length)

@@ -53,15 +53,20 @@ class Events:
 
     rows: Tensor  # (S,) sequence of each
     steps: Tensor  # (S,) tokens fed before it: the first query that no longer sees what went
-    places: Tensor  # (S,) number of each among those of its sequence
+    places: Tensor  # (S,) number of each among those of its sequence, a prompt's end included
 
     @classmethod
-    def of(cls, record: EvictionRecord) -> Self:
-        """Every step at which something of a sequence died, in order."""
+    def of(cls, record: EvictionRecord, prompt_lengths: Tensor) -> Self:
+        """Every step at which something of a sequence died, in order, behind its prompt.
+
+        What goes at a prompt's end is the same for all samples, so it gets no credit, and it is by far the most.
+        """
         sequences = torch.arange(len(record.num_steps), device=record.num_steps.device)
         rows = sequences.repeat_interleave(record.num_steps)
         starts = record.num_steps.cumsum(0) - record.num_steps
-        return cls(rows, record.steps.long(), torch.arange(len(rows), device=rows.device) - starts[rows])
+        places = torch.arange(len(rows), device=rows.device) - starts[rows]
+        own = record.steps > prompt_lengths[rows]
+        return cls(rows[own], record.steps[own].long(), places[own])
 
 
 @dataclass
@@ -119,11 +124,8 @@ class _Watch:
         state = LayerState(
             keys=key[entries], values=value[entries], valid=valid, positions=positions, lengths=valid.sum(dim=-1),
             token_ids=self.rollout.sequences[rows[:, None, None], positions], prompt_lengths=prompts, queries=queries,
-            query_positions=places.clamp(min=-1),
-            # a prompt is compressed before its samples begin
-            sequence_keys=torch.where(steps == prompts, numbers[rows, 0], numbers[rows, 1]),
-            prompt_keys=numbers[rows, 0], layer_index=layer, scale=scale,
-            inv_freq=key.new_zeros(0), attention_scaling=1.0,
+            query_positions=places.clamp(min=-1), sequence_keys=numbers[rows, 1], prompt_keys=numbers[rows, 0],
+            layer_index=layer, scale=scale, inv_freq=key.new_zeros(0), attention_scaling=1.0,
             state={name: worth[entries] for name, worth in self._constant_state(layer, key, value).items()},
             turns=None if turns is None else turns[rows[:, None, None], positions],
         )  # fmt: skip
@@ -176,6 +178,8 @@ def draw_statistics(
 ) -> tuple[Tensor, Tensor, EvictionDraws]:  # fmt: skip
     """Replayed log-probs and entropies (B, T) of the tokens, and the log-probs of the drawn evictions, with gradient.
 
+    Left out are draws at the end of a prompt, which its samples share.
+
     Args:
         model: Policy; with the sampler's weights the token log-probs equal ``rollout.sampler_logprobs``.
         rollout: Sequences with their evictions and keys.
@@ -188,7 +192,7 @@ def draw_statistics(
         ValueError: If there is nothing to replay.
     """
     evictions = replayable(model, rollout)
-    death, events = deaths_by_layer(model.config, evictions), Events.of(evictions)
+    death, events = deaths_by_layer(model.config, evictions), Events.of(evictions, rollout.prompt_lengths)
     places = {layer: place for place, layer in enumerate(recorded_layers(model.config, evictions))}
     known = None if draws is None else draws.order[events.rows, events.places]
     watch = _Watch(compressor, rollout, death, places, events, known)

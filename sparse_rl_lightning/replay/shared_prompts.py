@@ -39,6 +39,7 @@ class SharedPrompts:
     rows: Tensor  # (N,) the sequence that each token of the row is taken from
     positions: Tensor  # (N,) where it stands there
     places: Tensor  # (B, T) place in the row of every token, of padding 0; T is that of the longest sequence
+    ends: Tensor  # (B,) number of tokens of every sequence
     leaders: Tensor  # (U,) the first sequence of each prompt
     outputs: Tensor  # (N,) number of the row's token among the queries
     longest: int  # P
@@ -48,13 +49,11 @@ class SharedPrompts:
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
         """The row of a rollout; sequences with the same prompt share it."""
-        ids, prompt_lengths = rollout.sequences, rollout.prompt_lengths[:, None]
-        first, longest, width = (
-            int(n) for n in torch.stack([*prompt_lengths.aminmax(), rollout.lengths.max()]).tolist()
-        )
+        ids, prompt_lengths, ends = rollout.sequences, rollout.prompt_lengths[:, None], rollout.lengths
+        first, longest, width = (int(n) for n in torch.stack([*prompt_lengths.aminmax(), ends.max()]).tolist())
         count, ids = len(ids), ids[:, :width]
         at, rows = (torch.arange(n, device=ids.device) for n in (width, count))
-        in_prompt, is_token = at < prompt_lengths, at < rollout.lengths[:, None]
+        in_prompt, is_token = at < prompt_lengths, at < ends[:, None]
         prompts, group = torch.unique(ids.masked_fill(~in_prompt, -1)[:, :longest], dim=0, return_inverse=True)
         leaders = rows.new_full((len(prompts),), count).scatter_reduce_(0, group, rows, "amin")
         stands = is_token & (~in_prompt | (leaders[group] == rows)[:, None])
@@ -64,7 +63,7 @@ class SharedPrompts:
         of_completion = len(prompts) * longest + rows[:, None] * (width - first) + at - first
         outputs = torch.where(in_prompt, of_prompt, of_completion)
         of, token = stands.nonzero().unbind(dim=1)
-        return cls(of, token, places, leaders, outputs[stands], longest, first)
+        return cls(of, token, places, ends, leaders, outputs[stands], longest, first)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
@@ -79,7 +78,7 @@ class SharedPrompts:
             of_prompts = death_attention(q, k, v, death[self.leaders, :, : self.longest], scale, sinks)
         q = _unfolded(query, self.places[:, self.first :])
         k, v = (_unfolded(one, self.places) for one in (key, value))
-        of_completions = death_attention(q, k, v, death, scale, sinks)
+        of_completions = death_attention(q, k, v, death, scale, sinks, self.ends)
         found = torch.cat([one.transpose(1, 2).flatten(0, 1) for one in (of_prompts, of_completions)])  # (., Hq, D)
         return found.index_select(0, self.outputs).transpose(0, 1)[None]
 

@@ -78,14 +78,18 @@ def test_gpus_are_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.M
     assert doctor.unused_gpus(tmp_path / "gpus") == ["an NVIDIA GPU at 0000:01:00.0"]
 
 
-@pytest.mark.parametrize("built", ["", "80;89;100+PTX"])
-def test_every_gpu_is_told_with_the_code_that_it_runs(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities = [(8, 9), (12, 0)]
+def pretend_cards(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], built: str) -> None:
+    """Cards of these compute capabilities, and a library for these architectures."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
-    monkeypatch.setattr(doctor, "built_architectures", lambda: parse_architectures(built))
+    monkeypatch.setattr(doctor, "built_architectures", lambda folder: parse_architectures(built))
+
+
+@pytest.mark.parametrize("built", ["", "80;89;100+PTX"])
+def test_every_gpu_is_told_with_the_code_that_it_runs(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cards(monkeypatch, [(8, 9), (12, 0)], built)
     lines = doctor.devices()[1:]
     if built:
         assert lines[0] == "CUDA kernels: machine code for 8.0, 8.9, 10.0, PTX of 10.0"
@@ -93,3 +97,16 @@ def test_every_gpu_is_told_with_the_code_that_it_runs(built: str, monkeypatch: p
         assert lines[2].startswith("GPU 1: card 1, sm_120; runs the PTX of 10.0")
     else:
         assert lines[1:] == ["GPU 0: card 0, sm_89", "GPU 1: card 1, sm_120"]
+
+
+def test_a_gpu_without_code_is_missing_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MISSING", {"cpu": "", "cuda": ""})
+    pretend_cards(monkeypatch, [(7, 5), (9, 0), (8, 6)], "89;90+PTX")
+    assert doctor.advice() == [
+        "missing for GPU 0: sm_75 HAS NO CODE here: the kernels need 8.0, so operations run on the PyTorch reference",
+        "missing for GPU 2: sm_86 HAS NO CODE here: SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS=86 builds it, until then "
+        "operations run on the PyTorch reference",
+        "Everything works without them, slower.",
+    ]
+    pretend_cards(monkeypatch, [(9, 0)], "89;90+PTX")
+    assert doctor.advice() == ["Nothing is missing."]

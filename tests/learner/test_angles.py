@@ -15,15 +15,18 @@ from torch import nn
 from sparse_rl_lightning.calibration.query_statistics import gather_statistics
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.policies.lora import LoraPolicy
 from sparse_rl_lightning.policies.modes import PRODUCTS, exact_angles
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.testing import tiny_model
+from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 Pass = Callable[[Any, Any], object]
 PASSES: dict[str, Pass] = {
     "dense": lambda model, rollout: Learner(LearnerOptions()).dense(model, rollout),
     "checkpointed": lambda model, rollout: checkpointed(model, rollout),
     "replay": lambda model, rollout: Learner(LearnerOptions(), replays=True).logprobs(model, rollout),
+    "reference": lambda model, rollout: Learner(LearnerOptions()).dense(reference(model), rollout),
     "rescored": lambda model, rollout: Learner(LearnerOptions()).rescored(model, [rollout]),
     "sampler": lambda model, rollout: drawn(model, decoder="transformers"),
     "calibration": lambda model, rollout: gather_statistics(model, rollout.sequences, torch.tensor([9, 9])),
@@ -33,6 +36,14 @@ PASSES: dict[str, Pass] = {
 def drawn(model: Any, **options: Any) -> Any:
     sampler = RolloutSampler(model, RKV(budget=8, buffer=3, num_sinks=1, window=2), **options)
     return sampler.generate([[3, 4, 5], [6, 7]], SamplingParams(max_completion_length=12))
+
+
+def reference(model: Any) -> Any:
+    """The model with adapters that are switched off, as the KL penalty of LoRA compares with."""
+    pytest.importorskip("peft", reason="peft is an extra")
+    lora = LoraPolicy(LoadedPolicy(model, character_tokenizer()))
+    lora.load()
+    return lora.load_reference()
 
 
 def checkpointed(model: Any, rollout: Any) -> None:

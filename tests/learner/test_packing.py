@@ -30,6 +30,7 @@ from sparse_rl_lightning.losses import Denominator, LossType
 from sparse_rl_lightning.modules import LearnerOptions, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.shared_prompts import SharedPrompts
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -192,6 +193,20 @@ def test_an_overfull_bin_is_split_without_a_trace() -> None:
     torch.testing.assert_close(found, (whole.old_logprobs, whole.keep.double()))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", ["dense", "replayed", "acceptance"])
+def test_a_single_part_has_no_padding_of_the_whole_rollout(name: str) -> None:
+    model, shapes = tiny_model(vocab_size=20, num_layers=2, num_heads=3, num_kv_heads=3, hidden_size=12).double(), []
+    model.model.layers[0].register_forward_pre_hook(lambda _module, inputs: shapes.append(inputs[0].shape[:2]))
+    whole = rollout([3, 9, 1])
+    whole.topk_ids = torch.arange(4).expand(*whole.sequences.shape, 4)
+    whole.topk_logprobs = torch.full(whole.topk_ids.shape, -3.0, dtype=torch.float64)
+    part = whole[torch.tensor([0, 2])]
+    padded, narrow = (getattr(Learner(LearnerOptions(tokens)), name)(model, part) for tokens in (None, 10))
+    assert shapes == [(2, 12), (2, 5)]
+    torch.testing.assert_close(narrow, padded, atol=1e-12, rtol=0)
+    assert all(one.any() for one in narrow)
+
+
 class Rows(PromptDataModule):
     """Prompts of very different lengths."""
 
@@ -274,18 +289,44 @@ def test_bins_of_prompts(prompts: list[int], num_bins: int, data: st.DataObject)
     assert sorted(index for members in bins for index in members) == list(range(len(prompts)))
 
 
-def test_parts_of_prompts_by_hand() -> None:
-    """Prompts of 3, 3, 3 and 2 tokens, the first two the same, completions of 2, 4, 1 and 3."""
-    sequences = torch.tensor(
-        [[1, 2, 3, 9, 9, 0, 0], [1, 2, 3, 9, 9, 9, 9], [1, 2, 4, 9, 0, 0, 0], [1, 2, 9, 9, 9, 0, 0]]
-    )
-    prompt_lengths, lengths = torch.tensor([3, 3, 3, 2]), torch.tensor([5, 7, 4, 5])
-    at = torch.arange(7)
+def of_prompts(prompts: list[list[int]], completions: list[int]) -> Rollout:
+    """Sequences of these prompts and as many tokens more."""
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = prompt_lengths + torch.tensor(completions)
+    sequences = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        sequences[row, : len(prompt)] = torch.tensor(prompt)
+        sequences[row, len(prompt) : lengths[row]] = 9
+    at = torch.arange(sequences.shape[1])
     mask = (at >= prompt_lengths[:, None]) & (at < lengths[:, None])
-    whole = Rollout(sequences, prompt_lengths, mask, torch.ones(4, dtype=torch.bool), torch.zeros(4, 7))
-    assert split_prompts(whole, 9) == [[0, 1], [2, 3]]
-    assert split_prompts(whole, 8) == [[0], [1], [2], [3]]
-    assert split_prompts(whole, 13) == [[0, 1, 2], [3]]
+    return Rollout(sequences, prompt_lengths, mask, torch.ones(len(prompts), dtype=torch.bool), torch.zeros(mask.shape))
+
+
+def test_parts_of_prompts_by_hand() -> None:
+    """Prompts count once, and completions as the longest of their part."""
+    whole = of_prompts([[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2]], [2, 4, 1, 3])
+    assert split_prompts(whole, 10) == [[1], [0, 2], [3]]
+    assert split_prompts(whole, 11) == [[1, 0], [2], [3]]  # 3 + 2 x 4
+    assert split_prompts(whole, 12) == [[1, 0], [2, 3]]  # 2 x 3 + 2 x (5 - 2)
+    assert split_prompts(whole, 29) == [[1, 0, 2, 3]]
+    assert split_prompts(whole, 1) == [[1], [0], [2], [3]]
+    assert split_prompts(of_prompts([[1] * 6] * 8, [14, 14, 200, *[14] * 5]), 310) == [[2], [0, 1, 3, 4, 5, 6, 7]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([[1], [1, 2], [2, 2], [3] * 9]), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(1, 150),
+)
+def test_parts_of_prompts_fit_as_attention_unfolds_them(given: list[tuple[list[int], int]], most: int) -> None:
+    prompts, completions = zip(*sorted(given, key=lambda one: one[0]), strict=True)
+    whole = of_prompts(list(prompts), list(completions))
+    parts = split_prompts(whole, most)
+    assert sorted(chain(*parts)) == list(range(len(prompts)))
+    for part in parts:
+        row = SharedPrompts.of(whole[torch.tensor(part)])
+        asked = len(row.leaders) * row.longest + len(part) * (row.places.shape[1] - row.first)
+        assert len(part) == 1 or asked <= most
 
 
 def test_numbers_are_checked() -> None:

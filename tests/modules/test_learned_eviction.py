@@ -72,8 +72,10 @@ def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None
     side = rollout.advantages[:, None, None, None]
     steps, ends = rollout.draws.steps, rollout.prompt_lengths + rollout.completion_lengths - 1
     # not the draws at a prompt's end, which its samples share, nor at the very end, which nothing sees
-    credited = (steps > rollout.prompt_lengths[:, None]) & (steps < ends[:, None])
-    assert (steps == rollout.prompt_lengths[:, None]).any()
+    assert rollout.evictions is not None
+    assert (rollout.evictions.death == rollout.prompt_lengths[:, None, None]).any()
+    assert (steps[steps >= 0] > rollout.prompt_lengths[:, None].expand_as(steps)[steps >= 0]).all()
+    credited = (steps >= 0) & (steps < ends[:, None])
     assert credited.sum() > 10
     terms = torch.minimum(ratio.clamp(max=1.05) * side, ratio.clamp(0.98, 1.03) * side) * credited[..., None, None]
     per_sequence = terms.sum(dim=(1, 2, 3))
@@ -226,7 +228,8 @@ def test_a_rehearsal_before_training_passes() -> None:
     assert trainer.global_step == 1
     ((count, draws),) = rehearsed
     assert draws.steps.shape[0] == count
-    assert (draws.steps >= 0).sum(dim=1).tolist() == [draws.steps.shape[1]] * count  # as many as the longest may have
+    # as many as the longest may have, without that at the prompt's end
+    assert (draws.steps >= 0).sum(dim=1).tolist() == [draws.steps.shape[1] - 1] * count
     assert draws.steps.shape[1] >= 4
     assert draws.logprobs.isfinite().all()
 

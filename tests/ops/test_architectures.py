@@ -11,10 +11,14 @@ from sparse_rl_lightning.ops.architectures import (
     built_architectures,
     code_for,
     describe_architectures,
+    has_code,
     parse_architectures,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "operations run on the PyTorch reference"
+NONE = f"HAS NO CODE here: {{%d}} builds it, until then {REFERENCE}"
+TOO_OLD = f"HAS NO CODE here: the kernels need 8.0, so {REFERENCE}"
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 
 
@@ -30,17 +34,20 @@ SETUP = runpy.run_path(str(ROOT / "setup.py"))
     ("80+PTX;90+PTX", (10, 0), "runs the PTX of 9.0, which its driver compiles at the first start; "
                                "no machine code fits: {100} builds it"),
     ("80+PTX;90", (9, 0), "runs machine code for 9.0, its own"),
-    ("89+PTX", (8, 6), "HAS NO CODE here: {86} builds it"),
-    ("80;90+PTX", (7, 5), "HAS NO CODE here: {75} builds it"),
-    ("80;120+PTX", (11, 0), "HAS NO CODE here: {110} builds it"),
+    ("89+PTX", (8, 6), NONE % 86),
+    ("80;90+PTX", (7, 5), TOO_OLD),
+    ("80;90+PTX", (7, 0), TOO_OLD),
+    ("80;120+PTX", (11, 0), NONE % 110),
     ("80;90a", (9, 0), "runs machine code for 9.0a, its own"),
-    ("100a+PTX", (10, 3), "HAS NO CODE here: {103} builds it"),
-    ("100a+PTX", (12, 0), "HAS NO CODE here: {120} builds it"),
-    ("", (8, 0), "HAS NO CODE here: {80} builds it"),
+    ("100a+PTX", (10, 3), NONE % 103),
+    ("100a+PTX", (12, 0), NONE % 120),
+    ("", (8, 0), NONE % 80),
 ])  # fmt: skip
 def test_a_card_runs_the_code_that_its_driver_chooses(archs: str, capability: tuple[int, int], told: str) -> None:
     want = told.replace("{", "SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS=").replace("}", "")
-    assert code_for(parse_architectures(archs), capability) == want
+    built = parse_architectures(archs)
+    assert code_for(built, capability) == want
+    assert has_code(built, capability) == (told.startswith("runs") or not built)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.running_state import _paid
+from sparse_rl_lightning.ops import attention
 from sparse_rl_lightning.ops.attention import causal_attention, entries_share, torch_attention
 from tests.native_cases import (
     head_rows,
@@ -24,6 +27,7 @@ from tests.native_cases import (
     shapes,
     tolerance,
 )
+from tests.pretend_gpu import DeviceTensor, PretendGPU, host
 
 SCALE = 0.3
 
@@ -104,6 +108,41 @@ def test_prompts_are_read_beside_sinks(window: int, count: int, total: int) -> N
     if not window:  # what compressors read of it
         paid = _paid(query, key, SCALE, sinks)[0]
         torch.testing.assert_close(paid.double(), probs.unflatten(0, (2, 2)).sum(1), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 3, 300])
+@pytest.mark.parametrize(("count", "total"), [(1, 9), (600, 600), (300, 700)])
+def test_masks_of_long_prompts_are_made_in_parts(
+    count: int, total: int, window: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is attended is the same: the last tokens of a prompt see all before them, or a window."""
+    query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
+    sinks = 2 * torch.randn(4) if has_sinks else None
+    want, sizes = causal_attention(query, key, value, SCALE, window, sinks), list[int]()
+
+    def attend(*args: Any, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        sizes.append(0 if attn_mask is None else attn_mask.numel())
+        return proper(*args, attn_mask=attn_mask, **options)
+
+    proper = F.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "MASK_SIZE", 10_000)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    torch.testing.assert_close(causal_attention(query, key, value, SCALE, window, sinks), want, atol=2e-6, rtol=1e-5)
+    assert max(sizes) <= 10_000
+    assert (len(sizes) > 1) == (count > 1 and bool(window or count < total))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_reads_later_chunks_of_a_prompt_without_a_mask(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(n, heads, 8, dtype=dtype) for n, heads in ((5, 4), (12, 2), (12, 2)))
+    with PretendGPU() as gpu:
+        got = causal_attention(*(DeviceTensor(t) for t in (query, key, value)), SCALE)
+    close = 2e-2 if dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(host(got), causal_attention(query, key, value, SCALE), atol=close, rtol=0)
+    ops = {op for _, op in gpu.launches}
+    assert "scaled_dot_product_attention" in ops
+    assert not ops & {"arange", "le"}
 
 
 def test_a_share_of_extreme_numbers() -> None:

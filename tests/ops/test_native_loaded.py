@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from functools import cache
 
 import pytest
+import torch
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import library
+from sparse_rl_lightning.ops.architectures import parse_architectures
 from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 WITHOUT = os.environ.get("SPARSE_RL_BUILD") == "python" or os.environ.get("SPARSE_RL_NATIVE") == "0"
@@ -55,3 +59,26 @@ def test_the_hash_follows_the_signatures(monkeypatch: pytest.MonkeyPatch) -> Non
     before = library.schema_hash()
     monkeypatch.setitem(SCHEMAS, "append", SCHEMAS["append"] + " ")
     assert library.schema_hash() != before
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "told"),
+    [("80;90+PTX", (7, 5), "the kernels need 8.0"), ("", (7, 0), "the kernels need 8.0"),
+     ("100a", (9, 0), "SPARSE_RL_ARCHS=90 builds it"), ("80;90+PTX", (8, 6), ""), ("", (9, 0), "")],
+)  # fmt: skip
+def test_a_gpu_that_no_kernel_has_code_for_runs_the_reference_and_says_so_once(
+    built: str, capability: tuple[int, int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cached in (library.has_kernel, library._runs_on_gpu):
+        monkeypatch.setattr(library, cached.__name__, cache(cached.__wrapped__))
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(library, "built_architectures", lambda folder: parse_architectures(built))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = {library.has_kernel(name, "cuda") for name in SCHEMAS}
+    assert found == {not told}
+    assert [told in str(one.message) for one in caught] == [True] * bool(told)
+    assert library.has_kernel("append", "cpu")

@@ -251,11 +251,12 @@ def test_the_mildest_form_of_checkpointing_that_fits_is_named(folder: str) -> No
 
 @pytest.mark.parametrize("name", TESTED)
 def test_prompts_are_counted_for_every_family_as_its_configuration_is(name: str, tmp_path: Path) -> None:
-    """What is staged of a prompt in chunks is all of its tokens in all layers."""
+    """What is staged of a prompt in chunks is all of its tokens in all layers, but for those that windows forget."""
     config = AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
     given = replace(job(str(tmp_path)), prompt=MOST_PREFILLED)
     g = given.geometry
     longer = replace(given, prompt=MOST_PREFILLED + 1)
-    more = 2 * g.num_kv_heads * g.head_dim * g.dtype.itemsize * (g.depth * longer.prompt - MOST_PREFILLED)
+    staged = sum(min(longer.prompt, window or longer.prompt) for window in g.windows or (0,) * g.num_layers)
+    more = 2 * g.num_kv_heads * g.head_dim * g.dtype.itemsize * (staged - MOST_PREFILLED)
     assert prefill_bytes(longer) - prefill_bytes(given) == more > 0

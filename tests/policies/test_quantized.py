@@ -138,7 +138,8 @@ def test_no_whole_weights_are_kept_or_copied(kind: Any, bits: float) -> None:
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     assert largest < live.most < 2 * largest + gradients
     geometry = CacheGeometry.of(model)
-    others = sum(p.nbytes for name, p in model.named_parameters() if "lora" in name or "embed" in name)  # tied head
+    # of up to three adapters side by side, and the tied head
+    others = sum(p.nbytes * (3 * ("lora" in name) + ("embed" in name)) for name, p in model.named_parameters())
     for way in ("native", "transformers"):
         assert 2 * largest <= decoder_bytes(model, geometry, 0, way) <= 2 * largest + others
 

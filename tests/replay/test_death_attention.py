@@ -130,22 +130,25 @@ def compile_for(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("mixed", 2)]
+)
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_compiled_flex_attention_and_its_gradients(
-    batch: int, has_sinks: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_compiled_flex_attention_and_its_gradients(batch: int, has_sinks: bool, kind: str, device: str) -> None:
+    """Under autocast values are of 16 bits, and queries and keys, which were rotated, of 32."""
     query, key, value, death = inputs(3 * BLOCK + 17, batch=batch, width=64)
     given = [query, key, value, *([torch.randn(6)] if has_sinks else [])]
-    there = [t.detach().to(device, dtype).requires_grad_() for t in given]
+    wide = {"float32": 4, "bfloat16": 0, "mixed": 2}[kind]
+    types = [torch.float32] * wide + [torch.bfloat16] * (len(given) - wide)
+    there = [t.detach().to(device, own).requires_grad_() for t, own in zip(given, types, strict=False)]
     given = [t.detach().float().cpu().requires_grad_() for t in there]  # rounded as these are
     want = sdpa_death_attention(*given[:3], death, SCALE, sinks=given[3] if has_sinks else None)
-    got = flex_death_attention(
-        *there[:3], death.to(device), SCALE, compiled=True, sinks=there[3] if has_sinks else None
-    )
+    with torch.autocast(device, torch.bfloat16, enabled=kind == "mixed"):
+        got = flex_death_attention(
+            *there[:3], death.to(device), SCALE, compiled=True, sinks=there[3] if has_sinks else None
+        )
     # rounded to 16 bits are probabilities, results and gradients
-    close = 5e-2 if dtype == torch.bfloat16 else 2e-3
+    close = 2e-3 if kind == "float32" else 5e-2
     torch.testing.assert_close(got.float().cpu(), want, atol=close, rtol=close)
     direction = torch.randn_like(want)
     found = torch.autograd.grad((got * direction.to(device)).sum(), there)
@@ -212,8 +215,40 @@ def test_what_is_not_compiled_is_an_error_and_never_quadratic(monkeypatch: pytes
         run(1)
 
 
+def test_what_flex_attention_is_given_is_of_one_type_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.13 casts by itself, older ones refuse mixed types in the backward pass."""
+    given = list[torch.dtype]()
+
+    def noted(*args: Tensor, **_: Any) -> Tensor:
+        given.extend(one.dtype for one in args)
+        return args[0]
+
+    monkeypatch.setattr(death_module, "flex_attention", noted)
+    query, key, value, death = inputs(2 * BLOCK)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            flex_death_attention(query, key, value.bfloat16(), death, SCALE, compiled=False)
+    assert given == [torch.float32, torch.float32, torch.bfloat16] + [torch.bfloat16] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", [BLOCK + 1, 2 * BLOCK + 17])
+def test_flex_attention_leaves_out_what_is_behind_the_ends(asked: int) -> None:
+    query, key, value, death = (t.detach().cuda() for t in inputs(3 * BLOCK + 17, batch=3, width=64))
+    ends = torch.tensor([BLOCK + 40, 3 * BLOCK + 17, 2 * BLOCK], device="cuda")
+    given = [t.requires_grad_() for t in (query[:, :, -asked:], key, value)]
+    is_read = (torch.arange(3 * BLOCK + 17, device="cuda") < ends[:, None])[:, -asked:]
+    found = []
+    for own in (None, ends):
+        out = flex_death_attention(*given, death, SCALE, compiled=True, ends=own).transpose(1, 2)
+        found.append([out[is_read], *torch.autograd.grad(out[is_read].square().sum(), given), out[~is_read]])
+    torch.testing.assert_close(found[0][:-1], found[1][:-1], atol=2e-3, rtol=2e-3)
+    assert not torch.allclose(found[0][-1], found[1][-1], atol=1e-2)
+
+
+@pytest.mark.parametrize("ends", [None, torch.tensor([BLOCK + 1])])
 @pytest.mark.parametrize("length", [BLOCK, 4 * BLOCK, 3 * BLOCK + 17])
-def test_blocks_are_those_of_the_mask(length: int) -> None:
+def test_blocks_are_those_of_the_mask(length: int, ends: Tensor | None) -> None:
     """A block is computed if any pair in it lives, and taken whole only if all do."""
     heads, token = 2, torch.arange(length)
     # eviction in bursts: some blocks die wholly, some partly, some not at all
@@ -224,7 +259,9 @@ def test_blocks_are_those_of_the_mask(length: int) -> None:
     whole = torch.zeros(1, heads, count * BLOCK, count * BLOCK, dtype=torch.bool)
     whole[:, :, :length, :length] = mask
     tiles = whole.view(1, heads, count, BLOCK, count, BLOCK).transpose(3, 4).flatten(4)
-    blocks = death_blocks(death, 2, lambda b, h, q, k: q >= k)
+    if ends is not None:  # behind an end each block sees itself
+        tiles[:, :, 2:] &= torch.eye(count, dtype=torch.bool)[2:, :, None]
+    blocks = death_blocks(death, 2, lambda b, h, q, k: q >= k, ends=ends)
     partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
     full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
     assert torch.equal(partial | full, tiles.any(-1).repeat_interleave(2, dim=1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, permutations, product
 from typing import Any
 
 import pytest
@@ -31,7 +33,6 @@ from sparse_rl_lightning.compressors import (
 from sparse_rl_lightning.compressors.drawn import log_exponential
 from sparse_rl_lightning.evictions import NEVER, EvictionDraws, EvictionRecord
 from sparse_rl_lightning.losses import eviction_loss, policy_loss
-from sparse_rl_lightning.modules.learned_eviction import _credited
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.replay.draws import draw_statistics, ordered_logprob
@@ -141,9 +142,9 @@ def test_the_learner_finds_what_was_drawn(name: str, monkeypatch: pytest.MonkeyP
                     order = [p for p in found.order[row, event, layer, head].tolist() if p >= 0]
                     assert sorted(order) == went
                     count += len(went)
-    assert count == int((death != NEVER).sum()) > 100
-    at_prompts = found.steps == rollout.prompt_lengths[:, None]
-    assert at_prompts.any() == (name != "protected")  # by the key that the samples of a prompt share
+    ends = rollout.prompt_lengths[:, None, None]
+    assert count == int(((death != NEVER) & (death != ends)).sum()) > 100
+    assert (death == ends).any() == (name != "protected")  # by the key that the samples of a prompt share
     again = draw_statistics(policy, rollout, compressor, found)[2]
     torch.testing.assert_close(again.logprobs, found.logprobs, atol=1e-5, rtol=1e-5)
     assert torch.equal(again.order, found.order)
@@ -154,43 +155,26 @@ def test_the_learner_finds_what_was_drawn(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_draws_have_the_frequencies_that_they_say() -> None:
-    """Of 500 draws at the end of a prompt, which pairs went, against the probabilities of both orders."""
+    """Of 500 draws behind two greedy tokens, which pairs went, against the probabilities of both orders."""
     policy, compressor = model(), Drawn(KeyDiff(budget=5, buffer=2, num_sinks=0, window=1), temperature=0.7)
-    prompt, counts, chances = [5, 9, 13, 17, 21, 25, 29], dict[tuple[int, ...], int](), dict[tuple[int, ...], float]()
-    sampler = RolloutSampler(policy, compressor)
-    for seed in range(500):
-        params = SamplingParams(num_generations=1, max_completion_length=2, seed=seed)
-        rollout = sampler.generate([prompt], params)
-        assert rollout.evictions is not None
-        went = tuple((rollout.evictions.death[0, 0, 0] == 7).nonzero().flatten().tolist())
-        counts[went] = counts.get(went, 0) + 1
-        if seed == 0:
-            for order in permutations(range(6), 2):
-                death = rollout.evictions.death.clone()
-                death[death == 7] = NEVER
-                death[:, :, :, list(order)] = 7
-                own = rollout_of(rollout, death)
-                given = EvictionDraws(
-                    torch.tensor([[7]]),
-                    torch.tensor(order, dtype=torch.int32).expand(1, 1, *death.shape[0::2][:2], 2),
-                    torch.zeros(0),
-                )
-                logprob = draw_statistics(policy, own, compressor, given)[2].logprobs[0, 0, 0, 0]
-                pair = tuple(sorted(order))
-                chances[pair] = chances.get(pair, 0.0) + float(logprob.detach().exp())
+    params = SamplingParams(num_generations=500, max_completion_length=3, temperature=0.0, seed=0)
+    rollout = RolloutSampler(policy, compressor).generate([[5, 9, 13, 17, 21]], params)
+    assert rollout.evictions is not None
+    counts = Counter(tuple((own == 7).nonzero().flatten().tolist()) for own in rollout.evictions.death[0, :, 0])
+    chances, rollout = dict.fromkeys(combinations(range(6), 2), 0.0), rollout[:1]
+    for order in permutations(range(6), 2):
+        death = torch.full((2, 1, 2, 8), NEVER, dtype=torch.int32)  # (L, B, H, T)
+        death[..., list(order)] = 7
+        given = EvictionDraws(
+            torch.tensor([[7]]), torch.tensor(order, dtype=torch.int32).expand(1, 1, 2, 2, 2), torch.zeros(0)
+        )
+        own = replace(rollout, evictions=EvictionRecord.from_dense(death))
+        logprob = draw_statistics(policy, own, compressor, given)[2].logprobs[0, 0, 0, 0]
+        chances[min(order), max(order)] += float(logprob.detach().exp())
     assert sum(chances.values()) == pytest.approx(1.0, abs=1e-4)
-    chi = sum((counts.get(pair, 0) - 500 * p) ** 2 / (500 * p) for pair, p in chances.items())
+    chi = sum((counts[pair] - 500 * p) ** 2 / (500 * p) for pair, p in chances.items())
     assert chi < 36.1  # 99.9 % of 14 degrees of freedom
     assert max(chances.values()) > 3 * min(chances.values())  # not merely uniform
-
-
-def rollout_of(rollout: Rollout, death: Tensor) -> Rollout:
-    """The same sequences with other deaths (L, B, H, T)."""
-    fields = {name: getattr(rollout, name) for name in ("sequences", "prompt_lengths", "completion_mask", "finished")}
-    return Rollout(
-        **fields, sampler_logprobs=rollout.sampler_logprobs, evictions=EvictionRecord.from_dense(death),
-        keys=rollout.keys,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the estimator
@@ -224,7 +208,7 @@ def by_hand(policy: Any, tokens: Tensor, gone: tuple[int, ...], step: int, tempe
 
 
 def test_estimator_is_the_gradient_of_the_expected_reward() -> None:
-    """All tokens and all ordered draws are enumerated in float64: a prompt of 6, of which 2 of 5 go at its end.
+    """All tokens and all ordered draws are enumerated in float64: 6 are given, of which 2 of 5 go before the first.
 
     The expected reward and its gradient are written out by hand; the estimator weights the learner's own log-probs of
     tokens and draws, whose gradients it takes from the replay, by probability and reward.
@@ -260,8 +244,8 @@ def test_estimator_is_the_gradient_of_the_expected_reward() -> None:
         death[0, row, 0, list(order)] = step
     mask = (torch.arange(8) >= step).expand(len(outcomes), 8)
     count = torch.full((len(outcomes),), step)
-    rollout = Rollout(
-        sequences, count, mask, torch.ones_like(count, dtype=torch.bool), torch.zeros(len(outcomes), 8),
+    rollout = Rollout(  # what went at a prompt's end would have no credit
+        sequences, count - 1, mask, torch.ones_like(count, dtype=torch.bool), torch.zeros(len(outcomes), 8),
         evictions=EvictionRecord.from_dense(death), keys=torch.zeros(len(outcomes), 2, dtype=torch.int64),
     )  # fmt: skip
     given = torch.tensor([order for _, _, order in outcomes], dtype=torch.int32)[:, None, None, None]
@@ -328,12 +312,34 @@ def test_losses_of_tokens_and_draws_are_the_gradient_where_events_and_heads_are_
 
     want = gradient((chance * rewards).sum())
     advantages = (chance.detach() * (rewards - baseline)) * count * 4  # the losses divide by both
-    assert (_credited(rollout, found) == found.steps).all()
     tokens_alone = policy_loss(logprobs, logprobs.detach(), advantages, mask).loss
     draws_too = eviction_loss(found.logprobs, found.logprobs.detach(), found.steps, advantages, mask).loss
     got = gradient(-(tokens_alone + draws_too))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-4)
     assert (gradient(-tokens_alone) - want).norm() > 0.01 * want.norm()
+
+
+def test_draws_at_the_end_of_a_prompt_widen_nothing_and_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside all draws, of which the loss leaves out those at the end of a prompt: they are not told from others."""
+    policy, compressor, widths = model().double(), Drawn(METHODS["SnapKV"], temperature=0.5), list[int]()
+    rollout = RolloutSampler(policy, compressor).generate([list(range(3, 63)), [11, 12, 13]], PARAMS)
+    monkeypatch.setattr(
+        draws, "ordered_logprob", lambda *given: widths.append(given[0].shape[-1]) or ordered_logprob(*given)
+    )
+    ends, advantages = rollout.prompt_lengths, torch.tensor([1.0, -2.0, 0.5]).repeat(2).double()
+    results, found = [], []
+    for prompt_lengths in (ends, ends - 1):
+        own = draw_statistics(policy, replace(rollout, prompt_lengths=prompt_lengths), compressor)[2]
+        steps = own.steps.where(own.steps > ends[:, None], -1)
+        before = own.logprobs.detach() + 0.1
+        loss = eviction_loss(own.logprobs, before, steps, advantages, rollout.completion_mask).loss
+        slopes = torch.autograd.grad(loss, [policy.model.layers[i].self_attn.k_proj.weight for i in range(2)])
+        results.append([loss.detach(), *slopes])
+        found.append(own)
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-4)  # logits are of float32
+    assert widths == [14, 14, 60, 60]  # two layers each: a full slot, a prompt
+    assert [one.order.shape[-1] for one in found] == [4, 50]
+    assert (found[0].steps >= 0).sum() == (found[1].steps > ends[:, None]).sum() > 10
 
 
 def test_sequences_of_which_nothing_went_have_no_draws_and_join_the_others() -> None:

@@ -14,6 +14,7 @@ from sparse_rl_lightning.learner.checkpointing import checkpoint_layers
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay import shared_prompts
 from sparse_rl_lightning.replay.death_attention import BLOCK, flex_death_attention, sdpa_death_attention
 from sparse_rl_lightning.replay.logprobs import replay_statistics
 from sparse_rl_lightning.replay.shared_prompts import SharedPrompts, shared_statistics
@@ -105,6 +106,15 @@ def test_the_policy_sees_as_many_tokens_as_there_are() -> None:
     for replays in (False, True):
         Learner(options, 0.9, replays=replays).logprobs(model, rollout)
     assert seen == [sum(map(len, PROMPTS)) + int(rollout.completion_mask.sum())] * 2
+
+
+def test_attention_knows_where_sequences_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU leaves out the padding of shorter ones."""
+    model, ends = tiny_model(initializer_range=0.2), list[Any]()
+    rollout, own = drawn(model), shared_prompts.death_attention
+    monkeypatch.setattr(shared_prompts, "death_attention", lambda *given: ends.append(given[-1]) or own(*given))
+    shared_statistics(model, False, *HEAD, rollout)
+    assert [one.tolist() for one in ends] == [rollout.lengths.tolist()] * 2  # layers
 
 
 @pytest.mark.parametrize("form", [False, True, "selective", "offload"])

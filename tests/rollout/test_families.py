@@ -13,7 +13,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from docs.families import CHECKPOINTS
 from sparse_rl_lightning.calibration import gather_statistics
@@ -203,6 +204,60 @@ def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Comp
         assert torch.equal(a.sequences, b.sequences)
         assert torch.equal(a.evictions.death, b.evictions.death)
         torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+class ScaledModel(LlamaModel):
+    def forward(self, input_ids: Tensor | None = None, **options: Any) -> Any:
+        return super().forward(**options | {"inputs_embeds": 3 * self.embed_tokens(input_ids)})
+
+
+class PlainLlama(LlamaForCausalLM):
+    """Without a forward of its own."""
+
+
+class ScaledLlama(LlamaForCausalLM):
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        out: Any = super().forward(*inputs, **options)
+        out.logits = 2 * out.logits
+        return out
+
+
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-0.02, 0.02)
+
+
+def derived(kind: type[LlamaForCausalLM], part: str = "") -> Any:
+    model: Any = kind(family("llama").config)
+    layer = model.model.layers[1]
+    if part == "decoder":
+        model.model = ScaledModel(model.config)
+    elif part == "feed-forward":
+        layer.mlp = ClampedMLP(model.config)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("part", "kind"), [("", "native"), ("feed-forward", "native"), ("decoder", "transformers")])
+def test_forwards_of_derived_classes_count(part: str, kind: str) -> None:
+    """Layers that are transformers' do not make the model so: classes derived from others may do more around them."""
+    model = derived(PlainLlama, part)
+    sampler = RolloutSampler(model, FullKV())
+    assert sampler.decoder_kind == kind
+    rollout = sampler.generate(PROMPTS, PARAMS)
+    for row, prompt in enumerate(rollout.prompt_lengths.tolist()):
+        own = slice(prompt, prompt + int(rollout.completion_lengths[row]))
+        ids = rollout.sequences[row : row + 1, : own.stop]
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(rollout.sampler_logprobs[row, own], logprobs[prompt - 1 :], atol=2e-5, rtol=0)
+
+
+def test_a_derived_class_that_changes_logits_is_refused_and_has_no_native_decoder() -> None:
+    model = derived(ScaledLlama)
+    with pytest.raises(UserError, match="not those of ScaledLlama, nor a forward of a derived class"):
+        RolloutSampler(model, decoder="native")
+    with pytest.raises(UserError, match="differ from those of its own forward pass"):
+        RolloutSampler(model).generate(PROMPTS, GREEDY)
 
 
 def test_hooks_and_replaced_forwards_of_any_module_count() -> None:

@@ -126,6 +126,24 @@ def test_prompts_are_read_by_one_launch_per_layer() -> None:
     torch.testing.assert_close(host(got), want, atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize(("width", "capability"), [(8, (7, 5)), (12, (9, 0)), (256, (8, 0)), (264, (9, 0))])
+def test_prompts_that_torchs_kernel_does_not_take_are_attended_one_after_the_other(
+    width: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes head sizes in multiples of 8 up to 256, on cards of compute capability 8.0 on."""
+    monkeypatch.setattr("tests.pretend_gpu.CAPABILITY", capability)
+    query, key, value = (torch.randn(8, heads, width).bfloat16() for heads in (4, 2, 2))
+    borders = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with PretendGPU() as gpu:
+        there = [DeviceTensor(t) for t in (query, key, value)]
+        got = packed_attention(*there, [3, 5], DeviceTensor(borders), 0.1)
+    ops = Counter(op for _, op in gpu.launches.elements())
+    taken = HAS_VARLEN and width == 256
+    assert (ops["_varlen_attn"], ops["scaled_dot_product_attention"]) == ((1, 0) if taken else (0, 2))
+    want = packed_attention(query, key, value, [3, 5], borders, 0.1)
+    torch.testing.assert_close(host(got), want, atol=0.05, rtol=0)
+
+
 # ---------------------------------------------------------------- what once kept every step from being captured
 
 

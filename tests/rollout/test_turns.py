@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
+from sparse_rl_lightning.cache import chunks
 from sparse_rl_lightning.cache.chunks import Chunk
 from sparse_rl_lightning.compressors import (
     CUR,
@@ -31,6 +32,7 @@ from sparse_rl_lightning.compressors import (
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.record import SampledRecord
 from sparse_rl_lightning.metrics.rollout import repetition_rates
+from sparse_rl_lightning.ops import attention
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
@@ -135,9 +137,9 @@ def test_long_texts_are_cut_and_stored_as_the_cache_stores(
 ) -> None:
     model, compressor, counts = small_model(), SnapKV(**SMALL), list[int]()
 
-    def read(engine: Engine, chunks: list[Chunk]) -> Tensor:
-        counts.append(sum(chunk.count for chunk in chunks))
-        return extend(engine, chunks)
+    def read(engine: Engine, texts: list[Chunk]) -> Tensor:
+        counts.append(sum(chunk.count for chunk in texts))
+        return extend(engine, texts)
 
     monkeypatch.setattr(turns, "extend", read)
     rollout = converse(model, compressor, **options)
@@ -148,6 +150,16 @@ def test_long_texts_are_cut_and_stored_as_the_cache_stores(
     else:  # replay attends in float32: rounding, and nothing else
         replayed = replay_logprobs(model, rollout, TEMPERATURE)
         assert (replayed - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 0.05
+
+
+def test_texts_are_attended_under_masks_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, compressor = small_model(), SnapKV(**SMALL)
+    want = converse(model, compressor, PROMPTS[1:3], most=1)
+    monkeypatch.setattr(attention, "MASK_SIZE", 20)
+    monkeypatch.setattr(chunks, "visible_attention", None)  # which takes a mask of all pairs
+    got = converse(model, compressor, PROMPTS[1:3], most=1)
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)
 
 
 def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:

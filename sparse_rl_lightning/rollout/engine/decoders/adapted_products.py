@@ -1,8 +1,8 @@
-"""Products of layers with LoRA adapters on CPUs: the layer's own in packed weights, and the adapters' side by side.
+"""Products of layers with LoRA adapters: the layers' own, and those of all their adapters side by side.
 
-An adapter's two small products cost as much as the layer's large one when peft calls them, mostly in casts and copies:
-here queries, keys and values, or gate and up, take three products together. Weights are not merged: 16 bits would lose
-what an adapter adds, and the learner, which does not merge either, would see another policy.
+An adapter's two small products cost as much as the layer's large one when peft calls them, mostly in casts and copies,
+on a GPU in launches: here queries, keys and values, or gate and up, share the two. Weights are not merged: 16 bits
+would lose what an adapter adds, and the learner, which does not merge either, would see another policy.
 """
 
 from __future__ import annotations
@@ -14,91 +14,149 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.patched import is_changed
-from sparse_rl_lightning.rollout.engine.decoders.linear_products import Copied, Projection, packed_kind
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projection, copied_bytes, join
 
 
 class Adapter(NamedTuple):
-    """What a layer adds to its own product: ``scaling * up(down(x))``."""
+    """What a layer adds to its own product: ``scaling * up(down(x))``, with a scaling of 0 if it is switched off."""
 
     down: nn.Linear
     up: nn.Linear
     scaling: float
 
 
-class Adapted(Projection):
-    """Layers of peft with the same input, each with one LoRA adapter or with its adapters switched off.
+class SideBySide:
+    """The adapters of layers with the same input, as two products, whose memory CUDA graphs may read for good.
 
-    Which it is, is looked up at every refresh. Layers with anything else (several adapters, DoRA, merged weights,
-    active dropout, other scalings) are called as they are.
+    Args:
+        adapters: Adapter of each layer.
+        dtype: Type that they compute in.
     """
 
-    def __init__(self, modules: Sequence[Any], dtype: torch.dtype, kind: type[Copied]) -> None:
+    def __init__(self, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
+        self._parts, self.dtype = [one[:2] for one in adapters], dtype
+        joined = nn.Linear(1, 1, bias=False, device="meta")  # from what all downs give to what all ups give
+        joined.weight = nn.Parameter(_block_diagonal(adapters).to(dtype), requires_grad=False)
+        self._joined, self._sizes = joined, [one.up.out_features for one in adapters]
+        self._down, self._up = join([one.down for one in adapters], dtype), join([joined], dtype)
+        self._scaling = joined.weight.new_zeros(sum(self._sizes), dtype=accumulation_dtype(dtype))
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add what the adapters make of an input (R, in) to the layers' own results (R, sum of outputs), in place."""
+        return out.addcmul_(self._up(self._down(x.to(self.dtype))), self._scaling)
+
+    def serves(self, adapters: Sequence[Adapter], dtype: torch.dtype) -> bool:
+        """Whether it was made for these modules and this type; their scalings may be others."""
+        return self.dtype == dtype and self._parts == [one[:2] for one in adapters]
+
+    def refresh(self, adapters: Sequence[Adapter]) -> None:
+        """Copy the current weights and scalings."""
+        self._joined.weight.copy_(_block_diagonal(adapters))
+        for one, part in zip(adapters, torch.split(self._scaling, self._sizes), strict=True):
+            part.fill_(one.scaling)
+        self._down.refresh()
+        self._up.refresh()
+
+
+class Adapted(Projection):
+    """Layers of peft with the same input, each with one LoRA adapter, which may be switched off.
+
+    Which it is, is looked up at every refresh. Layers with anything else (several adapters, DoRA, merged weights,
+    active dropout) are called as they are.
+    """
+
+    def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__(modules)
-        self.dtype, self._kind = dtype, kind
-        self._layers: Copied | None = None  # nothing is copied of layers that are called
+        self.dtype = dtype
+        self._own: list[Projection] = []  # nothing is copied of layers that are called
+        self._adapters: SideBySide | None = None
         self.refresh()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
-        if self._layers is None:
+        if not self._own:
             return super().__call__(x)
         x = x.to(self.dtype)
-        out = self._layers(x)
-        if self._down is not None and self._up is not None:
-            out.add_(self._up(self._down(x)).mul_(self._scaling))
-        return out
+        parts = [own(x) for own in self._own]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return out if self._adapters is None else self._adapters.add(out, x)
 
     def refresh(self) -> None:
         """Copy the current weights of layers and adapters, unless the layers are to be called."""
-        self._down = self._up = None
         modules: Sequence[Any] = self.modules
-        found = [adapter_of(module, self.dtype) for module in modules]
-        off = [module.disable_adapters and not module.merged for module in modules]
-        scalings = {one.scaling for one in found if one is not None}
-        if not all(off) and (None in found or len(scalings) > 1):
-            self._layers = None
+        found = [one for one in map(adapter_of, modules) if one is not None]
+        if len(found) < len(modules):
+            self._own, self._adapters = [], None
             return
-        if self._layers is None:
-            self._layers = self._kind([module.base_layer for module in modules], self.dtype)
-        else:
-            self._layers.refresh()
-        if not all(off):
-            adapters = [one for one in found if one is not None]
-            self._scaling = adapters[0].scaling
-            self._down = self._kind([one.down for one in adapters], self.dtype)
-            self._up = self._kind([_side_by_side([one.up for one in adapters])], self.dtype)
+        for own in self._own:
+            own.refresh()
+        self._own = self._own or _own_products([module.base_layer for module in modules], self.dtype)
+        device, dtype = found[0].down.weight.device.type, adapter_dtype(found, self.dtype)
+        if device == "cpu" and not any(one.scaling for one in found):  # a graph computes what its capture saw
+            self._adapters = None
+            return
+        if self._adapters is None or not self._adapters.serves(found, dtype):
+            self._adapters = SideBySide(found, dtype)
+        self._adapters.refresh(found)
 
 
 def adapted(modules: Sequence[nn.Module], dtype: torch.dtype) -> Adapted | None:
-    """Products of these modules if they are peft's LoRA layers around plain ones, on a CPU."""
-    lora = sys.modules.get("peft.tuners.lora.layer")  # without peft no model has adapters
-    if lora is None or any(type(module) is not lora.Linear for module in modules):
-        return None
-    layers: list[Any] = list(modules)
-    own = [layer.base_layer for layer in layers]
-    if any(type(layer) is not nn.Linear or is_changed(layer) for layer in own) or any(map(is_changed, layers)):
-        return None
-    kind = packed_kind(dtype) if own[0].weight.device.type == "cpu" else None
-    return None if kind is None else Adapted(layers, dtype, kind)
+    """Products of these modules if they are peft's LoRA layers."""
+    return Adapted(modules, dtype) if _are_layers(modules) else None
 
 
-def adapter_of(layer: Any, dtype: torch.dtype) -> Adapter | None:
-    """The one adapter of a layer that is in use, if it is plain and computes in this type; without dropout."""
+def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
+    """The bytes of what :func:`adapted` copies of these modules on a GPU; 0 if they are other ones or are called."""
+    found = [one for one in map(adapter_of, modules) if one is not None] if _are_layers(modules) else []
+    if not found or len(found) < len(modules):
+        return 0
+    layers: Any = modules
+    own, kind = sum(copied_bytes([layer.base_layer], dtype) for layer in layers), adapter_dtype(found, dtype)
+    outputs, rank = sum(one.up.out_features for one in found), sum(one.up.in_features for one in found)
+    down = copied_bytes([one.down for one in found], kind)
+    return own + down + outputs * (rank * kind.itemsize + accumulation_dtype(kind).itemsize)
+
+
+def adapter_of(layer: Any) -> Adapter | None:
+    """The one adapter of a layer, if it is plain; without dropout."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
+    if len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     plain = all(type(part) is nn.Linear and part.bias is None and not is_changed(part) for part in (down, up))
     draws = dropout.training and not isinstance(dropout, nn.Identity)
-    computes = torch.is_autocast_enabled("cpu") or {layer.base_layer.weight.dtype, down.weight.dtype} == {dtype}
-    return Adapter(down, up, float(layer.scaling[name])) if plain and computes and not draws else None
+    scaling = 0.0 if layer.disable_adapters else float(layer.scaling[name])
+    return Adapter(down, up, scaling) if plain and not draws else None
 
 
-def _side_by_side(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """One module whose input and output are those of all, one after the other."""
-    weight: Tensor = torch.block_diag(*(part.weight.detach() for part in parts))  # type: ignore[no-untyped-call]
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    return joined
+def adapter_dtype(adapters: Sequence[Adapter], dtype: torch.dtype) -> torch.dtype:
+    """The type that adapters of layers compute in as peft calls them: that of autocast, else that of their weights."""
+    is_autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))  # weights may be of shapes alone
+    return dtype if is_autocast else adapters[0].down.weight.dtype
+
+
+def _are_layers(modules: Sequence[nn.Module]) -> bool:
+    """Whether they are peft's LoRA layers around layers without hooks."""
+    lora = sys.modules.get("peft.tuners.lora.layer")  # without peft no model has adapters
+    if lora is None or any(type(module) is not lora.Linear for module in modules):
+        return False
+    layers: Any = modules
+    return not any(is_changed(part) for layer in layers for part in (layer, layer.base_layer))
+
+
+def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
+    weight: Tensor = torch.block_diag(*(one.up.weight.detach() for one in adapters))  # type: ignore[no-untyped-call]
+    return weight
+
+
+def _own_products(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[Projection]:
+    """The products of the layers without adapters.
+
+    On a GPU they stay apart: to lie side by side, the weights of a plain model are copied, which takes half as much
+    memory as the model. Frozen ones are there to save memory.
+    """
+    on_cpu = next(layers[0].parameters()).device.type == "cpu"
+    return [join(layers, dtype)] if on_cpu else [join([layer], dtype) for layer in layers]

@@ -22,6 +22,8 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
+ADAPTERS = "_active_adapter", "merged_adapters"  # attributes of peft's layers
+
 DecoderKind = Literal["native", "transformers"]  # how a model's layers are run
 
 
@@ -134,11 +136,19 @@ def per_head(projections: Sequence[Any], geometry: CacheGeometry) -> list[Tensor
 
 
 def signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move."""
+    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move.
+
+    So it does with what CUDA graphs could not follow: peft's adapters merged or others in use, and autocast.
+    """
     modules = (
-        (id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
-    )
-    return (*modules, *(parameter.data_ptr() for parameter in model.parameters()))
+        (
+            id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks),
+            *(str(vars(m).get(name)) for name in ADAPTERS),
+        )
+        for m in model.modules()
+    )  # fmt: skip
+    weights = (parameter.data_ptr() for parameter in model.parameters())
+    return (*modules, *weights, torch.is_autocast_enabled("cuda"))
 
 
 def check_weights(model: PreTrainedModel) -> None:

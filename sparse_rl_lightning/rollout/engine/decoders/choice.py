@@ -28,7 +28,7 @@ def choose_decoder(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Dec
     """Which decoder runs the model's layers: this library's own where it knows them, unless asked otherwise.
 
     Raises:
-        ValueError: If ``native`` is asked for and the layers are others.
+        ValueError: If ``native`` is asked for and the layers, or what runs them, are others.
     """
     check_choice("decoder", asked, DecoderChoice, "RolloutSampler")
     asked = EARLIER.get(asked, asked)
@@ -37,7 +37,7 @@ def choose_decoder(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Dec
     if asked == "native":
         raise UserError(
             "decoder='native' knows the layers of Llama, Mistral, Qwen2 and Qwen3, not those of "
-            f"{type(model).__name__}. Use decoder='auto' or 'transformers'."
+            f"{type(model).__name__}, nor a forward of a derived class. Use decoder='auto' or 'transformers'."
         )
     return "transformers"
 

@@ -28,7 +28,7 @@ from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.patched import is_changed, is_patched, refusal, uncompiled
-from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted
+from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted, adapted_bytes
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
@@ -189,10 +189,24 @@ class NativeDecoder(Decoder):
 
 
 def is_native(model: PreTrainedModel) -> bool:
-    """Whether all layers are exactly those that this file reproduces."""
-    layers: Any = model.get_decoder().layers
-    kinds = ((type(uncompiled(layer)), type(getattr(layer, "self_attn", None))) for layer in layers)
-    return all(kind in LAYERS for kind in kinds)
+    """Whether all layers are exactly those that this file reproduces, in a model of their family.
+
+    What runs the layers has to be the family's too: a derived class may scale embeddings or logits in its forward.
+    """
+    decoder: Any = model.get_decoder()
+    kinds = {(type(uncompiled(layer)), type(getattr(layer, "self_attn", None))) for layer in decoder.layers}
+    if len(kinds) != 1 or not kinds <= set(LAYERS):
+        return False
+    causal: Any = uncompiled(model)
+    causal = causal.get_base_model() if hasattr(causal, "get_base_model") else causal
+    used = (causal, decoder, decoder.rotary_emb, decoder.layers[0], decoder.layers[0].self_attn)
+    return all(_is_of_family(module, decoder.layers[0]) for module in used)
+
+
+def _is_of_family(module: nn.Module, layer: nn.Module) -> bool:
+    """Whether a module's class has the forward that transformers gives it beside this layer, in the same file."""
+    forward: Any = type(uncompiled(module)).forward
+    return getattr(forward, "__module__", None) == type(uncompiled(layer)).__module__
 
 
 def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
@@ -202,17 +216,20 @@ def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, i
     if not in_float32:  # which reads the head's own weights
         groups.append((model.get_output_embeddings(),))
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
-    return sum(copied_bytes(group, geometry.dtype) for group in groups) + angles
+    copied = (copied_bytes(group, geometry.dtype) + adapted_bytes(group, geometry.dtype) for group in groups)
+    return sum(copied) + angles
 
 
 def _groups(layer: Any) -> list[Group]:
     """The matrices of a layer that are one product each: queries, keys and values; output; gate and up; down.
 
-    A feed-forward block with hooks or a forward of its own is called as it is, and has none.
+    A feed-forward block of another class, with hooks or with a forward of its own is called as it is, and has none.
     """
     own, mlp = layer.self_attn, layer.mlp
     attention: list[Group] = [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
-    return attention if is_changed(mlp) else [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
+    if is_changed(mlp) or not _is_of_family(mlp, layer):
+        return attention
+    return [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
 
 
 def _check_native(decoder: Any) -> None:
