@@ -37,8 +37,8 @@ from sparse_rl_lightning.records import NEVER, EvictionRecord
 StorageKind = TypeVar("StorageKind", bound=SlotStorage)
 _PER_LAYER = ("lengths", "queries", "head_state")
 
-Cuts: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""Compressions of a sequence, oldest first: tokens fed by then, and tokens (L) lost so far, a mean over heads."""
+Cuts: TypeAlias = list[tuple[int, int]]
+"""Compressions of a sequence, oldest first: tokens fed by then, and lost by then in all layers, a mean over heads."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ class SlotCache:
         death = self.deaths(slot, end)[:, None]
         if self.size.per_head:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
-        own = [(length, sum(lost)) for length, lost in cuts if length <= end]  # each of them lost something
+        own = [(length, lost) for length, lost in cuts if length <= end]  # each of them lost something
         num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
         (steps,) = upload([[length for length, _ in own]], death.device)
         return EvictionRecord.of_sequence(death, steps, num_dead)

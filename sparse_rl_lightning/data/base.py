@@ -105,7 +105,7 @@ class PromptDataModule(LightningDataModule):
             num_replicas=self.trainer.world_size if self.trainer else 1,
             rank=self.trainer.global_rank if self.trainer else 0,
             seed=self.seed,
-            lengths=[_length(row["prompt"]) for row in rows],
+            lengths=[_length(row.get("prompt") or "") for row in rows],  # an environment may give it
         )
         return StatefulDataLoader(
             cast("Dataset[list[Row]]", rows),

@@ -106,7 +106,7 @@ class Call:
     def _abandon(self) -> None:
         self.future.cancel()
         if self._task is None:
-            _WORKERS.lose(self)
+            _WORKERS.fill()
         else:
             self._task.cancel()
             assert self._loop is not None
@@ -133,6 +133,7 @@ def wait_for_any(calls: Iterable[Call]) -> None:
     """Wait until one of the calls is over."""
     calls = list(calls)
     while not any(call.is_over for call in calls):
+        _WORKERS.fill()  # others may have run out of time, and nobody waits for them
         deadlines = [call.deadline for call in calls if call.deadline is not None]
         left = min(deadlines) - time.monotonic() if deadlines else PATIENCE  # some may not have begun
         wait_for([call.future for call in calls], max(0.0, min(left, PATIENCE)), FIRST_COMPLETED)
@@ -149,24 +150,17 @@ class _Workers:
     def add(self, call: Call) -> None:
         with self._lock:
             self._waiting.append(call)
-        self._fill()
+        self.fill()
 
-    def lose(self, call: Call) -> None:
-        """Count the thread of a call that hangs no more."""
+    def fill(self) -> None:
+        """Start threads for calls that wait; those of calls that are over, whether hanging or not, count no more."""
         with self._lock:
-            for thread, running in list(self._running.items()):
-                if running is call:
-                    del self._running[thread]
-        self._fill()
-
-    def _fill(self) -> None:
-        with self._lock:
-            if not self._waiting or len(self._running) >= MAX_THREADS:
-                return
-            call = self._waiting.popleft()
-            thread = threading.Thread(target=self._work, args=(call,), name="environment", daemon=True)
-            self._running[id(thread)] = call
-        thread.start()
+            self._running = {thread: call for thread, call in self._running.items() if not call.is_over}
+            while self._waiting and len(self._running) < MAX_THREADS:
+                call = self._waiting.popleft()
+                thread = threading.Thread(target=self._work, args=(call,), name="environment", daemon=True)
+                self._running[id(thread)] = call
+                thread.start()
 
     def _work(self, call: Call) -> None:
         own = id(threading.current_thread())

@@ -236,6 +236,11 @@ class RolloutState(RunState):
         drawn = {Rule.DRAWN} if state.get("block") is not None or in_slots else set()
         return drawn | ({Rule.SLOTS} if in_slots else set())
 
+    def _draws_otherwise(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether samples are drawn by other settings now, environments and their limits among them."""
+        own = {name: text for name, text in self.settings.items() if rule_of(name) in (Rule.DRAWN, Rule.SLOTS)}
+        return bool(_changes(checkpoint.get(KEY, {}).get("settings", {}), own))
+
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Check it, and keep it for the first batch."""
         super().load(checkpoint)
@@ -261,7 +266,7 @@ class RolloutState(RunState):
         m.training_state.load(own)
         self._reported = {name: torch.tensor(value) for name, value in own.get("reported", {}).items()}
         if m.generator.partial is not None:
-            m.generator.partial.load_state(own.get("partial"))
+            m.generator.partial.load_state(own.get("partial"), anew=self._draws_otherwise(checkpoint))
         elif own.get("partial") is not None:
             rank_zero_warn(
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
@@ -302,9 +307,8 @@ class RolloutState(RunState):
             return None
         m.trainer.callback_metrics.update(self._reported)  # for those who follow what a rollout has logged
         plan = m.plan(len(state["rollout"]["sequences"]) // m.group_size)
-        block = RolloutBlock.from_state(plan, state, m.generator.sampling.seed or 0, m.denominators)
-        block.rollout = block.rollout.to(m.device)
-        return block
+        state = state | {"rollout": tensors_to(state["rollout"], m.device)}
+        return RolloutBlock.from_state(plan, state, m.generator.sampling.seed or 0, m.denominators)
 
     def _of_rank(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """What the checkpoint has of this rank, None if it is of another number of them."""

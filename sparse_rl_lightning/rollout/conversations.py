@@ -297,6 +297,12 @@ class Conversations:
             _prompt_of(self.episodes[sequence], call)
 
     @staticmethod
+    def from_prompts(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """A state whose conversations all start anew, also those that were over."""
+        begun = {n: vars(Conversation(saved["conversation"]["row"])) for n, saved in state.items()}
+        return {n: saved | {"environment": None, "conversation": begun[n]} for n, saved in state.items()}
+
+    @staticmethod
     def starts_anew(state: dict[int, dict[str, Any]]) -> list[int]:
         """Sequences of a state whose conversations start anew."""
         return [n for n, saved in state.items() if saved["environment"] is None and not saved["conversation"]["end"]]

@@ -229,7 +229,8 @@ class Generator:
         """Start training; rows of partial rollouts stay in slots and checkpoints until their group is complete.
 
         Raises:
-            ValueError: If a row cannot be stored, or the longest prompt leaves no room for its completion.
+            ValueError: If a row cannot be stored, the longest prompt is not known, or it leaves no room for its
+                completion.
         """
         if self.partial is None:
             return
@@ -237,6 +238,11 @@ class Generator:
         rows = all_rows()
         check_storable(rows)
         most = self.options.turns.max_prompt_length if self.environment is not None else None
+        if most is None and not all(row.get("prompt") for row in rows):
+            raise UserError(
+                "partial_rollout_steps must know the longest prompt before the first rollout, and a row of the "
+                "training data has none: set model.rollout.turns.max_prompt_length to its number of tokens."
+            )
         longest = [0] * most if most is not None else self.encode([self.longest(rows)])[0]
         check_prompts([longest], self.sampling, self._policy)
         check_length(self._policy, len(longest) + self.sampling.max_completion_length)

@@ -18,6 +18,8 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.prompts import valid_messages, valid_unicode
 
 _TURN, _CONTENT, _BREAK = (secrets.token_hex(16) for _ in range(3))  # marks that no observation can know
+_MARGIN = 64
+"""Tokens by which a text must be too long for any longer one to be so too: a character more can merge several."""
 _Render: TypeAlias = Callable[[list[dict[str, Any]], bool], str]  # messages, and whether the assistant's turn follows
 
 
@@ -86,9 +88,17 @@ def cut_observation(tokenizer: PreTrainedTokenizerBase, observation: Observation
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> str:
-    if _length(tokenizer, text) <= most:
+    # most texts are as long as a few characters per token say: what lies far behind is never encoded
+    far = 4 * most + _MARGIN
+    while far < len(text) and _length(tokenizer, text[:far]) <= most + _MARGIN:
+        far *= 2
+    if far >= len(text) and _length(tokenizer, text) <= most:
         return text
-    return text[: bisect_right(range(1, len(text)), most, key=lambda end: _length(tokenizer, text[:end]))]
+
+    def tokens(end: int) -> int:
+        return most + 1 if end >= far else _length(tokenizer, text[:end])
+
+    return text[: bisect_right(range(1, len(text)), most, key=tokens)]
 
 
 def _length(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

@@ -57,6 +57,7 @@ class RolloutOptions:
         partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
             groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
         partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
+            A restart allows other settings, under which all samples that were not trained on yet are drawn again.
         oversampling: Factor of dynamic sampling: roll out this many times the prompts that are trained on, and keep the
             groups whose rewards differ. 1 is off.
         downsampling: Rule that keeps ``sampling.num_generations`` samples of each prompt by their rewards, of the more

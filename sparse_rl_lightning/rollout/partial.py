@@ -15,7 +15,7 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import PartialCheckpoint
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.session import RolloutSession, changed_settings
+from sparse_rl_lightning.rollout.session import RolloutSession, drawn_again
 from sparse_rl_lightning.rollout.storable import check_storable
 
 
@@ -23,15 +23,16 @@ class PartialRollouts:
     """Rollouts that stop after a number of decode steps; unfinished sequences continue with the updated policy.
 
     As in Kimi k1.5 (arXiv 2501.12599), but on slots of a compressed cache. A prompt's samples are handed out together,
-    when the last of them has finished, oldest prompt first, and never more prompts than a rollout adds, so that
-    micro-batches stay as small as without partial rollouts. Decoding continues beyond the limit until every sequence
-    has a slot and there are enough groups for one micro-batch each: the unfinished rest never exceeds the slots by more
-    than that. Logged with every rollout:
+    when the last of them has finished, oldest prompt first. A rollout has at most ``unit`` prompts more than it adds:
+    micro-batches stay nearly as small as without partial rollouts, and groups that were left complete are caught up
+    with. Decoding continues beyond the limit until every sequence has a slot and there are enough groups for one
+    micro-batch each: the unfinished rest never exceeds the slots by more than that. Logged with every rollout:
 
     ============================ ========= ==========================================================
     key                          unit      meaning
     ============================ ========= ==========================================================
     rollout/unfinished           sequences that continue in the next rollout
+    rollout/backlog              groups    complete groups that are left for later rollouts
     rollout/off_policy_tokens    share     tokens of the rollout drawn by older versions of the policy
     rollout/version              number    newest version of the policy that drew a token
     rollout/oldest_version       number    version of the policy that drew the oldest token of the rollout
@@ -65,7 +66,7 @@ class PartialRollouts:
         sequence_ids: Sequence[int],
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[Rollout, Rows, list[Conversation] | None]:
-        """Add prompts, decode, and take at least ``unit`` and at most as many complete groups as are added.
+        """Add prompts, decode, and take at least ``unit`` complete groups, and at most ``unit`` more than are added.
 
         ``opening`` has the rows, one for each prompt that ``sampler`` completes. Other arguments are as in
         :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, with the same sampling parameters in every call;
@@ -84,7 +85,7 @@ class PartialRollouts:
             new_weights=True,
         )
         complete = session.complete
-        taken = complete[: min(len(complete), len(numbers)) // self.unit * self.unit]
+        taken = complete[: min(len(complete), len(numbers) + self.unit) // self.unit * self.unit]
         rows = [self.rows.pop(number) for number in taken]
         rollout, conversations = (session.take(taken), None) if talk is None else talk.take(taken)
         return rollout, rows, conversations
@@ -96,6 +97,7 @@ class PartialRollouts:
         versions = rollout.policy_versions[rollout.completion_mask]
         return {
             "rollout/unfinished": float(self.session.num_unfinished),
+            "rollout/backlog": float(len(self.session.complete)),
             "rollout/off_policy_tokens": (versions < self.session.version).float().mean(),
             "rollout/version": float(self.session.version),
             "rollout/oldest_version": versions.min().float(),
@@ -116,48 +118,39 @@ class PartialRollouts:
         if self.talk is not None:
             own["conversations"] = self.talk.state(restarts)
         anew = restarts or Conversations.starts_anew(own.get("conversations", {}))
-        return {**own, "session": self.session.state(restart=anew), "settings": self._settings(self.session)}
+        return {**own, "session": self.session.state(restart=anew)}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Load what :meth:`state` returned, as soon as there is a session."""
-        self._saved = state
+    def load_state(self, state: dict[str, Any] | None, anew: bool = False) -> None:
+        """Load what :meth:`state` returned, as soon as there is a session; ``anew`` draws all of its samples again."""
+        self._saved = _drawn_again(state) if state is not None and anew else state
 
     def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
         if self.session is None:
             create = RolloutSession if self.talk is None else self.talk.open
             self.session = create(sampler, params, self.max_prompt_length)
             if self._saved is not None:
-                self._check(self._saved)
-                self.session.load_state(self._saved["session"])
-                if self.talk is not None:
-                    self.talk.load_state(self._saved["conversations"])
-                self.rows, self._saved = dict(self._saved["rows"]), None
+                self._load(self.session, self._saved)
         return self.session
 
-    def _settings(self, session: RolloutSession) -> dict[str, Any]:
-        """The settings that stored slots depend on."""
-        return {
-            "num_generations": session.params.num_generations,
-            "max_completion_length": session.params.max_completion_length,
-            "longest prompt": self.max_prompt_length,
-            "compressor": repr(session.sampler.compressor),
-            "kv_dtype": str(session.sampler.kv_dtype),
-        }
-
-    def _check(self, saved: dict[str, Any]) -> None:
-        assert self.session is not None
+    def _load(self, session: RolloutSession, saved: dict[str, Any]) -> None:
         if ("conversations" in saved) != (self.talk is not None):
             raise UserError(
                 "The checkpoint's unfinished sequences are of a run "
                 + ("with an environment, and this one has none" if self.talk is None else "without an environment")
                 + ": drop them by resuming with model.rollout.partial_rollout_steps null once, or resume as it was."
             )
-        changed = changed_settings(saved["settings"], self._settings(self.session), saved["session"])
-        if changed:
-            raise UserError(
-                f"The checkpoint's unfinished sequences were drawn under other settings: {changed}. Resume with the "
-                "same, or from a checkpoint with partial_checkpoint='restart' and the same num_generations."
-            )
+        if session.draws_otherwise(saved["session"]):
+            saved = _drawn_again(saved)
+        session.load_state(saved["session"])
+        if self.talk is not None:
+            self.talk.load_state(saved["conversations"])
+        self.rows, self._saved = dict(saved["rows"]), None
+
+
+def _drawn_again(saved: dict[str, Any]) -> dict[str, Any]:
+    """The state of partial rollouts whose samples are all drawn again: none of other settings is trained on."""
+    talks = {name: Conversations.from_prompts(saved[name]) for name in ("conversations",) if name in saved}
+    return saved | {"session": drawn_again(saved["session"])} | talks
 
 
 def state_bytes(state: Any) -> int:

@@ -7,7 +7,7 @@ continue with the new weights afterwards; the version of the policy that drew ea
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,8 @@ class RolloutSession:
         longest = max(len(prompt) for prompt in prompts)
         if longest > self.max_prompt_length:
             raise UserError(
-                f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}."
+                f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}: "
+                "raise it; in training rollout.turns.max_prompt_length, if an environment's reset() gives the prompt."
             )
         total = len(prompts) * self.params.num_generations
         if len(sequence_ids) != total:
@@ -296,7 +297,7 @@ class RolloutSession:
         # slot by slot to the CPU: a second pool would not fit next to the first
         slots = {
             slot: {
-                "running": vars(one).copy(),
+                "running": one.state(),
                 "cache": tensors_to(self.engine.cache.save(slot, one.num_fed), "cpu"),
                 "logs": self._logs.save(slot),
             }
@@ -320,15 +321,25 @@ class RolloutSession:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned, in a session with the same settings."""
+        """Load what :meth:`state` returned.
+
+        Without slots in it the settings may be others, but for ``num_generations``. All samples are then drawn again,
+        those that had finished included: they would mix with those of the new settings.
+
+        Raises:
+            ValueError: If the settings are others otherwise, or more sequences are in slots than there are.
+        """
         scheduler, device = self.scheduler, self.engine.key.geometry.device
-        self._check_settings(state)
-        missing = [slot for slot in state["slots"] if slot >= scheduler.num_slots]
-        if missing:
+        if self.draws_otherwise(state):
+            state = drawn_again(state)
+        slots, count = state["slots"], scheduler.num_slots
+        if len(slots) > count:
             raise UserError(
-                f"The state was written with at least {max(missing) + 1} slots, this session has "
-                f"{scheduler.num_slots}: set num_slots as it was, or save unfinished sequences for a restart."
+                f"The state has {len(slots)} unfinished sequences in slots, and this session has {count} slots: raise "
+                "num_slots or memory_limit, or save unfinished sequences for a restart."
             )
+        if max(slots, default=0) >= count:  # else they stay where they were, and so does the order of sums
+            slots = dict(enumerate(slots[slot] for slot in sorted(slots)))
         scheduler.groups = {
             number: SequenceGroup(
                 group["prompt"], prompt_key(scheduler.params.seed, group["prompt"]), group["keys"], num_waiting=0,
@@ -336,15 +347,35 @@ class RolloutSession:
             )
             for number, group in state["groups"].items()
         }  # fmt: skip
-        running = {slot: scheduler.sequence.from_state(content["running"]) for slot, content in state["slots"].items()}
+        running = {slot: scheduler.sequence.from_state(content["running"]) for slot, content in slots.items()}
         scheduler.load(state["waiting"], running)
         for name, value in state["counters"].items():
             setattr(scheduler, name, value)
         self._logs.version.fill_(state["version"])
-        for slot, content in state["slots"].items():
+        for slot, content in slots.items():
             self.engine.cache.restore(slot, tensors_to(content["cache"], device))
             self._logs.restore(slot, content["logs"])
         self._broken, self._is_loaded = False, True  # the model's weights may have been loaded too
+
+    def draws_otherwise(self, state: dict[str, Any]) -> bool:
+        """Whether a setting by which the samples of a state were drawn is another one here.
+
+        Raises:
+            ValueError: If it is, and there are slots, or if it is ``num_generations``.
+        """
+        slots = state.get("slots", {}).values()
+        if "groups" not in state or any(not {"cuts", "last"} <= one["running"].keys() for one in slots):
+            raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
+        was = state["settings"]  # of earlier versions without some of them
+        changed = {name: value for name, value in self._settings().items() if was.get(name, value) != value}
+        if changed and (slots or "num_generations" in changed):
+            said = "; ".join(f"{name} was {was[name]}, is {value}" for name, value in changed.items())
+            raise UserError(
+                f"Unfinished sequences were drawn under other settings: {said}. Go on with the same, or from a state "
+                "saved for a restart, state(restart=True), in training partial_checkpoint='restart', with the same "
+                "num_generations."
+            )
+        return bool(changed)
 
     @property
     def _logs(self) -> VersionedLogs:
@@ -353,16 +384,18 @@ class RolloutSession:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that the state depends on."""
-        g, size, params = self.engine.key.geometry, self.engine.key.size, self.params
+        g, size, sampler = self.engine.key.geometry, self.engine.key.size, self.sampler
         return {
-            "num_generations": params.num_generations,
+            **{field.name: getattr(self.params, field.name) for field in fields(self.params) if field.name != "seed"},
             "max_prompt_length + max_completion_length": size.max_length,
-            "top_logprobs": params.top_logprobs,
-            "truncated sampling": params.truncates,
             "record_routing": self.engine.key.record_routing,
             "turns": self.turns,
+            "compressor": repr(sampler.compressor),
+            "retriever": repr(sampler.retriever),
+            "end_token_ids": sampler.end_token_ids,
             "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
-            **({"windows": list(g.windows)} if g.windows else {}),
+            "windows": list(g.windows),
+            "states of linear layers": str(g.linear),
             "kv_dtype": str(g.kv_dtype),
             "type of the queries": str(g.query_dtype),
             "slot capacities": list(size.capacities),
@@ -370,20 +403,12 @@ class RolloutSession:
             "state_fields": list(size.state_fields),
             "head_state_fields": [list(one) for one in size.head_state_fields],
             "unequal heads": size.per_head,
-        } | ({} if g.linear is None else {"states of linear layers": str(g.linear)})
-
-    def _check_settings(self, state: dict[str, Any]) -> None:
-        slots = state.get("slots", {}).values()
-        if "groups" not in state or any(not {"cuts", "last"} <= one["running"].keys() for one in slots):
-            raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
-        if changed := changed_settings({"turns": False} | state["settings"], self._settings(), state):
-            raise UserError(
-                f"The state was written by a session with other settings: {changed}. Make the session with the same, "
-                "or save unfinished sequences for a restart, state(restart=True), with the same num_generations."
-            )
+        }
 
 
-def changed_settings(was: dict[str, Any], own: dict[str, Any], state: dict[str, Any]) -> str:
-    """What has changed of the settings that a session's state depends on: of a restart only the first."""
-    names = list(own) if state["slots"] else ["num_generations"]
-    return "; ".join(f"{name} was {was.get(name)}, is {own[name]}" for name in names if was.get(name) != own[name])
+def drawn_again(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a session whose sequences are all drawn again from their prompts."""
+    groups, samples = state["groups"], state["settings"]["num_generations"]
+    waiting = [number * samples + sample for number in groups for sample in range(samples)]
+    anew = {number: group | {"finished": {}} for number, group in groups.items()}
+    return state | {"groups": anew, "waiting": sorted(waiting, reverse=True), "slots": {}}

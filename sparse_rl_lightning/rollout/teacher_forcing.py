@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type
 from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.policies.support import check_full_layers, check_length
 from sparse_rl_lightning.records import Rollout
@@ -58,6 +58,7 @@ def force(
     ids: Sequence[int] | None = None,
     head_in_float32: bool = False,
     turns: Tensor | None = None,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Rollout:
     """Feed texts (B, T) to a compressed cache, token by token to their ends, and return them as a rollout.
 
@@ -74,12 +75,13 @@ def force(
         ids: Ids of the sequences, default 0 to B - 1.
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
         turns: Numbers (B, T) of the turns of conversations, as in ``Rollout``, for compressors that protect some.
+        kv_dtype: Type of stored keys and values, as in ``RolloutSampler``.
     """
     length, count = max(prompt_lengths) + params.max_completion_length, len(texts)
     check_length(model, texts.shape[1])
     if compression.compressor.evicts:
         check_full_layers(model, length, type(compression.compressor).__name__)
-    geometry = CacheGeometry.of(model, longest=length)
+    geometry = CacheGeometry.of(model, kv_type(kv_dtype), length)
     size = compression.cache_size(geometry, count, max(prompt_lengths), length)
     with sampling_mode(model):
         key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
@@ -100,12 +102,13 @@ def forced_rollout(
     temperature: float = 1.0,
     seed: int = 0,
     head_in_float32: bool = False,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Rollout:
     """Recompute a rollout as if the same tokens had been drawn under another compressor.
 
     The tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor,
-    weights and seed that drew the rollout, the result equals it, but for choices of experts, which are made anew and
-    not recorded. Useful to compare methods on the same text.
+    weights, seed and types that drew the rollout, the result equals it, but for choices of experts, which are made anew
+    and not recorded. Useful to compare methods on the same text.
 
     Args:
         model: Policy that runs.
@@ -114,6 +117,7 @@ def forced_rollout(
         temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
         seed: Seed that, with the id of a sequence, determines random eviction.
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
+        kv_dtype: Type of stored keys and values, as in ``RolloutSampler``.
     """
     lengths, prompt_lengths = rollout.lengths, rollout.prompt_lengths
     longest_completion = int((lengths - prompt_lengths).max())
@@ -129,7 +133,7 @@ def forced_rollout(
     compression = Compression(compressor, CacheGeometry.of(model, longest=longest).num_layers)
     forced = force(
         model, texts, prompt_lengths.tolist(), compression, params, note, head_in_float32=head_in_float32,
-        turns=rollout.turns,
+        turns=rollout.turns, kv_dtype=kv_dtype,
     )  # fmt: skip
     return _as_wide(forced, rollout)
 

@@ -148,3 +148,19 @@ def test_one_answer_ends_the_waiting_for_any() -> None:
     calls.wait_for_any([slow, fast])
     assert time.monotonic() - before < 2
     assert fast.is_over
+
+
+def test_calls_that_hang_unawaited_give_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an environment's close(): those behind it have no time limit until their turn comes."""
+    monkeypatch.setattr(calls, "MAX_THREADS", 2)
+    monkeypatch.setattr(calls, "PATIENCE", 0.05)
+    monkeypatch.setattr(calls, "_WORKERS", calls._Workers())
+    go_on, found = threading.Event(), list[Any]()
+    for _ in range(2):
+        start(go_on.wait, 60, timeout=0.1)
+    waiting = [start(plain, n, timeout=20.0) for n in range(5)]
+    thread = threading.Thread(target=lambda: found.extend(call.result() for call in waiting), daemon=True)
+    thread.start()
+    thread.join(3)
+    assert found == list(range(5))
+    go_on.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import pytest
 import torch
 from chatter import Async, Chatter, Remembers, Slow, talking
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_grpo import Recorder, fit, weights
+from tiny_grpo import Recorder, Rows, fit, weights
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import AcceptanceMonitor
 from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.downsampling import MaxReward
 from sparse_rl_lightning.environments import ToolCall, ToolEnvironment, TurnOptions
 from sparse_rl_lightning.errors import UserError
@@ -494,6 +497,61 @@ def test_partial_rollouts_resume_in_the_middle_of_conversations(environment: Any
         assert own.conversations is not None
         for text, one in zip(own.completions, own.conversations, strict=True):
             assert text == "\n".join(m["content"] for m in one.messages if m["role"] == "assistant")
+
+
+SHORTER = TurnOptions(max_turns=4, max_turn_length=5, timeout=None)
+
+
+@pytest.mark.parametrize("changed", [{"turns": SHORTER}, {"top_logprobs": 2}], ids=["limits", "sampling"])
+def test_a_restart_with_other_settings_begins_all_conversations_again(changed: dict[str, Any], tmp_path: Path) -> None:
+    """Also those that were over, and wait for other samples of their prompt."""
+    first = talking(Remembers, **options_of_partial(partial_checkpoint="restart"))
+    fit(first, 2).save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["sparse_rl"]["partial"]
+    assert any(one["conversation"]["end"] for one in saved["conversations"].values())
+    assert not saved["session"]["slots"]
+    seen, resumed = Recorder(), talking(Remembers, **options_of_partial() | changed)
+    fit(resumed, 3, [seen], ckpt_path=tmp_path / "a.ckpt")
+    (own,) = seen.scored
+    assert own.conversations is not None
+    assert own.rollout.policy_versions is not None
+    for row, one in enumerate(own.conversations):
+        said = [message["content"] for message in one.messages if message["role"] == "assistant"]
+        assert sum(map(len, said)) <= int(own.rollout.completion_lengths[row]), "turns of before were kept"
+        assert changed.get("turns") is None or max(map(len, said)) <= 5
+    assert int(own.rollout.policy_versions[own.rollout.completion_mask].min()) > saved["session"]["version"]
+
+
+class Bare(PromptDataModule):
+    """Rows whose prompts only their environment knows."""
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"question": row["prompt"], "answer": row["answer"]} for row in Rows().train_rows()]
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return self.train_rows()[:4]
+
+
+class Questions(Chatter):
+    def reset(self, row: dict[str, Any]) -> str:
+        return row["question"] + "b"
+
+
+def test_data_needs_no_prompts_where_the_environment_gives_them() -> None:
+    seen = Recorder()
+    fit(talking(Questions), 2, [seen], data=Bare(prompts_per_rollout=4), limit_val_batches=1, val_check_interval=1)
+    assert all(row["prompt"] == row["question"] + "b" for own in seen.scored for row in own.rows)
+
+
+def test_partial_rollouts_ask_for_the_length_of_prompts_that_nobody_knows() -> None:
+    """And say which option was too small."""
+    options = options_of_partial()
+    with pytest.raises(UserError, match=r"set model\.rollout\.turns\.max_prompt_length"):
+        fit(talking(Questions, **options), 1, data=Bare(prompts_per_rollout=4))
+    for most in (3, 18):
+        turns = replace(options["turns"], max_prompt_length=most)
+        with pytest.raises(UserError, match=r"rollout\.turns\.max_prompt_length") if most == 3 else nullcontext():
+            fit(talking(Questions, **options | {"turns": turns}), 1, data=Bare(prompts_per_rollout=4))
 
 
 # -------------------------------------------------------------------- chat

@@ -54,6 +54,16 @@ def test_own_compressor_gives_the_rollout_back(model: Any, compressor: Compresso
     assert torch.equal(forced.kv.stored, drawn.kv.stored)
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", torch.bfloat16])
+def test_keys_and_values_are_rounded_as_they_were(model: Any, kv_dtype: Any) -> None:
+    params = SamplingParams(num_generations=2, max_completion_length=30, seed=3)
+    drawn = RolloutSampler(model, SnapKV(**SIZES), kv_dtype=kv_dtype).generate(PROMPTS, params)
+    forced = forced_rollout(model, drawn, SnapKV(**SIZES), seed=3, kv_dtype=kv_dtype)
+    torch.testing.assert_close(forced.sampler_logprobs, drawn.sampler_logprobs, atol=2e-5, rtol=0)
+    unrounded = forced_rollout(model, drawn, SnapKV(**SIZES), seed=3)
+    assert (unrounded.sampler_logprobs - drawn.sampler_logprobs).abs().max() > 1e-3
+
+
 def test_other_compressor_evicts_from_the_same_words(model: Any) -> None:
     drawn = draw(model, FullKV())
     forced = forced_rollout(model, drawn, SnapKV(**SIZES))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 from chat_templates import PUBLISHED
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.tiny import CHAT_TEMPLATE
+from sparse_rl_lightning.rollout import observations
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 from sparse_rl_lightning.testing import character_tokenizer
@@ -263,6 +267,40 @@ def test_text_is_cut_to_whole_characters(text: str, most: int) -> None:
     if found != text:
         assert len(tokens_of(tokenizer, text)) > most
         assert len(tokens_of(tokenizer, text[: len(found) + 3])) > most - 8  # as much as fits, up to a merge
+
+
+PARTS = [" ", "a", "aa", "the ", "ab" * 9, "\n\n", "é", "漢", "0", "=" * 40]
+
+
+@cache
+def merging() -> PreTrainedTokenizerFast:
+    """A tokenizer of long tokens, in which a character more can merge several."""
+    bpe, bytes_ = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = bytes_
+    trainer = trainers.BpeTrainer(vocab_size=330, show_progress=False, initial_alphabet=bytes_.alphabet())
+    bpe.train_from_iterator([part * 3 for part in PARTS] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+@given(pieces=st.lists(st.sampled_from(PARTS), max_size=400), most=st.integers(0, 60))
+def test_a_cut_is_that_of_a_search_through_the_whole_text(pieces: list[str], most: int) -> None:
+    tokenizer, text = merging(), "".join(pieces)
+    length = partial(observations._length, tokenizer)
+    whole = text
+    if length(text) > most:
+        whole = text[: bisect_right(range(1, len(text)), most, key=lambda end: length(text[:end]))]
+    assert cut_observation(tokenizer, text, most) == whole
+
+
+def test_what_is_far_behind_a_cut_is_never_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, lengths = TOKENIZERS["qwen2.5"], list[int]()
+    encode = observations._encode_behind
+    monkeypatch.setattr(
+        observations, "_encode_behind", lambda t, text: [lengths.append(len(text)), *encode(t, text)][1:]
+    )
+    cut = cut_observation(tokenizer, "one of many lines\n" * 50_000, 200)
+    assert len(tokens_of(tokenizer, str(cut))) == 200
+    assert max(lengths) < 4000
 
 
 def test_messages_are_cut_in_order() -> None:

@@ -19,7 +19,10 @@ from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.records import ScoredRollout
-from sparse_rl_lightning.rollout import RolloutSampler, replay_logprobs
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout.conversations import Opening
+from sparse_rl_lightning.rollout.partial import PartialRollouts
+from sparse_rl_lightning.testing import tiny_model
 
 
 class ManyRows(PromptDataModule):
@@ -69,7 +72,7 @@ def test_every_prompt_is_trained_on_once_or_still_waits(options: dict[str, Any])
     unit = max(1, parts // 4)
     for scored in seen.scored:
         assert len(scored.completions) == 4 * groups(scored)
-        assert groups(scored) in range(unit, 5, unit)
+        assert groups(scored) in range(unit, 5 + unit, unit)
     assert len(waiting) < grpo.generator.options.num_slots + unit
 
 
@@ -259,10 +262,44 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     _, path = save_after(tmp_path, 3)
     with pytest.raises(ValueError, match="max_completion_length was 20 and is 24"):
         fit(partial(max_completion_length=24), 8, ckpt_path=path)
-    with pytest.raises(ValueError, match=r"written with at least \d slots, this session has 2"):
+    with pytest.raises(ValueError, match=r"\d unfinished sequences in slots, and this session has 2 slots"):
         fit(partial(num_slots=2), 8, ckpt_path=path)
     with pytest.warns(UserWarning, match="unfinished sequences of partial rollouts, which are dropped"):
         fit(module(max_completion_length=20), 8, ckpt_path=path)
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.3}, {"top_k": 5}], ids=str)
+def test_a_restart_with_other_settings_draws_finished_samples_again_too(changed: Any, tmp_path: Path) -> None:
+    _, path = save_after(tmp_path, 3, partial_checkpoint="restart")
+    saved = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
+    assert any(group["finished"] for group in saved["session"]["groups"].values())
+    seen, resumed = Recorder(), partial(**changed)
+    fit(resumed, 4, [seen], ckpt_path=path)
+    drawn = seen.scored[0].rollout.policy_versions[seen.scored[0].rollout.completion_mask]
+    assert drawn.unique().tolist() == [saved["session"]["version"] + 1]
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_groups_that_were_left_complete_are_caught_up_with(unit: int) -> None:
+    """After a phase in which few groups a rollout were complete, and then many."""
+    policy = tiny_model(initializer_range=0.2)
+    sampler = RolloutSampler(policy, FullKV(), 64, end_token_ids=[*range(20)])
+    params = SamplingParams(num_generations=2, max_completion_length=12, seed=1)
+    waits = PartialRollouts(1, unit=unit)
+    waits.begin(8)
+    taken, backlog, first = list[int](), list[int](), 0
+    for number in range(12):
+        waits.max_steps, count = (50, 2) if number else (1, 10)
+        rows = [{"number": i} for i in range(first, first + count)]
+        opening = Opening(rows, [[30 + i, 60 + i] for i in range(first, first + count)], [])
+        rollout, own, _ = waits.draw(sampler, params, opening, range(2 * first, 2 * (first + count)))
+        assert len(own) in range(unit, 1 + count + unit, unit)
+        taken, first = taken + [row["number"] for row in own], first + count
+        backlog.append(int(waits.metrics(rollout)["rollout/backlog"]))
+    assert backlog[1] > 2 * unit
+    assert backlog[1:] == [max(0, backlog[1] - unit * i) for i in range(11)]
+    assert taken[-2:] == [30, 31]
+    assert sorted(taken) == list(range(32))
 
 
 def test_checkpoints_of_ordinary_runs_can_be_gone_on_with(tmp_path: Path) -> None:

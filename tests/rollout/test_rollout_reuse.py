@@ -15,7 +15,7 @@ from sparse_rl_lightning.cache import slots as cache
 from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
-from sparse_rl_lightning.rollout.engine import scheduler
+from sparse_rl_lightning.rollout.engine import prefill, scheduler
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -148,6 +148,21 @@ def test_staging_is_counted_and_only_waiting_prompts_are_copied() -> None:
     assert tight.kv.prefill_peak_bytes == 32 * 512 // 2 + 24 * 512  # the second prompt waits for its second slot
     chunked = RolloutSampler(model(), FullKV(), max_prefill_tokens=8).generate(prompts, params)
     assert chunked.kv.prefill_peak_bytes == 24 * 512  # all layers of the longest prompt
+
+
+def test_a_long_prompt_s_staging_is_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = weakref.WeakSet[Any]()
+
+    class Watched(prefill._Chunks):
+        def __init__(self, *arguments: Any) -> None:
+            assert not alive
+            super().__init__(*arguments)
+            alive.add(self)
+
+    monkeypatch.setattr(prefill, "_Chunks", Watched)
+    sampler = RolloutSampler(model(), FullKV(), max_prefill_tokens=8)
+    sampler.generate([[3] * 20, [4] * 24, [5] * 9], SamplingParams(max_completion_length=2))
+    assert not alive
 
 
 @pytest.mark.parametrize("compressor", [SnapKV(**SMALL), H2O(**SMALL, budget_rule=Adaptive(floor=4))], ids=type)

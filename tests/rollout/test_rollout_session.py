@@ -189,7 +189,7 @@ def test_mistakes_are_named() -> None:
     larger = RolloutSession(RolloutSampler(policy, FullKV(), 4), PARAMS, 10)
     larger.add([[3], [4]], range(4))
     larger.advance(1)
-    with pytest.raises(ValueError, match="written with at least 4 slots, this session has 2"):
+    with pytest.raises(ValueError, match=r"4 unfinished sequences in slots, .* 2 slots: raise .* or memory_limit"):
         session.load_state(larger.state())
 
 
@@ -203,7 +203,9 @@ def test_mistakes_are_named() -> None:
         ({"compressor": H2O(**SMALL)}, r"state_fields was \[\], is "),
         ({"params": replace(PARAMS, max_completion_length=31)}, "max_completion_length was 70, is 71"),
         ({"params": replace(PARAMS, top_logprobs=2)}, "top_logprobs was 0, is 2"),
-        ({"params": replace(PARAMS, top_k=2)}, "truncated sampling was False, is True"),
+        ({"params": replace(PARAMS, top_k=2)}, "top_k was 0, is 2"),
+        ({"params": replace(PARAMS, temperature=0.7)}, r"temperature was 1.0, is 0.7\."),
+        ({"compressor": RKV(**SMALL)}, r"compressor was SnapKV\(.*, is RKV\("),
         ({"max_prompt_length": 41}, "max_completion_length was 70, is 71"),
         ({"num_layers": 3}, r"head size was \[2, 4, 2, 16\], is \[3, 4, 2, 16\]"),
     ],
@@ -217,11 +219,67 @@ def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], complaint
         policy, changed.get("compressor", SnapKV(**SMALL)), 4, kv_dtype=changed.get("kv_dtype", "float32")
     )
     other = RolloutSession(sampler, changed.get("params", PARAMS), changed.get("max_prompt_length", 40))
-    with pytest.raises(ValueError, match=rf"written by a session with other settings: .*{complaint}"):
+    with pytest.raises(ValueError, match=rf"drawn under other settings: .*{complaint}"):
         other.load_state(session.state())
     assert other.num_unfinished == 0
     other.load_state(session.state(restart=True))
-    assert other.num_unfinished == session.num_unfinished > 4
+    assert other.num_unfinished == 10
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7}, "top_k": {"top_k": 5}, "top_logprobs": {"top_logprobs": 4},
+    "length": {"max_completion_length": 26},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("steps", [33, 200], ids=["some have finished", "all have"])
+def test_a_restart_draws_all_samples_again_if_a_setting_has_changed(name: str, steps: int) -> None:
+    """What has finished under other settings is not mixed with what is drawn now."""
+    policy, params = model(), replace(PARAMS, **CHANGES[name])
+    session = start(policy, SnapKV(**SMALL))
+    numbers = session.add(PROMPTS, range(10))
+    session.advance(max_steps=steps)
+    state = session.state(restart=True)
+    assert sum(len(group["finished"]) for group in state["groups"].values()) == (4 if steps == 33 else 10)
+    other = RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), 4), params, max_prompt_length=40)
+    other.load_state(state)
+    other.advance()
+    assert_same(RolloutSampler(policy, SnapKV(**SMALL)).generate(PROMPTS, params), other.take(numbers))
+
+
+@each_compressor
+def test_saved_sequences_go_on_in_other_slots_if_theirs_do_not_exist(compressor: Compressor) -> None:
+    policy = model()
+    session, other = start(policy, compressor), start(policy, compressor)
+    numbers = session.add(PROMPTS, range(10))
+    session.advance(max_steps=13)
+    state = session.state()
+    state["slots"] = {3 * slot + 3: content for slot, content in state["slots"].items()}
+    assert sorted(state["slots"]) == [3, 6, 9, 12]
+    other.load_state(state)
+    for each in (session, other):
+        each.advance()
+    assert_same(session.take(numbers), other.take(numbers))
+
+
+def test_a_state_is_of_its_moment_and_that_of_version_0_1_loads_too() -> None:
+    """It named what each layer had lost at every compression."""
+    policy, compressor = model(), SnapKV(**SMALL)
+    session, other = start(policy, compressor), start(policy, compressor)
+    numbers = session.add(PROMPTS, range(10))
+    session.advance(max_steps=28)  # of some the last compression is behind them
+    state = session.state()
+    cuts = {slot: list(content["running"]["cuts"]) for slot, content in state["slots"].items()}
+    session.advance()
+    assert {slot: content["running"]["cuts"] for slot, content in state["slots"].items()} == cuts
+    for content in state["slots"].values():
+        content["running"]["cuts"] = tuple(
+            (fed, (lost // 2, lost - lost // 2)) for fed, lost in content["running"]["cuts"]
+        )
+    other.load_state(state)
+    other.advance()
+    assert_same(session.take(numbers), other.take(numbers))
 
 
 def test_a_restart_needs_as_many_samples_as_before() -> None:

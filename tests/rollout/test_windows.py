@@ -94,6 +94,16 @@ def test_greedy_tokens_are_those_of_generate(name: str, chunk: int) -> None:
     parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_chunks_of_a_prompt_are_staged_as_far_as_windows_reach(name: str) -> None:
+    model, params = windowed(name), SamplingParams(max_completion_length=2)
+    sampler = RolloutSampler(model, FullKV(), max_prefill_tokens=5)
+    full, slides = (0, 2) if name == "mistral" else (2, 2)
+    for length in (40, 80):
+        usage = sampler.generate([list(range(5, 5 + length))], params).kv
+        assert usage.prefill_peak_bytes == 2 * 2 * 16 * 4 * (full * length + slides * W)
+
+
 @pytest.mark.parametrize("window", [1, 3, 300, 5000])
 @pytest.mark.parametrize(("count", "total"), [(7, 7), (1, 9), (600, 600), (300, 700)])
 def test_attention_in_blocks_is_that_of_one_mask(window: int, count: int, total: int) -> None:

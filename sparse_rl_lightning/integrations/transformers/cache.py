@@ -147,7 +147,8 @@ class CompressedCache(Cache):
         cache, running = self._running.cache, self._running.running
         rows = [int(row) for row in beam_idx]
         contents = {row: cache.save(row, running[row].num_fed) for row in set(rows)}
-        self._running.running = {slot: replace(running[row]) for slot, row in enumerate(rows)}
+        own = enumerate(running[row] for row in rows)
+        self._running.running = {slot: replace(one, cuts=one.cuts.copy()) for slot, one in own}
         for slot, row in enumerate(rows):
             if slot != row:
                 cache.restore(slot, contents[row])

@@ -74,6 +74,12 @@ class _WindowPass(ABC):
     ) -> Tensor:
         """Attend within windows, and write keys and values into the rings: (R, Hq, D)."""
 
+    def _store_last(self, layer: int, slot: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        """Write the last of the tokens (n, H, D) before position ``stop`` into the ring of a slot."""
+        keys, values = keys[-self.windows.width :], values[-self.windows.width :]
+        places = torch.arange(stop - len(keys), stop, device=keys.device) % self.windows.width
+        self.windows.store(layer, torch.full_like(places, slot), places, keys, values)
+
 
 class _Step(_WindowPass):
     def __init__(self, windows: WindowCache, own: Any) -> None:
@@ -105,23 +111,29 @@ class _Chunks(_WindowPass):
     def __init__(self, windows: WindowCache, own: Any) -> None:
         super().__init__(windows, own)
         g = self.geometry
-        shape = (len(g.window_layers), len(own.prompt.tokens), g.num_kv_heads, g.head_dim)
-        self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
-        self._values = torch.zeros_like(self._keys)
-        self.staged_bytes = self._keys.nbytes + self._values.nbytes
+        none = torch.zeros(0, g.num_kv_heads, g.head_dim, dtype=g.dtype, device=g.device)
+        self._last = [(none, none)] * len(g.window_layers)  # keys and values that the next chunk can see
+
+    @property
+    def staged_bytes(self) -> int:  # type: ignore[override]  # grows up to the last chunk
+        return sum(last.nbytes for both in self._last for last in both)
 
     def __call__(
         self, layer: int, window: int, projected: Tensor, transform: QKTransform, sinks: Tensor | None
     ) -> Tensor:
         g, (start, stop), prompt = self.geometry, self.own.span, self.own.prompt
         query, key, value = transform.split(projected, g.num_kv_heads)
-        count, keys, values = stop - start, self._keys[layer], self._values[layer]
-        keys[start:stop], values[start:stop] = key[:count], value[:count]
+        count = stop - start
+        keys, values = (
+            torch.cat([last, new[:count].to(last.dtype)])
+            for last, new in zip(self._last[layer], (key, value), strict=True)
+        )
         out = torch.zeros_like(query)
-        out[:count] = causal_attention(query[:count], keys[:stop], values[:stop], g.scale, window, sinks)
+        out[:count] = causal_attention(query[:count], keys, values, g.scale, window, sinks)
         if stop == len(prompt.tokens):
-            rows, slots, places = upload(latest([stop], [prompt.slot], self.windows.width), query.device)
-            self.windows.store(layer, slots, places, keys[rows], values[rows])
+            self._store_last(layer, prompt.slot, stop, keys, values)
+        else:  # copies: views would hold the whole chunk
+            self._last[layer] = keys[-self.windows.width :].clone(), values[-self.windows.width :].clone()
         return out
 
 
@@ -153,9 +165,7 @@ class _Extension(_WindowPass):
         own = at[-chunk.count :, None]
         seen = ((at <= own) & (at > own - window))[None]
         out = visible_attention(query.to(g.query_dtype), keys, values, seen, g.scale, sinks)
-        left = slice(max(0, chunk.count - width), chunk.count)  # of a long chunk only the last tokens stay
-        places = at[-chunk.count :][left] % width
-        windows.store(layer, torch.full_like(places, chunk.slot), places, new_keys[left], new_values[left])
+        self._store_last(layer, chunk.slot, chunk.stop, new_keys, new_values)
         return out.to(query.dtype)
 
 

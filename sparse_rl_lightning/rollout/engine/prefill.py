@@ -70,17 +70,20 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
         logits = engine.decoder.logits(hidden[whole.last])
         for p, row in zip(pack, logits, strict=True):
             yield ReadPrompt(p, row, whole.staged_bytes)
-    for prompt in prompts:
-        if len(prompt.tokens) > max_tokens:
-            chunks = _Chunks(engine, prompt)
-            attend = engine.around(chunks)
-            # chunks of nearly equal length; only the last one has the logits that are needed
-            for start, stop in _cuts(len(prompt.tokens), max_tokens):
-                chunks.span = start, stop
-                ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
-                hidden = engine.run(ids, positions, attend)
-            logits = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0]
-            yield ReadPrompt(prompt, logits, attend.staged_bytes)
+    # each in a function of its own: what it stages is freed before the next
+    yield from (_read_in_chunks(engine, prompt, max_tokens) for prompt in prompts if len(prompt.tokens) > max_tokens)
+
+
+def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPrompt:
+    """Read a long prompt in chunks of nearly equal length; only the last one has the logits that are needed."""
+    chunks = _Chunks(engine, prompt)
+    attend = engine.around(chunks)
+    for start, stop in _cuts(len(prompt.tokens), max_tokens):
+        chunks.span = start, stop
+        ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
+        hidden = engine.run(ids, positions, attend)
+    logits = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0]
+    return ReadPrompt(prompt, logits, attend.staged_bytes)
 
 
 def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:
@@ -182,8 +185,8 @@ class _Chunks:
         self.span = 0, 0  # first token of the chunk, and last + 1
         g = self.cache.geometry
         shape = (g.num_layers, g.num_kv_heads, len(prompt.tokens), g.head_dim)
-        self._keys = torch.zeros(shape, dtype=g.dtype, device=g.device)
-        self._values = torch.zeros_like(self._keys)
+        self._keys = torch.empty(shape, dtype=g.dtype, device=g.device)
+        self._values = torch.empty_like(self._keys)
         self._state = [_no_numbers(self.cache, shape[2]) for _ in range(g.num_layers)]
         self.staged_bytes = self._keys.nbytes + self._values.nbytes
 

@@ -344,7 +344,7 @@ class Scheduler:
             lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
             self.engine.compression.compress(self.cache, full, lengths, room, parts)
             for one in sequences:
-                one.cuts = (*one.cuts, (one.num_fed, one.evicted))
+                one.cuts.append((one.num_fed, sum(one.evicted)))
 
     def _close(self) -> bool:
         """Wait for the device, and close all sequences that have finished by now; returns whether there were any."""

@@ -127,7 +127,7 @@ class RunningSequence:
     num_fed: int  # tokens fed
     room: int = 0  # tokens that may be fed before the slot must be compressed
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
-    cuts: Cuts = ()  # compressions so far, that of the prompt included
+    cuts: Cuts = field(default_factory=list)  # compressions so far, that of the prompt included
     searched: int = 0  # tokens that were searched for stop strings
 
     def feed(self, count: int, trigger: Trigger) -> bool:
@@ -154,12 +154,17 @@ class RunningSequence:
     def begin(self, room: int, evicted: tuple[int, ...]) -> None:
         """Start after the prompt, of which ``evicted`` (L) tokens have been lost."""
         self.room, self.evicted = room, evicted
-        self.cuts = ((self.prompt_length, evicted),) if any(evicted) else ()
+        self.cuts = [(self.prompt_length, sum(evicted))] if any(evicted) else []
+
+    def state(self) -> dict[str, Any]:
+        """The fields as they are now."""
+        return vars(self) | {"cuts": self.cuts.copy()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Restore the sequence from its fields; version 0.1 stored those of other kinds of sequences too."""
-        return cls(**{field.name: state[field.name] for field in fields(cls)})
+        """Restore the sequence from its :meth:`state`; version 0.1 stored more fields, and cuts by layers."""
+        cuts = [(length, lost if isinstance(lost, int) else sum(lost)) for length, lost in state["cuts"]]
+        return cls(**{field.name: state[field.name] for field in fields(cls)} | {"cuts": cuts})
 
 
 @dataclass(frozen=True)
@@ -237,11 +242,12 @@ class FinishedSequence:
         completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
         logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
         has_top = logs["topk_ids"].numel() > 0
+        full, full_integral = _without_evictions(geometry, fed)
         usage = KVUsage(
             stored=torch.stack([one.stored for one in finished]),
-            full=_held_without_evictions(geometry, fed),
+            full=full,
             stored_integral=torch.stack([one.stored_integral for one in finished]),
-            full_integral=_read_without_evictions(geometry, fed) - _read_without_evictions(geometry, prompt),
+            full_integral=full_integral - _without_evictions(geometry, prompt)[1],
             peak_bytes=peak_bytes,
             full_peak_bytes=full_peak_bytes,
             prefill_peak_bytes=prefill,
@@ -263,16 +269,15 @@ class FinishedSequence:
         )
 
 
-def _held_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:
-    """The entries (B,) after so many tokens, a mean over all layers and heads, if only windows forget."""
-    return fed - len(geometry.window_layers) / geometry.depth * (fed - fed.clamp(max=geometry.window))
+def _without_evictions(geometry: CacheGeometry, fed: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries (B,) after so many tokens, a mean over all layers and heads, if only windows forget, and their sum.
 
-
-def _read_without_evictions(geometry: CacheGeometry, fed: Tensor) -> Tensor:
-    """The same summed over the steps that feed these tokens one by one: 1, 2, ... entries, at most the window's."""
+    The sum (B,) is over the steps that feed these tokens one by one: 1, 2, ... entries, at most the window's.
+    """
     within, every = fed.clamp(max=geometry.window), fed * (fed + 1) / 2
     windowed = within * (within + 1) / 2 + (fed - within) * geometry.window
-    return every - len(geometry.window_layers) / geometry.depth * (every - windowed)
+    share = len(geometry.window_layers) / geometry.depth
+    return fed - share * (fed - within), every - share * (every - windowed)
 
 
 def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:
