@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
@@ -246,6 +247,14 @@ class Rollout:
         """The rollout cut into ``count`` pieces of adjacent sequences; a remainder makes one more."""
         size = max(1, len(self) // count)
         return [self[start : start + size] for start in range(0, len(self), size)]
+
+    def trimmed_parts(self, count: int) -> list[Rollout]:
+        """As :meth:`parts`, each no wider than its longest sequence; :meth:`widened` puts results together again."""
+        return [part.trimmed() for part in self.parts(count)]
+
+    def widened(self, values: Tensor) -> Tensor:
+        """Values (B, t) of the sequences without padding as (B, T), with zeros for the padding."""
+        return F.pad(values, (0, self.sequences.shape[1] - values.shape[1]))
 
     def to(self, device: torch.device | str) -> Self:
         """Copy of the rollout with every tensor on ``device``."""

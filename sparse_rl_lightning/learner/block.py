@@ -151,7 +151,7 @@ class RolloutBlock:
         return self.cursor >= self.plan.micro_batches
 
     def next(self) -> tuple[Rollout, Denominators]:
-        """The next micro-batch, and the denominators of its optimizer step, counted once per step."""
+        """The next micro-batch, no wider than its longest, and the denominators of its step, counted once per step."""
         turn = self.cursor % self.plan.accumulate
         if self._step is None or turn == 0:
             self._step = self._begin(self.cursor - turn)
@@ -159,7 +159,7 @@ class RolloutBlock:
         self.cursor += 1
         rows = shares[turn]
         part = self.rollout[rows] if self.is_complete else self.rollout.uncorrected(rows)
-        return (part.trimmed() if self.plan.packs else part), denominators
+        return part.trimmed(), denominators
 
     def store(self, part: Rollout) -> bool:
         """Store what the last micro-batch's loss found out about ``part``; returns whether that completes the block."""
@@ -175,8 +175,8 @@ class RolloutBlock:
     def last_window(self) -> Rollout:
         """The sequences of the optimizer step that the last micro-batch served belongs to."""
         start = (self.cursor - 1) // self.plan.accumulate * self.plan.accumulate
-        size = self.plan.micro_batch
-        return self.rollout[self._order()[start * size : (start + self.plan.accumulate) * size]]
+        size, order = self.plan.micro_batch, self.plan.order(self.index, self.seed, self.rollout.sequences.device)
+        return self.rollout[order[start * size : (start + self.plan.accumulate) * size]]
 
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
@@ -200,12 +200,9 @@ class RolloutBlock:
 
     def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
         """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
-        size, accumulate = self.plan.micro_batch, self.plan.accumulate
-        rows = self._order()[start * size : (start + accumulate) * size]
+        size, order = self.plan.micro_batch, self.plan.order(self.index, self.seed, self.rollout.sequences.device)
+        rows = order[start * size : (start + self.plan.accumulate) * size]
         window = self.rollout[rows]
         if self.plan.packs or self.plan.shares:
             return self.plan.arranged(rows, window), self._count(window)
         return list(torch.split(rows, size)), self._count(window)
-
-    def _order(self) -> Tensor:
-        return self.plan.order(self.index, self.seed, self.rollout.sequences.device)

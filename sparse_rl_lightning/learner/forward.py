@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -126,10 +127,12 @@ class Learner:
 
     @torch.no_grad()
     def rescored(self, policy: PreTrainedModel, parts: list[Rollout], replayed: bool = False) -> Tensor:
-        """Log-probs (B, T) of sequences in parts of the size of training, without dropout or gradient."""
+        """Log-probs (B, T) of sequences in parts of the size of training, as wide as the widest, without gradient."""
         compute = self.replayed if replayed else self.logprobs
         with eval_mode(policy):  # no dropout, like the sampler
-            return torch.cat([compute(policy, part)[0] for part in parts])
+            found = [compute(policy, part)[0] for part in parts]
+        width = max(own.shape[1] for own in found)
+        return torch.cat([F.pad(own, (0, width - own.shape[1])) for own in found])
 
     @cached_property
     def _head(self) -> tuple[float, int, bool]:

@@ -127,8 +127,8 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if self._reference:
             self._score_by_reference(rollout)
         with eval_mode(self.policy):
-            found = [self._statistics(part) for part in rollout.parts(self.steps_per_generation)]
-        rollout.old_logprobs = torch.cat([logprobs for logprobs, _, _ in found])
+            found = [self._statistics(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
+        rollout.old_logprobs = torch.cat([rollout.widened(logprobs) for logprobs, _, _ in found])
         rollout.draws = EvictionDraws.cat([draws for _, _, draws in found])
         correct(self, rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start

@@ -36,12 +36,14 @@ class OldLogprobs:
         """
         start, rollout, m = time.perf_counter(), scored.rollout, self.module
         if rescores_all(m):
-            rollout.old_logprobs = m.learner.rescored(m.policy, rollout.parts(m.steps_per_generation))
+            rollout.old_logprobs = rollout.widened(
+                m.learner.rescored(m.policy, rollout.trimmed_parts(m.steps_per_generation))
+            )
             correct(m, rollout)
         else:
             plan = m.plan(len(rollout) // m.group_size)
             for rows in plan.later(m.num_rollouts, m.generator.sampling.seed or 0, rollout.sequences.device):
-                part = rollout.uncorrected(rows)
+                part = rollout.uncorrected(rows).trimmed()
                 part.old_logprobs = m.learner.rescored(m.policy, [part])
                 correct(m, part)
                 rollout.store(rows, part)

@@ -124,8 +124,9 @@ def _rejected_sequences(part: Rollout) -> Tensor:
 def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
     """Compute log-probs of the sparse policy before the update, with the learner's own kernels."""
     start = time.perf_counter()
-    parts = scored.rollout.parts(module.steps_per_generation)
-    scored.rollout.replay_logprobs = module.learner.rescored(module.policy, parts, replayed=True)
+    parts = scored.rollout.trimmed_parts(module.steps_per_generation)
+    found = module.learner.rescored(module.policy, parts, replayed=True)
+    scored.rollout.replay_logprobs = scored.rollout.widened(found)
     scored.seconds["replay"] = time.perf_counter() - start
 
 

@@ -383,8 +383,8 @@ class SparseGRPO(PolicyModule):
             callback.on_rollout_progress(self.trainer, self, progress)
 
     def _score_by_reference(self, rollout: Rollout) -> None:
-        own = [self.reference_logprobs(part) for part in rollout.parts(self.steps_per_generation)]
-        rollout.ref_logprobs = torch.cat(own)
+        own = [self.reference_logprobs(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
+        rollout.ref_logprobs = torch.cat([rollout.widened(part) for part in own])
 
     def check_strategy(self) -> None:
         """Refuse, by name, options that the trainer's strategy does not support."""

@@ -72,6 +72,14 @@ def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, A
         assert sorted(one_pass.tolist()) == list(range(12))
 
 
+def test_no_micro_batch_is_wider_than_its_longest_sequence() -> None:
+    """Without packing too: with lengths of a quarter of the longest, half of the learner's tokens were padding."""
+    block = RolloutBlock(PLAN, rollout(), index=3, seed=0, count=lambda window: objective().denominators(window, 9))
+    widths = [(part.sequences.shape[1], int(part.lengths.max())) for part, _ in (block.next() for _ in range(6))]
+    assert all(width == longest for width, longest in widths)
+    assert len(set(widths)) > 1
+
+
 def test_no_two_passes_have_one_order() -> None:
     orders = torch.cat([PLAN.order(index, 0, torch.device("cpu")).view(2, 12) for index in range(3)])
     assert len({tuple(order) for order in orders.tolist()}) == 6

@@ -47,6 +47,7 @@ class Counting(Learner):
 
     def rescored(self, policy: Any, parts: list[Rollout], replayed: bool = False) -> Tensor:
         type(self).count += 0 if replayed else sum(map(len, parts))
+        assert all(part.sequences.shape[1] == part.lengths.max() for part in parts)
         return super().rescored(policy, parts, replayed)
 
 
