@@ -235,7 +235,7 @@ def logprobs_of_ids(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
         The log-probabilities (n, K), at least float32.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
+    return scaled.gather(-1, ids.long()) - scaled.logsumexp(dim=-1, keepdim=True)
 
 
 def _of_logits(

@@ -168,7 +168,7 @@ class Rollout:
     finished: Tensor  # (B,) bool: ended by an end token or a stop string, not by length
     sampler_logprobs: Tensor  # (B, T) log-softmax(logits / temperature) of the sparse policy, 0 outside the completion
     behavior_logprobs: Tensor | None = None  # (B, T) under the truncated distribution drawn from, if it differs
-    topk_ids: Tensor | None = None  # (B, T, K) the sparse policy's most likely tokens, if requested
+    topk_ids: Tensor | None = None  # (B, T, K) int32 the sparse policy's most likely tokens, if requested
     topk_logprobs: Tensor | None = None  # (B, T, K)
     policy_versions: Tensor | None = None  # (B, T) int32 version that drew each token, in partial rollouts
     routing: Tensor | None = None  # (B, T, L, K) 1 + the experts that read token t, 0 if it was never fed, if recorded

@@ -40,8 +40,8 @@ MOST_PREFILLED = 16384
 BLOCK_BYTES = 30
 """Bytes of a rollout per token: ids (8), log-probs (4 each) of up to three policies, masks, weights, advantages."""
 
-LIKELY_BYTES = 12
-"""Bytes of one of a token's most likely tokens: id (8) and log-prob (4)."""
+LIKELY_BYTES = 8
+"""Bytes of one of a token's most likely tokens: id (4) and log-prob (4)."""
 
 
 Phases = tuple[int, int, int]
@@ -83,7 +83,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "optimizer's state": _always(held.optimizer),
         "reference policy": _always(reference),
         "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
-        "the most likely tokens": (2 * likely, likely, likely),  # twice while sequences are joined
+        "the most likely tokens": (likely * 3 // 2, likely, 0),  # ids, then log-probs are there twice to be joined
         "record of evictions": (record, record // 2, record // 2 * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),

@@ -447,9 +447,9 @@ def test_most_likely_tokens_are_counted_and_those_of_a_monitor_too(written: str)
     asked = ["--model.sampling.top_logprobs=20"], ["--trainer.callbacks+=AcceptanceMonitor"]
     jobs = [configured(["--config", written, *own]) for own in ([], *asked)]
     none, *some = (parts_of(job, 80e9)[0].get("the most likely tokens") for job in jobs)
-    one = jobs[0].sequences * jobs[0].length * 20 * 12
+    one = jobs[0].sequences * jobs[0].length * 20 * 8
     assert none is None
-    assert some == [(2 * one, one, one)] * 2  # twice while the sequences of a rollout are joined
+    assert some == [(one * 3 // 2, one, 0)] * 2  # ids, then log-probs are there twice while sequences are joined
 
 
 def test_a_form_that_cannot_be_counted_is_not_proposed(folder: Path) -> None:

@@ -41,7 +41,7 @@ class SequenceLogs:
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.behavior = torch.zeros_like(self.logprobs) if params.truncates else None
         top = (*shape, params.top_logprobs)
-        self.topk_ids = torch.zeros(top, dtype=torch.int64, device=device)
+        self.topk_ids = torch.zeros(top, dtype=torch.int32, device=device)
         self.topk_logprobs = torch.zeros(top, dtype=torch.float32, device=device)
         # what a finished sequence takes along, by name: (S + 1, T, ...) of tokens that were drawn, or fed
         self.drawn = {"logprobs": self.logprobs, "topk_ids": self.topk_ids, "topk_logprobs": self.topk_logprobs}
@@ -70,7 +70,7 @@ class SequenceLogs:
         if self.behavior is not None and drawn.behavior is not None:
             self.behavior[slots, at] = drawn.behavior
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
-            self.topk_ids[slots, at] = drawn.topk_ids
+            self.topk_ids[slots, at] = drawn.topk_ids.int()
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
         self.record_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
@@ -240,7 +240,8 @@ class FinishedSequence:
         read = [one.read_integral for one in finished if one.read_integral is not None]
         evictions = [one.evictions for one in finished if one.evictions is not None]
         completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
-        logs = {n: pad_sequence([one.logs[n] for one in finished], batch_first=True) for n in finished[0].logs}
+        # each is freed when it is joined: most likely tokens take more memory than all else
+        logs = {n: pad_sequence([one.logs.pop(n) for one in finished], batch_first=True) for n in [*finished[0].logs]}
         has_top = logs["topk_ids"].numel() > 0
         full, full_integral = _without_evictions(geometry, fed)
         usage = KVUsage(
