@@ -84,10 +84,10 @@ class BlockPlan:
         passes = torch.arange(self.num_iterations, device=device)[:, None]
         return hash_bits(seed, index, passes, sequence).argsort(dim=1, stable=True).flatten()
 
-    def later(self, index: int, seed: int, device: torch.device) -> Sequence[Tensor]:
-        """The sequences that the first optimizer step on rollout ``index`` does not train on, by micro-batches."""
+    def later(self, index: int, seed: int, device: torch.device, step: int = 1) -> Sequence[Tensor]:
+        """The sequences that the first ``step`` optimizer steps on a rollout do not train on, by micro-batches."""
         first_pass = self.order(index, seed, device)[: self.sequences]
-        later = first_pass[self.accumulate * self.micro_batch :]
+        later = first_pass[step * self.accumulate * self.micro_batch :]
         return torch.split(later.sort().values if self.shares else later, self.micro_batch) if len(later) else ()
 
     def arranged(self, rows: Tensor, window: Rollout) -> list[Tensor]:

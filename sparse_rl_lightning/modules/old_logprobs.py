@@ -35,14 +35,17 @@ class OldLogprobs:
         Left out are the sequences of the first optimizer step, unless something needs theirs earlier.
         """
         start, rollout, m = time.perf_counter(), scored.rollout, self.module
+        order = m.num_rollouts, m.generator.sampling.seed or 0, rollout.sequences.device
         if rescores_all(m):
-            rollout.old_logprobs = rollout.widened(
-                m.learner.rescored(m.policy, rollout.trimmed_parts(m.steps_per_generation))
-            )
+            if m.generator.options.oversampling > 1:  # which of them will be trained on is not known yet
+                rows = torch.split(torch.arange(len(rollout), device=order[2]), len(rollout) // m.steps_per_generation)
+            else:  # in the micro-batches of training, to round as they do
+                rows = m.plan(len(rollout) // m.group_size).later(*order, step=0)
+            found = [rollout.widened(m.learner.rescored(m.policy, [rollout[own].trimmed()])) for own in rows]
+            rollout.old_logprobs = torch.cat(found)[torch.cat(list(rows)).argsort()]
             correct(m, rollout)
         else:
-            plan = m.plan(len(rollout) // m.group_size)
-            for rows in plan.later(m.num_rollouts, m.generator.sampling.seed or 0, rollout.sequences.device):
+            for rows in m.plan(len(rollout) // m.group_size).later(*order):
                 part = rollout.uncorrected(rows).trimmed()
                 part.old_logprobs = m.learner.rescored(m.policy, [part])
                 correct(m, part)

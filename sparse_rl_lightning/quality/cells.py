@@ -17,14 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
+from sparse_rl_lightning.evaluation.evaluate import Judge, draw_from, evaluate
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.quality.clock import Clock, TimedCompression, now
 from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
-from sparse_rl_lightning.rewards.scoring import Rewards
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.prompts import encode_prompts
@@ -77,7 +76,7 @@ class Bench:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
-    judge: Rewards | None
+    judge: Judge | None
     params: SamplingParams
     num_slots: int | None = None
     num_timed: int = 32
@@ -137,7 +136,6 @@ class Bench:
         params = replace(self.params, num_generations=1, temperature=0.0)
         draw = draw_from(self.sampler(compressor), self._texts, params, self.prompts())
         scores = evaluate(draw, self.rows, self.judge)
-        self.judge.settle()
         counted = scores.applies
         if not counted.any():
             return {}

@@ -246,7 +246,7 @@ def test_a_raised_budget_means_fewer_slots_under_a_memory_limit() -> None:
             assert plan.total_bytes <= plan.limit
 
     plans = Plans()
-    limit = 80_000
+    limit = 72_000
     with pytest.warns(UserWarning, match="TailGuard"):
         fit(sharp(memory_limit=limit), 4, guarded("raise", [plans], monitor={"ceiling_prompts": 0}, **EAGER))
     slots, budgets = [slots for slots, _, _ in plans.seen], [6, 8, 10, 13]

@@ -156,7 +156,7 @@ TRAINER = [
     Case("trainer.devices=[3]", "trainer: `devices` selected with `CPUAccelerator` should be an int", 1),
     Case("`calbacks+` in trainer", "Did you mean 'trainer.callbacks'?", 2,
          edit=lambda v: v["trainer"].update({"calbacks+": []})),
-    Case("`LearningRateFinder`", "Set model.optimizer's lr and data.prompts_per_rollout", 1,
+    Case("`LearningRateFinder`", "which the learning rate is not. Set model.optimizer's lr.", 1,
          edit=lambda v: v["trainer"]["callbacks"].append({"class_path": "LearningRateFinder"})),
     Case("`memory_limit` of 400 digits", "A number has more digits than a float holds", 2,
          edit=lambda v: model(v).update(rollout={"memory_limit": f"{10**400}"})),

@@ -231,19 +231,19 @@ def test_what_flex_attention_is_given_is_of_one_type_under_autocast(monkeypatch:
     assert given == [torch.float32, torch.float32, torch.bfloat16] + [torch.bfloat16] * 3
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("asked", [BLOCK + 1, 2 * BLOCK + 17])
-def test_flex_attention_leaves_out_what_is_behind_the_ends(asked: int) -> None:
-    query, key, value, death = (t.detach().cuda() for t in inputs(3 * BLOCK + 17, batch=3, width=64))
-    ends = torch.tensor([BLOCK + 40, 3 * BLOCK + 17, 2 * BLOCK], device="cuda")
+def test_flex_attention_leaves_out_what_is_behind_the_ends(asked: int, device: str) -> None:
+    query, key, value, death = (t.detach().to(device) for t in inputs(3 * BLOCK + 17, batch=3, width=64))
+    ends = torch.tensor([BLOCK + 40, 3 * BLOCK + 17, 2 * BLOCK], device=device)
     given = [t.requires_grad_() for t in (query[:, :, -asked:], key, value)]
-    is_read = (torch.arange(3 * BLOCK + 17, device="cuda") < ends[:, None])[:, -asked:]
+    is_read = (torch.arange(3 * BLOCK + 17, device=device) < ends[:, None])[:, -asked:]
     found = []
     for own in (None, ends):
         out = flex_death_attention(*given, death, SCALE, compiled=True, ends=own).transpose(1, 2)
         found.append([out[is_read], *torch.autograd.grad(out[is_read].square().sum(), given), out[~is_read]])
     torch.testing.assert_close(found[0][:-1], found[1][:-1], atol=2e-3, rtol=2e-3)
-    assert not torch.allclose(found[0][-1], found[1][-1], atol=1e-2)
+    if device == "cuda":  # op by op every block is computed
+        assert not torch.allclose(found[0][-1], found[1][-1], atol=1e-2)
 
 
 @pytest.mark.parametrize("ends", [None, torch.tensor([BLOCK + 1])])

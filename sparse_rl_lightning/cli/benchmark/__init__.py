@@ -185,7 +185,12 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
         timed = [bench.num_timed, str(bench.model.device)] if bench.num_timed else []
         own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
         known = results.find(method.name, budget, own)
-        return known or results.put(Cell(method.name, budget, own, **bench.measure(compressor)))
+        if known:
+            return known
+        found = bench.measure(compressor)
+        if bench.judge is not None:
+            bench.judge.settle()  # type: ignore[attr-defined]  # one of Rewards: raises if they failed everywhere
+        return results.put(Cell(method.name, budget, own, **found))
     except Exception as error:
         kind = "" if isinstance(error, (UserError, AssertionError)) else f"{type(error).__name__}: "
         return results.put(Cell(method.name, budget, reason=kind + " ".join(str(error).split())))
