@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -128,18 +127,13 @@ def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tupl
     Returns:
         The two (B, T) tensors.
     """
-    width = rollout.sequences.shape[1]
-
-    def widened(both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first, second = (F.pad(one, (0, width - one.shape[1])) for one in both)
-        return first, second
-
     if len(parts) < 2:
-        return widened(compute(rollout.trimmed()))
+        first, second = map(rollout.widened, compute(rollout.trimmed()))
+        return first, second
     found = []
     for rows in parts:
         part = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
-        found.append(widened(checkpoint(compute, part, use_reentrant=False)))
+        found.append([rollout.widened(one) for one in checkpoint(compute, part, use_reentrant=False)])
     order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()
     first, second = (torch.cat(column)[order] for column in zip(*found, strict=True))
     return first, second

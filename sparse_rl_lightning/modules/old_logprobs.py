@@ -35,10 +35,11 @@ class OldLogprobs:
         Left out are the sequences of the first optimizer step, unless something needs theirs earlier.
         """
         start, rollout, m = time.perf_counter(), scored.rollout, self.module
-        order = m.num_rollouts, m.generator.sampling.seed or 0, rollout.sequences.device
+        device = rollout.sequences.device
+        order = m.num_rollouts, m.generator.sampling.seed or 0, device
         if rescores_all(m):
             if m.generator.options.oversampling > 1:  # which of them will be trained on is not known yet
-                rows = torch.split(torch.arange(len(rollout), device=order[2]), len(rollout) // m.steps_per_generation)
+                rows = torch.split(torch.arange(len(rollout), device=device), len(rollout) // m.steps_per_generation)
             else:  # in the micro-batches of training, to round as they do
                 rows = m.plan(len(rollout) // m.group_size).later(*order, step=0)
             found = [rollout.widened(m.learner.rescored(m.policy, [rollout[own].trimmed()])) for own in rows]
