@@ -6,7 +6,6 @@ compiles nothing. Further switches: SPARSE_RL_ARCHS (see ARCHS), SPARSE_RL_CFLAG
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import runpy
@@ -77,16 +76,11 @@ def anonymous() -> list[str]:
     return [f"-ffile-prefix-map={folder}=." for folder in (ROOT, Path(torch.__file__).resolve().parents[1])]
 
 
-def schema_hash() -> str:
-    """As ``ops/library.py`` computes it."""
-    schemas = runpy.run_path(str(ROOT / "sparse_rl_lightning" / "ops" / "schemas.py"))["SCHEMAS"]
-    return hashlib.sha256(repr(sorted(schemas.items())).encode()).hexdigest()[:12]
-
-
 def macros(module: str) -> list[tuple[str, str]]:
     """Preprocessor definitions of one library."""
     archs = [("SPARSE_RL_ARCHS", f'"{architectures()}"')] if module == "_cuda" else []
-    schema = ("SPARSE_RL_SCHEMA", f'"{schema_hash()}"')
+    schemas = runpy.run_path(str(ROOT / "sparse_rl_lightning" / "ops" / "schemas.py"))
+    schema = ("SPARSE_RL_SCHEMA", f'"{schemas["schema_hash"]()}"')
     return [("TORCH_TARGET_VERSION", TARGET), schema, ("SPARSE_RL_MODULE", module), *archs]
 
 

@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 from inspect import getattr_static
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -345,16 +345,28 @@ def _import_lines(content: bytes) -> list[tuple[int, str]]:
     return found
 
 
-_READ: dict[Path, tuple[object, bytes]] = {}
+class _Read(NamedTuple):
+    """What a file held when its module was imported."""
+
+    module: str
+    spec: object  # another at each import
+    content: bytes
+
+
+_READ: dict[Path, _Read] = {}
 
 
 def _content(file: Path) -> bytes:
     """A file as it was when its module was imported, or rather when this was asked first after it."""
-    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
-    spec = next((one for one in specs if getattr(one, "origin", None) == str(file)), None)  # another at each import
-    if spec is None or file not in _READ or _READ[file][0] is not spec:  # None: what runs is not imported yet
-        _READ[file] = spec, file.read_bytes()
-    return _READ[file][1]
+    read = _READ.get(file)
+    if read is not None and getattr(sys.modules.get(read.module), "__spec__", None) is read.spec:
+        return read.content
+    specs = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
+    named = next((one for one in specs if getattr(one[1], "origin", None) == str(file)), None)
+    if named is None:  # what runs is not imported yet
+        return file.read_bytes()
+    _READ[file] = _Read(*named, file.read_bytes())
+    return _READ[file].content
 
 
 def _hash(content: Any) -> str:

@@ -319,7 +319,7 @@ struct Unit {
     std::vector<Candidate> found = row.top(op.num_top);
     std::sort(found.begin(), found.end(), better);
     for (int64_t k = 0; k < op.num_top; ++k) {
-      op.top_ids[b * op.num_top + k] = found[k].token;
+      op.top_ids[b * op.num_top + k] = static_cast<int32_t>(found[k].token);
       op.top_logprobs[b * op.num_top + k] = static_cast<float>(row.logprob(found[k].logit));
     }
   }

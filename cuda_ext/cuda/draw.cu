@@ -378,9 +378,9 @@ struct Row {
     const Limit worst = end_of<true>(op.num_top, false);
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
-    int64_t* ids = op.top_ids + b * op.num_top;
+    int32_t* ids = op.top_ids + b * op.num_top;
     visit_from(rank_of(worst.key, op.vocabulary - 1), ~uint64_t{0}, [&](float logit, int64_t token) {
-      if (worst.stays(logit, token)) ids[atomicAdd(&shared.count, 1)] = token;
+      if (worst.stays(logit, token)) ids[atomicAdd(&shared.count, 1)] = static_cast<int32_t>(token);
     });
     __syncthreads();
     const int own = threadIdx.x;
@@ -393,7 +393,7 @@ struct Row {
     }
     __syncthreads();
     if (own < op.num_top) {
-      ids[rank] = token;
+      ids[rank] = static_cast<int32_t>(token);
       op.top_logprobs[b * op.num_top + rank] = static_cast<float>(logprob(source.at(token)));
     }
     __syncthreads();

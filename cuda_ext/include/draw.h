@@ -25,7 +25,7 @@ struct Draw {
   int64_t* tokens;         // (B)
   float* logprobs;         // (B)
   float* behavior;         // (B) or null
-  int64_t* top_ids;        // (B, K) or null
+  int32_t* top_ids;        // (B, K) or null
   float* top_logprobs;     // (B, K) or null
   ChunkSum* chunks;        // (B, G, C): of the policy and, with G = 2, of what is drawn from if that differs
   int64_t num_rows, vocabulary, num_parts, num_chunks, num_ends, min_length, top_k, num_top;
@@ -60,7 +60,7 @@ void draw(
   check_tensor("tokens", tokens, logits, ScalarType::Long, {B});
   check_tensor("token_logprobs", token_logprobs, logits, ScalarType::Float, {B});
   check_tensor("behavior", behavior, logits, ScalarType::Float, {B});
-  check_tensor("top_ids", top_ids, logits, ScalarType::Long, {B, K});
+  check_tensor("top_ids", top_ids, logits, ScalarType::Int, {B, K});
   check_tensor("top_logprobs", top_logprobs, logits, ScalarType::Float, {B, K});
   check_tensor("chunks", chunks, logits, ScalarType::Double, {B, G, C, 2});
   Backend::dispatch(dtype, [&](auto zero) {
@@ -68,7 +68,7 @@ void draw(
     const Draw<T> op{
         pointer<T>(logits), pointer<T>(drawn_from), pointer<int64_t>(sequence_keys), pointer<int64_t>(steps),
         pointer<int64_t>(end_ids), pointer<int64_t>(tokens), pointer<float>(token_logprobs), pointer<float>(behavior),
-        pointer<int64_t>(top_ids), pointer<float>(top_logprobs), static_cast<ChunkSum*>(chunks.mutable_data_ptr()), B, V, G, C,
+        pointer<int32_t>(top_ids), pointer<float>(top_logprobs), static_cast<ChunkSum*>(chunks.mutable_data_ptr()), B, V, G, C,
         E, min_length, top_k, K, temperature > 0 ? temperature : 1.0, top_p, min_p, temperature == 0};
     Backend::run(op, logits);
   });

@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     tokens: Tensor  # (n,)
     logprobs: Tensor  # (n,) log-softmax(logits / T) over the whole vocabulary, T = 1 when greedy; NaN if broken
     behavior: Tensor | None = None  # (n,) under the truncated distribution actually drawn from, None if it is the same
-    topk_ids: Tensor | None = None  # (n, K) the most likely tokens of the whole vocabulary
+    topk_ids: Tensor | None = None  # (n, K) int32 the most likely tokens of the whole vocabulary
     topk_logprobs: Tensor | None = None  # (n, K)
 
 
@@ -75,7 +75,7 @@ def draw(
         tokens=torch.empty(n, dtype=torch.int64, device=device),
         logprobs=torch.empty(n, dtype=dtype, device=device),
         behavior=torch.empty(n, dtype=dtype, device=device) if changed and temperature > 0 else None,
-        topk_ids=torch.empty(n, top_logprobs, dtype=torch.int64, device=device) if top_logprobs else None,
+        topk_ids=torch.empty(n, top_logprobs, dtype=torch.int32, device=device) if top_logprobs else None,
         topk_logprobs=torch.empty(n, top_logprobs, dtype=dtype, device=device) if top_logprobs else None,
     )
     ends = torch.empty(0, dtype=torch.int64, device=device) if end_ids is None else end_ids

@@ -7,7 +7,6 @@ library is not loaded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 from sparse_rl_lightning.ops.architectures import built_architectures, code_for, has_code
 from sparse_rl_lightning.ops.checks import check_arguments
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.ops.schemas import SCHEMAS
+from sparse_rl_lightning.ops.schemas import SCHEMAS, schema_hash
 
 NAMESPACE = "sparse_rl"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -34,11 +33,6 @@ DIFFERENTIABLE: dict[str, Callable[..., None]] = {}
 
 OPS: dict[str, Any] = {}
 """The ops, which are slow to look up."""
-
-
-def schema_hash() -> str:
-    """Twelve characters that change with any signature: compiled into the library, checked before it is loaded."""
-    return hashlib.sha256(repr(sorted(SCHEMAS.items())).encode()).hexdigest()[:12]
 
 
 def register(name: str, reference: Callable[..., None], differentiable: bool = False) -> None:

@@ -13,6 +13,8 @@ CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``op
 Ops return nothing, allocate nothing and do not wait for the device.
 """
 
+import hashlib
+
 SHAPES = {
     # Sizes and type of every tensor, in all ops. L layers (only in ops on all layers), S slots, B rows of a call, H KV
     # heads, Hq query heads, D head size, R rows of the pools, N entries, T tokens of a sequence, A recent queries,
@@ -36,7 +38,7 @@ SHAPES = {
     "hidden": "B E pool", "addend": "B E query", "norm_weight": "E sum", "normed": "B E query",
     "gate_and_up": "B F2 pool", "gated": "B F pool",
     "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
-    "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int64",
+    "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int32",
     "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
 }  # fmt: skip
 ON_ALL_LAYERS = ("evict", "fork", "window_importance", "key_redundancy", "score_entries")
@@ -106,3 +108,8 @@ SCHEMAS = {
         Tensor(a!) hidden, Tensor? addend, Tensor norm_weight, float epsilon, Tensor(b!) normed) -> ()""",
     "silu_mul": "(Tensor gate_and_up, Tensor(a!) gated) -> ()",
 }
+
+
+def schema_hash() -> str:
+    """Twelve characters of all signatures, sizes and types: compiled into a library, checked before it is loaded."""
+    return hashlib.sha256(repr([sorted(SCHEMAS.items()), sorted(SHAPES.items())]).encode()).hexdigest()[:12]

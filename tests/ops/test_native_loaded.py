@@ -14,7 +14,7 @@ import torch
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import library
 from sparse_rl_lightning.ops.architectures import parse_architectures
-from sparse_rl_lightning.ops.schemas import SCHEMAS
+from sparse_rl_lightning.ops.schemas import SCHEMAS, SHAPES, schema_hash
 
 WITHOUT = os.environ.get("SPARSE_RL_BUILD") == "python" or os.environ.get("SPARSE_RL_NATIVE") == "0"
 
@@ -50,15 +50,19 @@ def test_a_stale_or_broken_library_is_left_out(tmp_path: os.PathLike, monkeypatc
     (tmp_path / "_C.abi3.so").write_bytes(b"sparse_rl_schema=000000000000")
     with pytest.warns(UserWarning, match="other signatures; build again"):
         assert "other signatures" in library.load()["cpu"]
-    (tmp_path / "_C.abi3.so").write_bytes(b"sparse_rl_schema=" + library.schema_hash().encode())
+    (tmp_path / "_C.abi3.so").write_bytes(b"sparse_rl_schema=" + schema_hash().encode())
     with pytest.warns(UserWarning, match="cannot be loaded"):
         assert "cannot be loaded" in library.load()["cpu"]
 
 
-def test_the_hash_follows_the_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = library.schema_hash()
-    monkeypatch.setitem(SCHEMAS, "append", SCHEMAS["append"] + " ")
-    assert library.schema_hash() != before
+def test_the_hash_follows_signatures_and_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {schema_hash()}
+    with monkeypatch.context() as patched:
+        patched.setitem(SCHEMAS, "append", SCHEMAS["append"] + " ")
+        found.add(schema_hash())
+    monkeypatch.setitem(SHAPES, "top_ids", "B K int64")
+    found.add(schema_hash())
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(

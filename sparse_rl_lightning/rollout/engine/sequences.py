@@ -70,7 +70,7 @@ class SequenceLogs:
         if self.behavior is not None and drawn.behavior is not None:
             self.behavior[slots, at] = drawn.behavior
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
-            self.topk_ids[slots, at] = drawn.topk_ids.int()
+            self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
         self.record_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
