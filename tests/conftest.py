@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +37,19 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; it must be in a group that is run where there is one."""
+    """Skip what needs a GPU where there is none; it must be in a group that is run where there is one.
+
+    Of a test with ``thinned(n)`` the first case and, by their names, one of every n others are fast.
+    """
+    begun = set[str]()
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        marker = item.get_closest_marker("thinned")
+        if marker and test in begun and zlib.crc32(case.encode()) % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+        begun.add(test)
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if lost := in_no_group(item.path.relative_to(config.rootpath).as_posix() for item in for_gpus):
         raise pytest.UsageError(f"tests for GPUs that tests/gpu_files.py names in no group: {', '.join(lost)}")

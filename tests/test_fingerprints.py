@@ -41,7 +41,6 @@ from sparse_rl_lightning.rewards import boxed_math_reward
 from sparse_rl_lightning.rewards.math import MathChecker
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model
-from tests.thinned import thinned
 
 SIZES: dict[str, Any] = {"budget": 12, "buffer": 3, "num_sinks": 1, "window": 3}
 
@@ -84,7 +83,8 @@ def sweep(policy: Any, folder: Path) -> Sweep:
     return Sweep(policy, [[3, 4], [5]], params, folder)
 
 
-@pytest.mark.parametrize("name", thinned(list(METHODS)))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_calibration_with_another_method_is_refused(name: str, tmp_path: Path) -> None:
     policy, (make, make_other) = tiny_model(), METHODS[name]
     assert repr(make()) == repr(make_other())

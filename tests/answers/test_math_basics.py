@@ -259,6 +259,7 @@ def test_an_empty_gold_pays_nothing(gold: str) -> None:
     assert not verify("nothing", gold)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -46,6 +46,7 @@ def test_is_not_paid_and_takes_no_time(hostile: Hostile) -> None:
     assert time.process_time() - start < 2.0
 
 
+@pytest.mark.slow
 def test_all_together_cost_their_timeouts_and_pay_nothing(
     checker: MathChecker, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_other_capitals_take_no_time() -> None:
     assert time.process_time() - start < SECONDS
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", PIECES)
 def test_no_repetition_takes_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.PIECES", {name: PIECES[name]})

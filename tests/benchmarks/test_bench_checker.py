@@ -17,6 +17,7 @@ from benchmarks.checker import __main__ as command
 from sparse_rl_lightning.rewards.math import MathChecker
 
 
+@pytest.mark.slow
 def test_a_quick_run_prints_rates_and_percentiles(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "benchmarks.checker", "--quick", "--save", str(tmp_path)]
     subprocess.run(call, cwd=ROOT, check=True, capture_output=True, text=True)

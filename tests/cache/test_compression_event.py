@@ -241,12 +241,14 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
     return cuts
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:.*shrinks with length:UserWarning")
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_an_event_keeps_what_each_layer_and_slot_keeps_alone(name: str) -> None:
     assert run_events(COMPRESSORS[name], torch.float32, torch.float32, seed=1) >= 50
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["rkv", "tova", "h2o, by value", "keydiff", "knorm", "random", "cur", "adaptive"])
 def test_types_of_the_cache(name: str, kv_dtype: torch.dtype) -> None:
@@ -254,6 +256,7 @@ def test_types_of_the_cache(name: str, kv_dtype: torch.dtype) -> None:
     assert run_events(COMPRESSORS[name], dtype, kv_dtype, seed=2) >= 50
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("nbytes", [1, 1500, 6000])
 @pytest.mark.parametrize("name", ["protected", "lagkv", "pyramid", "adaptive", "schedule", "h2o, by age", "cur"])
 def test_blocks_of_any_size(name: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

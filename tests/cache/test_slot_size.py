@@ -60,6 +60,7 @@ def assert_same(one: Rollout, other: Rollout) -> None:
         assert torch.equal(torch.as_tensor(getattr(one.kv, name)), torch.as_tensor(getattr(other.kv, name))), name
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_only_the_memory_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (compressor, entries), policy = COMPRESSORS[name], model()

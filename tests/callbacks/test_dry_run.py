@@ -70,6 +70,7 @@ def test_the_longest_sequences_lose_what_a_rollout_would(method: Compressor, pro
     assert (death < NEVER).any() == method.evicts
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_is_bitwise_the_same_with_it_and_without(name: str) -> None:
     results, states = [], []

@@ -149,6 +149,7 @@ GOES_ON: dict[str, tuple[dict[str, Any], list[Any]]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", GOES_ON)
 def test_a_run_with_numbers_of_numpy_goes_on(name: str, tmp_path: Path) -> None:
     options, callbacks = GOES_ON[name]

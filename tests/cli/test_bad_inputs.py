@@ -220,6 +220,7 @@ def test_message_is_the_page_s(number: int, source: str) -> None:
     assert page_rows()[number] == python_row(source)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("number", "case"), PARAMETERS)
 def test_an_answer_is_clear_and_loses_nothing(number: int, case: Case, used_folder: Path, whole: Path) -> None:
     if "accelerator=gpu" in case.name and torch.cuda.is_available():

@@ -84,9 +84,14 @@ def own(folder: Path) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
+TIMED = ("--timed", "4")
+
+
 def options(policy: str, *more: str) -> list[str]:
+    """Without times, which take half of a run."""
     given = ["--policy", policy, "--problems", str(PROBLEMS), "--max_completion_length", str(LENGTH), "--output", "out"]
     usual = [] if "--budgets" in more else ["--budgets", str(BUDGET)]
+    usual += [] if "--timed" in more else ["--timed", "0"]
     return [*given, "--buffer", str(BUFFER), "--num_sinks", "1", "--window", "3", *usual, *more]
 
 
@@ -101,7 +106,7 @@ def timeless(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_cell_against_independent_numbers(tiny: Any, policy: str, own: Path) -> None:
     """Tail and agreement from whole distributions in numpy, accuracy from a loop, its interval from the formula."""
-    *_, cell = main(["SnapKV", *options(policy, "--reward", "mine.pays_even", "--samples", "2", "--seed", "3")])
+    *_, cell = main(["SnapKV", *options(policy, "--reward", "mine.pays_even", "--samples", "2", "--seed", "3", *TIMED)])
     assert (cell.method, cell.budget, cell.reason) == ("SnapKV", BUDGET, "")
 
     model, tokenizer = tiny
@@ -160,7 +165,7 @@ def test_first_rows_are_random_eviction_and_the_full_cache(
     policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At three budgets; a share counts tokens of the texts; everything fits 120 columns and is written."""
-    arguments = options(policy, "--budgets", "0.5", "20", "24")
+    arguments = options(policy, "--budgets", "0.5", "20", "24", *TIMED)
     assert run_console(monkeypatch, "benchmark", "SnapKV", "FullKV", *arguments) is None
     cells = stored()
     mean = json.loads(Path("out/table.json").read_text())["lengths"][0]
@@ -223,7 +228,7 @@ def test_own_classes_from_the_working_directory(
     """One that raises and one that breaks the contract keep a row with the reason; the others are measured."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(own)])  # the console script adds it
     names = [f"mine.{name}" for name in ("Raises", "Grows", "LargeValues")]
-    assert run_console(monkeypatch, "benchmark", *names, "LagKV", *options(policy)) is None
+    assert run_console(monkeypatch, "benchmark", *names, "LagKV", *options(policy, *TIMED)) is None
     raises, grows, large, lag = page.rows([Cell(**c) for c in stored()])[3:]
     assert raises == ["Raises", "16", *["–"] * 10]
     assert grows == ["Grows", "16", *["–"] * 10]
@@ -240,7 +245,7 @@ def test_own_classes_from_the_working_directory(
     before = stored()
     (own / "mine.py").write_text(MINE.replace("return layer.values", "return -layer.values"))
     sys.modules.pop("mine")
-    assert run_console(monkeypatch, "benchmark", *names, *options(policy)) is None
+    assert run_console(monkeypatch, "benchmark", *names, *options(policy, *TIMED)) is None
     assert stored()[:2] == before[:2], "what has not changed is not measured again"
     assert stored()[4]["tail"] != before[4]["tail"], "the class has changed"
     assert "LargeValues, budget 16: its row is of other settings or code; it is" in capsys.readouterr().out
@@ -250,7 +255,8 @@ def test_own_classes_from_the_working_directory(
 def test_an_own_class_may_have_a_name_of_the_librarys(policy: str, folder: Path) -> None:
     """In a process of its own: jsonargparse would find both by that name, here and in later tests."""
     Path("namesake.py").write_text(MINE.replace("class LargeValues", "class FullKV").partition("class Raises")[0])
-    command = [sys.executable, "-m", "sparse_rl_lightning", "benchmark", "namesake.FullKV", "FullKV", *options(policy)]
+    methods = ["namesake.FullKV", "FullKV", *options(policy, *TIMED)]
+    command = [sys.executable, "-m", "sparse_rl_lightning", "benchmark", *methods]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     own = page.rows([Cell(**c) for c in stored()])[-1]
@@ -274,6 +280,7 @@ def test_methods_with_arguments(policy: str, folder: Path) -> None:
     assert random.tail == floor.tail, "the prompt is not protected"
 
 
+@pytest.mark.slow
 def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> None:
     """That of LearnedScore, on other completions; a second run takes the file."""
     (*_, learned) = main(["LearnedScore", *options(policy)])
@@ -288,6 +295,7 @@ def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> N
     assert (again.tail, again.kl) == (learned.tail, learned.kl)
 
 
+@pytest.mark.slow
 def test_a_changed_reward_and_another_policy_are_measured_again(policy: str, tiny: Any, own: Path) -> None:
     """A function by its code, statistics by the weights that they were gathered from."""
     arguments = ["QFilters", "--reward", "mine.pays_even"]
@@ -325,7 +333,7 @@ def test_numbers_that_are_none_are_a_reason(
 
 def test_times_are_measured_where_there_were_none(policy: str, folder: Path) -> None:
     assert all(cell.time_ratio is None for cell in main(["KNorm", *options(policy, "--timed", "0")]))
-    assert all(cell.time_ratio is not None for cell in main(["KNorm", *options(policy, "--timed", "4")]))
+    assert all(cell.time_ratio is not None for cell in main(["KNorm", *options(policy, *TIMED)]))
 
 
 def test_rows_that_are_not_judged_do_not_count(policy: str, own: Path) -> None:
@@ -352,7 +360,7 @@ def test_reading_the_clock_is_not_in_the_ratio(policy: str, folder: Path, monkey
     ticks = itertools.count(0.0)
     for module in ("cells", "clock"):
         monkeypatch.setattr(f"sparse_rl_lightning.quality.{module}.now", lambda device: next(ticks))
-    *_, cell = main(["H2O", *options(policy)])
+    *_, cell = main(["H2O", *options(policy, *TIMED)])
     assert cell.time_ratio == 1
     assert cell.event_ms is not None
     assert cell.event_ms > 0

@@ -117,6 +117,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_resume_that_cannot_be_is_one_sentence(
     name: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

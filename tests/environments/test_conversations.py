@@ -33,7 +33,6 @@ from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.thinned import thinned
 
 WORD = "0123456789abcdef" + "fedcba9876543210" + "abc"
 ROWS = [{"prompt": "0123456789abcdef"[i:] + "a", "answer": "x"} for i in range(6)]
@@ -254,6 +253,7 @@ def whole() -> ScoredRollout:
     return scored(Fails, turns=IMPATIENT)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("environment", [Fails, FailsLater], ids=["thread", "coroutine"])
 @pytest.mark.parametrize("how", ["reset", "raises", "exits", "hangs", "nonsense", "nan", "huge", "unreadable"])
 def test_a_failure_ends_its_conversation_alone(how: str, environment: Any, whole: ScoredRollout) -> None:
@@ -473,7 +473,8 @@ def options_of_partial(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("environment", thinned({"state": Remembers, "anew": Chatter}))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("environment", [Remembers, Chatter], ids=["state", "anew"])
 def test_partial_rollouts_resume_in_the_middle_of_conversations(environment: Any, tmp_path: Path) -> None:
     """With a state bitwise; without one the conversations under way start anew, and nothing is lost."""
     whole = talking(environment, **options_of_partial())

@@ -57,6 +57,7 @@ def trained(case: str, checkpointing: Any) -> tuple[torch.Tensor, list[Rollout],
     return weights(grpo), [scored.rollout for scored in recorder.scored], passes
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("case", "how"), FORMS)
 def test_training_is_the_same_and_layers_run_twice(case: str, how: Any) -> None:
     plain, rollouts, (without, once) = trained(case, False)

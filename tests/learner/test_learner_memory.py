@@ -60,6 +60,7 @@ def measured(
     return LearnerBytes(kept, live.most)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 @pytest.mark.parametrize("options", [LearnerOptions(gradient_checkpointing=how) for how in HOW], ids=repr)
 @pytest.mark.parametrize(

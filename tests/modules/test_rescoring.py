@@ -34,7 +34,6 @@ from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.thinned import thinned
 from tests.tiny_grpo import ALPHABET, Recorder, fit, module, weights
 
 FOUND = ("old_logprobs", "keep", "weights", "weight_reference")
@@ -129,19 +128,22 @@ CORRECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(list(CORRECTIONS), every=2))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize(("micro_batches", "accumulate"), [(1, 1), (4, 4)])
 def test_one_step_needs_no_pass(name: str, micro_batches: int, accumulate: int) -> None:
     check_equal(CORRECTIONS[name], {"steps_per_generation": micro_batches}, accumulate)
 
 
-@pytest.mark.parametrize("name", thinned(["paper", "none", "official"]))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", ["paper", "none", "official"])
 def test_of_several_steps_the_first_needs_none(name: str) -> None:
     check_equal(CORRECTIONS[name], {"steps_per_generation": 4}, 2, steps=4, share=0.5)
     check_equal(CORRECTIONS[name], {"steps_per_generation": 2, "num_iterations": 2}, 1, steps=8, share=0.5)
     check_equal(CORRECTIONS[name], {"num_iterations": 3}, 1, steps=6)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "options",
     [

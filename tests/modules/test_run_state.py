@@ -200,6 +200,7 @@ WITHIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", WITHIN)
 def test_what_a_rollout_was_drawn_by_cannot_change_within_it(name: str, tmp_path: Path) -> None:
     before, after, said = WITHIN[name]
@@ -238,6 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("command", ["fit", "export", "sharded export", "validate"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_weights_that_would_mean_another_policy_are_refused(name: str, command: str, tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_the_full_cache_stands_beside_the_compressed_one(capsys: pytest.CaptureF
     assert "takes 9.7 GB, a full cache would take 61.0 GB." in (CONFIGS.parent / "docs/one_card.md").read_text("utf-8")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("trainer", "rows", "expected"),
     [

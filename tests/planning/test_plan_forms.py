@@ -63,6 +63,7 @@ def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters:
     assert make_plan(given, card_of()).of("weights") < whole.of("weights")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("adapters", [INT8, NF4], ids=["int8", "nf4"])
 @pytest.mark.parametrize("how", [False, "selective", True])
 def test_the_learner_over_a_quantized_base(folder: str, adapters: Any, how: Checkpointing) -> None:

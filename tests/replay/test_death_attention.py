@@ -130,6 +130,7 @@ def compile_for(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("kind", "batch"), [("float32", 1), ("float32", 2), ("bfloat16", 1), ("bfloat16", 2), ("mixed", 2)]
 )

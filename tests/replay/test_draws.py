@@ -94,6 +94,7 @@ def test_nothing_is_not_a_number_where_all_or_none_may_go() -> None:
 # ---------------------------------------------------------------- sampler and learner
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", [*METHODS, *OTHERS])
 def test_without_temperature_the_method_evicts(name: str) -> None:
     """Bit for bit: the same tokens, log-probs and deaths."""

@@ -77,6 +77,7 @@ def assert_exact(compressor: compressors.Compressor) -> Rollout:
     return rollout
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", EVICTING)
 @pytest.mark.parametrize("rule", RULES)
 def test_replay_is_exact(name: str, rule: str) -> None:

@@ -52,6 +52,7 @@ def outcome(model: Any, rollout: Rollout, replays: bool, shared: bool) -> tuple[
     return [*(one.detach() for one in found), *(p.grad for p in model.parameters() if p.grad is not None)], factors
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("replays", [False, True], ids=["dense", "replay"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in HYBRIDS])
 def test_numbers_and_gradients_are_those_of_separate_sequences(name: str, replays: bool) -> None:

@@ -170,6 +170,7 @@ def changed(value: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield place, copied
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("wrong", [10**400, float("nan"), "x", None, True, [5], {"x": 5}])
 def test_a_node_of_any_other_type_is_shown_or_named(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     torch.testing.assert_close(a.sampler_logprobs[:, :width], b.sampler_logprobs[:, :width], atol=2e-5, rtol=0)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("retriever", [Centroid, Quest, OwnCentroid])
 def test_a_budget_for_everything_is_dense(architecture: str, retriever: type[Retriever]) -> None:
@@ -166,6 +167,7 @@ def test_reading_is_counted() -> None:
     assert rollout.kv.read_share == pytest.approx((sum(dense) + sum(sparse)) / 2 / sum(dense))
 
 
+@pytest.mark.thinned(3)
 @each_retriever
 def test_a_hybrid_with_room_for_all_survivors_is_the_compressor_alone(retriever: Retriever) -> None:
     policy = model()
@@ -180,6 +182,7 @@ def test_a_hybrid_with_room_for_all_survivors_is_the_compressor_alone(retriever:
     assert narrow.kv.read_integral.sum() < narrow.kv.stored_integral.sum()
 
 
+@pytest.mark.thinned(3)
 @each_retriever
 def test_a_hybrid_does_not_depend_on_the_batch(retriever: Retriever) -> None:
     policy, compressor = model(), StreamingLLM(**SMALLEST_KV)

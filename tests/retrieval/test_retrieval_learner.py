@@ -41,6 +41,7 @@ def roll_out(retriever: Retriever, architecture: str = "qwen2", **options: Any) 
     return policy, sampler.generate(PROMPTS, PARAMS)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @each_retriever
 def test_the_samplers_pages_reproduce_its_logprobs(

@@ -82,6 +82,7 @@ class Poison:
             handle.remove()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -69,6 +69,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.evictions.death, b.evictions.death)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("compressor", "architecture"), CASES, ids=IDS)
 def test_rollouts_are_replayed_and_independent_of_the_batch(compressor: Compressor, architecture: str) -> None:
     check(tiny_model(architecture, initializer_range=0.2, eos_token_id=None), compressor)

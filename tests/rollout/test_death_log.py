@@ -127,6 +127,7 @@ def number_in(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trigger, "most_events", lambda self, max_length: torch.iinfo(kind).max)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:.*shrinks with length")
 @pytest.mark.parametrize("check_every", [1, 8])
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -140,6 +141,7 @@ def test_records_of_rollouts(
     assert brute_force.num_records == 15
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore:.*shrinks with length")
 @pytest.mark.parametrize("kinds", [EVENT_TYPES[:1] * 2, EVENT_TYPES[:2], EVENT_TYPES[1:], EVENT_TYPES[1::-1]], ids=str)
 @pytest.mark.parametrize("name", LONG_ONES)

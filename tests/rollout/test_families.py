@@ -47,7 +47,6 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.thinned import thinned
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -55,7 +54,6 @@ SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 GREEDY = SamplingParams(max_completion_length=24, temperature=0)
 PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
 each_family = pytest.mark.parametrize("name", FAMILIES)
-some_families = pytest.mark.parametrize("name", thinned(list(FAMILIES)))
 
 
 def test_what_is_said_to_be_tested_is() -> None:
@@ -80,6 +78,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     torch.testing.assert_close(dense[:, 1:], own.squeeze(-1) * rollout.completion_mask[:, 1:], atol=2e-5, rtol=0)
 
 
+@pytest.mark.thinned(2)
 @each_family
 def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
     """Slots with one compressor: they do not matter to any of them (test_compressor_rollouts.py)."""
@@ -97,7 +96,8 @@ def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
-@some_families
+@pytest.mark.thinned(3)
+@each_family
 def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
     model = family(name)
     want = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)
@@ -120,6 +120,7 @@ def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
     torch.testing.assert_close(found.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+@pytest.mark.thinned(2)
 @each_family
 def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family(name)
@@ -149,7 +150,8 @@ class Losses(Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-@some_families
+@pytest.mark.thinned(3)
+@each_family
 def test_a_few_steps_of_training(name: str) -> None:
     tokenizer = character_tokenizer(ALPHABET)
     grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)

@@ -89,6 +89,7 @@ def expected_logits(policy: PreTrainedModel, ids: list[int], prompt: int, death:
     return F.linear(decoder.norm(x), policy.get_output_embeddings().weight)
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @in_float64
 def test_greedy_tokens_are_those_of_a_decoder_that_rounds(compressor: Compressor) -> None:
@@ -115,6 +116,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+@pytest.mark.thinned(3)
 @in_float64
 def test_batches_slots_and_chunks_change_nothing(compressor: Compressor) -> None:
     """In float64, too: in float32 the last bit of a key, which hangs on the prompts read with it, may round it away."""
@@ -125,6 +127,7 @@ def test_batches_slots_and_chunks_change_nothing(compressor: Compressor) -> None
     assert_same(whole, chunked.generate(PROMPTS, PARAMS))
 
 
+@pytest.mark.thinned(3)
 @each_compressor
 def test_a_byte_per_number(compressor: Compressor) -> None:
     policy = model(eos_token_id=None)

@@ -57,6 +57,7 @@ def no_waits(gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert len(steps) > 1
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rollout_is_what_it_is_on_the_cpu(name: str, gpu: RealGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -114,6 +115,7 @@ def test_a_session_over_two_updates_is_what_it_is_on_the_cpu(
     gpu.check_replayed(num_steps if case.is_captured else 0)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_conversations_are_what_they_are_on_the_cpu(name: str, gpu: RealGPU) -> None:
     case = CONVERSATIONS[name]
@@ -196,6 +198,7 @@ EVICTING: dict[str, Compressor] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", EVICTING)
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "width"), HEADS)
 def test_rollouts_in_16_bits_replay(

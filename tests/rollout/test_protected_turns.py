@@ -41,7 +41,6 @@ from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
-from tests.thinned import thinned
 
 SIZES: dict[str, Any] = {"budget": 22, "buffer": 5, "num_sinks": 2, "window": 4}
 ONE, TWO = SIZES | {"protect_observations": 1}, SIZES | {"protect_observations": 2}
@@ -121,7 +120,8 @@ def check_protected(rollout: Rollout, count: int) -> tuple[int, int]:
 # -------------------------------------------------------------------- what stays
 
 
-@pytest.mark.parametrize("compressor", [*thinned(METHODS, every=4), *SETTINGS], ids=str)
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("compressor", [*METHODS, *SETTINGS], ids=str)
 def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
     rollout = converse(model, compressor)
@@ -174,6 +174,7 @@ def brute_force(length: int, prompt: int, texts: list[list[int]], compressor: Co
     return death
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("options", [{}, {"protect_prompt": True, "budget": 60}, {"num_sinks": 0}], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_every_death_is_that_of_brute_force(count: int, options: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ def test_large_budget_equals_generate(architecture: str, compressor: Compressor)
     assert (rollout.evictions.death == NEVER).all()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @pytest.mark.parametrize("compressor", EVICTING, ids=IDS)
 def test_replay_is_exact(architecture: str, compressor: Compressor) -> None:
@@ -74,6 +75,7 @@ def test_replay_is_exact(architecture: str, compressor: Compressor) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.parameters())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("compressor", [FullKV(), *EVICTING], ids=["full", *IDS])
 def test_sequence_is_the_same_in_any_batch_slot_and_order(compressor: Compressor) -> None:
     policy = model()

@@ -50,6 +50,7 @@ def test_replay_is_exact(compressor: Compressor) -> None:
     assert (replay_logprobs(policy, dense, temperature=0.9) - replayed).abs().max() > 1e-2, "nothing that matters died"
 
 
+@pytest.mark.thinned(3)
 @each_case
 def test_sequence_is_the_same_in_any_slot_order_and_chunk(compressor: Compressor) -> None:
     policy = model()

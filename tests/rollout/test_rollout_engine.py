@@ -74,6 +74,7 @@ def test_other_families_equal_generate(family: str) -> None:
     torch.testing.assert_close(replay_logprobs(policy, sparse), sparse.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+@pytest.mark.thinned(3)
 @each_compressor
 @pytest.mark.parametrize("max_prefill_tokens", [1, 7, 16])
 def test_prompts_read_in_chunks_are_the_same(compressor: Compressor, max_prefill_tokens: int) -> None:
@@ -93,6 +94,7 @@ def test_looking_seldom_changes_nothing(compressor: Compressor, monkeypatch: pyt
     assert_same(always, RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS))
 
 
+@pytest.mark.thinned(3)
 @each_compressor
 def test_two_hundred_prompts_of_mixed_lengths(compressor: Compressor) -> None:
     policy, generator = model(), torch.Generator().manual_seed(1)

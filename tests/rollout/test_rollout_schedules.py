@@ -52,6 +52,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     torch.testing.assert_close(a.kv.stored_integral, b.kv.stored_integral)
 
 
+@pytest.mark.thinned(3)
 @each_case
 def test_replay_is_exact(compressor: Compressor) -> None:
     policy = model()

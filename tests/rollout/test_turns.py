@@ -42,7 +42,6 @@ from sparse_rl_lightning.rollout.engine.extend import extend
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, family
-from tests.thinned import thinned
 
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 TEMPERATURE, SEED, LONGEST = 1.5, 5, 56
@@ -119,12 +118,14 @@ def small_model(**sizes: Any) -> PreTrainedModel:
 # -------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("name", thinned(list(FAMILIES)))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_of_every_family_are_replayed(name: str) -> None:
     model, compressor = family(name), SnapKV(**SMALL)
     check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("compressor", [*EVICTING, *MORE], ids=str)
 def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries

@@ -47,7 +47,6 @@ from sparse_rl_lightning.rollout import (
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.thinned import thinned
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 W = 8
@@ -79,6 +78,7 @@ def parity(a: Any, b: Any) -> None:
 # ---------------------------------------------------------------- the truth
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("chunk", [16384, 16, 5])
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3_text", "olmo3"])
 def test_greedy_tokens_are_those_of_generate(name: str, chunk: int) -> None:
@@ -128,7 +128,8 @@ COMPRESSORS = {
 }
 
 
-@pytest.mark.parametrize("compressor", thinned(COMPRESSORS))
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("compressor", list(COMPRESSORS.values()), ids=list(COMPRESSORS))
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
 def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compressor) -> None:
     model = windowed(name)
