@@ -2,8 +2,10 @@
 
 The policy is made of its configuration under torch's fake tensors and goes forward and backward as in training, with
 the learner's own options; what is allocated and freed is added up. Nothing is priced by hand, so a new family, adapters
-and checkpointing count as they are. Not in it: what an allocator loses, and workspaces inside of kernels. Attention is
-that of a CPU's flash kernel, which keeps what a GPU's does: queries, keys, values, output and a number per query.
+and checkpointing count as they are. Where all layers are alike the pass goes through three, since a fake layer takes as
+long as a small real one, and each of the others adds what the one in the middle does. Not in it: what an allocator
+loses, and workspaces inside of kernels. Attention is that of a CPU's flash kernel, which keeps what a GPU's does:
+queries, keys, values, output and a number per query.
 Where transformers has only its eager one (gpt-oss), it is that, which keeps every probability.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,8 @@ from sparse_rl_lightning.replay.hooks import CAUSAL, attention_implementation
 
 Adapt = Callable[[PreTrainedModel], object]
 """Changes a model in place before it is trained, such as the adapters of LoRA."""
+PASSED = 3
+"""Layers that the pass goes through where all are alike: a first one, a last one, and one in between."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class LearnerBytes:
     kept: int  # what the forward pass leaves for the backward pass
     peak: int  # most at any time, besides weights and their gradients
     host: int = 0  # what the forward pass leaves in the host's memory, where layer inputs are offloaded
+
+
+class _At(NamedTuple):
+    """The bytes at a place of the pass."""
+
+    now: int
+    most: int
+    host: int
 
 
 def learner_bytes(
@@ -71,6 +83,7 @@ def learner_bytes(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if adapt is not None:
             adapt(model)
+    layers, left_out = _shortened(model)
     with FakeTensorMode():
         _make_fake(model)
         model.train()
@@ -79,13 +92,48 @@ def learner_bytes(
         for parameter in model.parameters():  # as they are from the second micro-batch of a step on
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        live = LiveBytes()
+        live, going, coming = LiveBytes(), list[_At](), list[_At]()
+
+        def begins(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+            going.append(_At(live.now, live.most, host.bytes))
+            args[0].register_hook(lambda gradient: coming.append(_At(live.now, live.most, host.bytes)))
+
+        hooks = [layer.register_forward_pre_hook(begins) for layer in layers[1:]]
         with live:
             with mixed:
                 loss = _loss(model, part, options)
-            kept = live.now
+            for hook in hooks:
+                hook.remove()  # checkpointed layers run again
+            ahead = _At(live.now, live.most, host.bytes)
+            live.most = live.now
             loss.backward()  # type: ignore[no-untyped-call]
-        return LearnerBytes(kept, live.most, host.bytes)
+    if not left_out:
+        return LearnerBytes(ahead.now, max(ahead.most, live.most), ahead.host)
+    # weights that autocast rounded are there until it ends: a layer gives back less than it took
+    took, gave = left_out * (going[1].now - going[0].now), left_out * (coming[0].now - coming[1].now)
+    # behind the last layer the backward pass needs less and less, until it comes to the embeddings
+    peak = max(ahead.most + took, coming[0].most + gave, live.most)
+    return LearnerBytes(ahead.now + gave, peak, ahead.host + left_out * (going[1].host - going[0].host))
+
+
+def _shortened(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
+    """The layers that are left in a model, and how many were taken out of it: none where they differ."""
+    decoder: Any = model.get_decoder()
+    layers, left_out = list(decoder.layers), len(decoder.layers) - PASSED
+    if left_out <= 0 or len({_described(layer) for layer in layers}) > 1:
+        return [], 0
+    decoder.layers = decoder.layers[:PASSED]
+    return layers[:PASSED], left_out
+
+
+def _described(layer: nn.Module) -> str:
+    """What a layer is made of, but for its number."""
+    plain = (int, float, str, bool)
+    parts = [
+        (name, type(part), {n: v for n, v in vars(part).items() if isinstance(v, plain) and n != "layer_idx"})
+        for name, part in layer.named_modules()
+    ]
+    return repr((parts, [(name, own.shape, own.dtype, own.requires_grad) for name, own in layer.named_parameters()]))
 
 
 class _Elsewhere(saved_tensors_hooks):

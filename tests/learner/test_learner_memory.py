@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from sparse_rl_lightning.learner import memory
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.memory import LearnerBytes, MicroBatch, learner_bytes
 from sparse_rl_lightning.logprobs import sequence_logprobs
@@ -80,6 +81,28 @@ def test_prediction_is_what_the_pass_takes(family: Any, options: LearnerOptions,
         assert abs(found.peak - want.peak) <= bookkeeping
     assert abs(found.kept + found.host - want.kept) <= bookkeeping
     assert want.kept > 40 * bookkeeping, "nothing that matters was measured"
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("options", [LearnerOptions(gradient_checkpointing=how) for how in HOW], ids=repr)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("vocabulary", [300, 9000], ids=["deepest in the layers", "at the embeddings"])
+def test_layers_that_are_alike_need_not_all_be_passed(options: LearnerOptions, setting: str, vocabulary: int) -> None:
+    """The prediction through three of seven layers is that through all of them."""
+    config, part = Qwen3Config(**SIZES | {"vocab_size": vocabulary}, num_hidden_layers=7), MicroBatch(2, 40, 25)
+    found = learner_bytes(config, part, options, **SETTINGS[setting])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "PASSED", 7)
+        assert learner_bytes(config, part, options, **SETTINGS[setting]) == found
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gemma3_text"])
+def test_layers_that_differ_are_all_passed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are alike; linear and full attention, windows and none are not."""
+    model = tiny_family(name)
+    monkeypatch.setattr(memory, "PASSED", 1)
+    assert len(model.get_decoder().layers) > 1
+    assert (memory._shortened(model)[1] > 0) == (name == "qwen3_moe")
 
 
 @pytest.mark.parametrize("how", HOW[:2])
