@@ -21,8 +21,11 @@ LEGEND = (
     "tail: 5th percentile of the acceptance of sampled tokens. agreement: share of them with the same most likely\n"
     "token under both caches. KL: of compressed to full-cache policy, nats per token. rejected: expected share of\n"
     "sequences with a token whose ratio is below 1e-4. length: of completions, over the full cache's. accuracy: of\n"
-    "greedy answers, in %. ms/event: one compression of a sequence in all layers. time: per token over the full\n"
-    "cache's, on the same completions in turns."
+    "greedy answers, in %."
+)
+OF_TIMES = (
+    "\nms/event: one compression of a sequence in all layers, by native kernels where the method has some. time: per\n"
+    "token over the full cache's, on the same completions in turns."
 )
 WIDTH, COLUMNS = 30, 120
 
@@ -72,7 +75,12 @@ def terminal(cells: Sequence[Cell]) -> str:
     """The table for a terminal, what its columns mean, and why some are empty."""
     said = "\n".join(textwrap.fill(printable(reason), COLUMNS, subsequent_indent="  ") for reason in reasons(cells))
     narrow = measured(rows(cells), ON_THE_PAGE)
-    return "\n\n".join(filter(None, [table(narrow, "l" + "r" * (len(narrow[0]) - 1)), LEGEND, said]))
+    return "\n\n".join(filter(None, [table(narrow, "l" + "r" * (len(narrow[0]) - 1)), legend(cells), said]))
+
+
+def legend(cells: Sequence[Cell]) -> str:
+    """What the columns of the table in a terminal are."""
+    return LEGEND + OF_TIMES * any(cell.time_ratio is not None for cell in cells)
 
 
 def measured(given: list[list[str]], without: Sequence[str] = ()) -> list[list[str]]:
@@ -88,19 +96,19 @@ def markdown_table(cells: Sequence[Cell]) -> str:
     return "\n".join([head, "|---|" + "---:|" * (len(given[0]) - 1), *others])
 
 
-def explained() -> str:
+def explained(cells: Sequence[Cell]) -> str:
     """What the columns of the table in Markdown are."""
     more = (
         "KV saved: share not stored at the end. replay: largest difference between the log-probabilities of sampler "
         "and replay. In brackets: 95 % intervals over the problems."
     )
-    return f"{LEGEND.replace(chr(10), ' ')} {more}"
+    return f"{legend(cells).replace(chr(10), ' ')} {more}"
 
 
 def markdown(cells: Sequence[Cell]) -> str:
     """The table, what its columns mean and the reasons, in Markdown."""
     said = [f"- {reason}" for reason in reasons(cells)]
-    return "\n\n".join([markdown_table(cells), explained(), *said]) + "\n"
+    return "\n\n".join([markdown_table(cells), explained(cells), *said]) + "\n"
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:

@@ -67,6 +67,11 @@ def _build(compressor: Compressor | type[Compressor], arguments: dict[str, Any])
                 "An own __init__ takes budget and **sizes and passes them to super().__init__. Give arguments of your "
                 "own to check_compressor, or check an instance: check_compressor(MyCompressor(...))."
             )
+            if isinstance(error, AttributeError) and "no setter" in str(error):  # num_queries, state_fields
+                change = (
+                    "It is a property of Compressor. Give the class an attribute of that name first, such as "
+                    "num_queries = 8; then __init__ may assign another value."
+                )
             _fail(compressor, "constructor", _raised(error), change, error)
     capacity = getattr(subject, "budget", 0) + getattr(subject, "buffer", 0)
     if capacity > MAX_CAPACITY:

@@ -94,7 +94,10 @@ def shape(compressor: Compressor) -> str | None:
     return None if scores.is_floating_point() else f"score returned {scores.dtype}"
 
 
-@_rule("Guard divisions by zero and logarithms. +inf (must stay) and -inf (goes first) are allowed, NaN is not.")
+@_rule(
+    "Guard divisions by zero and logarithms; behind a softmax, mask queries whose layer.query_positions is -1 (or use "
+    "recent_attention of compressors.attention). +inf (must stay) and -inf (goes first) are allowed, NaN is not."
+)
 def numbers(compressor: Compressor) -> str | None:
     """Live entries must not score NaN, even if all keys and values are the same."""
     for layer in _layers(compressor):

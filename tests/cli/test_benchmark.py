@@ -280,6 +280,20 @@ def test_methods_with_arguments(policy: str, folder: Path) -> None:
     assert random.tail == floor.tail, "the prompt is not protected"
 
 
+def test_a_file_changes_what_it_names(policy: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All else, buffer and sinks among it, is what the other methods have; a mistake in it is told at once."""
+    Path("same.yaml").write_text(yaml.safe_dump({"class_path": "SnapKV"}))
+    Path("wide.yaml").write_text(yaml.safe_dump({"class_path": "SnapKV", "init_args": {"kernel_size": 1}}))
+    *_, same, wide, plain = main(["same.yaml", "wide.yaml", "SnapKV", *options(policy)])
+    assert (same.tail, same.kl) == (plain.tail, plain.kl)
+    assert (wide.tail, wide.kl) != (plain.tail, plain.kl)
+    assert "ms/event" not in capsys.readouterr().out, "no times were taken"
+    Path("wrong.yaml").write_text(yaml.safe_dump({"class_path": "SnapKV", "init_args": {"kernel": 1}}))
+    with pytest.raises(UserError, match="kernel"):
+        main(["wrong.yaml", *options(policy, "--output", "none")])
+    assert stored("none") == []
+
+
 @pytest.mark.slow
 def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> None:
     """That of LearnedScore, on other completions; a second run takes the file."""

@@ -322,7 +322,17 @@ BROKEN = [
 ]
 
 
+class AssignsAProperty(Compressor):
+    def __init__(self, budget: int, last: int = 4, **sizes: Any) -> None:
+        super().__init__(budget, **sizes)
+        self.num_queries = last  # type: ignore[misc]
+
+    def score(self, layer: LayerState) -> Tensor:
+        return layer.keys.float().norm(dim=-1)
+
+
 RAISING = [
+    (AssignsAProperty, "constructor", "AttributeError: .*num_queries", "num_queries = 8; then __init__ may assign"),
     (OwnArguments, "constructor", "TypeError: .*unexpected keyword argument 'budget'", "check an instance"),
     (Crash, "shape", r"AttributeError: .*key_norms.* \(test_contract.py:\d+\)", "traceback above"),
     (MixedTypes, "half precision", "RuntimeError: expected.*dtype", r"keys.float\(\)"),

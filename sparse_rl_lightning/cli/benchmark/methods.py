@@ -22,7 +22,7 @@ class Method:
 
     name: str
     path: str
-    arguments: dict[str, Any] | None = None  # None for those that all methods share
+    arguments: dict[str, Any] | None = None  # of a file, before those that all methods share
 
     @classmethod
     def of(cls, given: str) -> Method:
@@ -43,13 +43,13 @@ class Method:
         return cls(Path(given).stem, _checked_path(path), arguments)
 
     def compressor(self, sizes: dict[str, Any]) -> Compressor:
-        """The compressor with these sizes, as far as its class takes them; with arguments of its own, the budget alone.
+        """The compressor with these sizes, as far as its class takes them; a file's own go before all but the budget.
 
         Raises:
             ValueError: If the arguments do not fit.
         """
         taken = {name: value for name, value in sizes.items() if name in argument_names(self.path)}
-        config = {"class_path": self.path, "init_args": taken if self.arguments is None else self.arguments}
+        config = {"class_path": self.path, "init_args": taken | (self.arguments or {})}
         parser: Any = ClearParser(exit_on_error=False)
         parser.add_subclass_arguments(Compressor, "method")
         try:
