@@ -109,6 +109,17 @@ def gpu_table() -> str:
     return columns(rows, head)
 
 
+def gpu_larger_table() -> str:
+    """Whole rollouts of larger models, for which the full cache was too large."""
+    table = Table("", ("model", "cache", "tokens/s", "share of all slots' steps", "KV GB"))
+    for model in ("Qwen3-1.7B", "Qwen3-4B"):
+        rows = measured(f"../benchmarks/results/gpu-whole-{model.lower()}.md", f"Whole rollouts, {model}")
+        for row in rows:
+            if row["tokens/s"] != "–":
+                table.add(model, row["cache"], row["tokens/s"], row["share of steps alone"], row["KV GB"])
+    return table.untitled
+
+
 def gpu_memory_table() -> str:
     """What the full and compressed caches decode in the same memory of a GPU."""
     rows = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")

@@ -127,6 +127,7 @@ class MathBenchmarks(PromptDataModule):
     def prepare_data(self) -> None:
         """Let the source of training prompts fetch what it has to, once on a machine."""
         if self.train is not None:
+            self.train.trainer = self.trainer
             self.train.prepare_data()
 
     def setup(self, stage: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from string import Formatter
 from typing import Any, Literal, TypeAlias
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PlacedRows, PromptDataModule, Row, in_order
-from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.data.files import read_table
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
@@ -99,10 +100,10 @@ class JsonlPrompts(PromptDataModule):
         _check_template(prompt_template)
 
     def prepare_data(self) -> None:
-        """Download hub datasets once per machine."""
-        for path, split in ((self.path, self.split), (self.val_path, self.val_split)):
-            if path is not None and not is_local(path):
-                read_table(path, self.config, split)
+        """Read the rows once per machine: hub datasets are fetched, and mistakes are told before a policy is loaded."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self._train = self.train_rows()
+        self._val = self.val_rows()
 
     def train_rows(self) -> list[Row]:
         """All rows of ``path`` that have an answer."""

@@ -50,6 +50,36 @@ def test_a_long_prompt_is_named_by_file_and_line_before_anything_is_drawn(tmp_pa
     assert not recorder.scored
 
 
+class Absent(LoadedPolicy):
+    """A policy whose loading is a mistake of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_model(), character_tokenizer(ALPHABET))
+
+    def load(self) -> Any:
+        raise RuntimeError("the policy was loaded")
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"path": "none.jsonl"}, "There is no data file 'none.jsonl'"),
+    ({"path": "rows.jsonl", "prompt_column": "qestion"}, "rows.jsonl, line 1 has no column 'qestion'"),
+    ({"path": "rows.jsonl", "val_path": "none.jsonl"}, "There is no data file 'none.jsonl'"),
+    ({"path": "rows.jsonl"}, "the policy was loaded"),
+])  # fmt: skip
+def test_mistakes_in_data_are_told_before_a_policy_is_loaded(given: dict[str, Any], told: str, folder: Path) -> None:
+    """A policy may take minutes to fetch and to load."""
+    jsonl(folder, *GOOD)
+    grpo = module()
+    grpo.policy_source = Absent()
+    with pytest.raises((ValueError, RuntimeError), match=told):
+        fit(grpo, 1, data=JsonlPrompts(**given, prompts_per_rollout=4))
+
+
+def test_a_validation_needs_no_training_rows(folder: Path) -> None:
+    data = JsonlPrompts("none.jsonl", val_path=jsonl(folder, *GOOD))
+    Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).validate(module(), data)
+
+
 def test_long_prompts_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = jsonl(tmp_path, {"prompt": LONG, "answer": "1"}, *GOOD)
     caplog.set_level("INFO")

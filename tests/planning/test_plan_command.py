@@ -202,6 +202,22 @@ def test_the_full_cache_stands_beside_the_compressed_one(capsys: pytest.CaptureF
     assert "takes 9.7 GB, a full cache would take 61.0 GB." in (CONFIGS.parent / "docs/one_card.md").read_text("utf-8")
 
 
+@pytest.mark.slow
+def test_the_page_shows_what_its_command_prints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CONFIGS.parent / "docs/one_card.md").read_text("utf-8")
+    (command,) = re.findall(r"^sparse-rl plan (--model .*)$", page, re.MULTILINE)
+    main(command.split())
+    shown = page.partition("```text\nGB per GPU")[2].partition("```")[0]
+    assert len(shown) > 500
+    assert shown in capsys.readouterr().out
+    compared = re.search(r"\(`plan (--config [^`]+)`\)", page)
+    assert compared is not None
+    main(compared[1].split())
+    said = capsys.readouterr().out
+    assert "in all                                           21.6" in said
+    assert "13.0 hours" in said
+
+
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("trainer", "rows", "expected"),
