@@ -16,7 +16,8 @@ def recent_attention(layer: LayerState) -> Tensor:
     where ``layer.query_positions`` is largest. A place of the ring that is still empty pays nothing.
     """
     keys = live_entries(layer.keys, layer.valid)
-    queries = layer.queries.to(keys.dtype).unflatten(1, (-1, layer.group_size))
+    slots, _, *width = layer.queries.shape
+    queries = layer.queries.to(keys.dtype).reshape(slots, -1, layer.group_size, *width)
     logits = torch.einsum("shgad,shnd->shgan", queries, keys) * layer.scale
     past = layer.positions[:, :, None, :] <= layer.query_positions[:, None, :, None]
     hidden = ~(layer.valid[:, :, None, :] & past).unsqueeze(2)

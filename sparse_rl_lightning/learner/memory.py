@@ -12,7 +12,7 @@ Where transformers has only its eager one (gpt-oss), it is that, which keeps eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -53,14 +53,6 @@ class LearnerBytes:
     host: int = 0  # what the forward pass leaves in the host's memory, where layer inputs are offloaded
 
 
-class _At(NamedTuple):
-    """The bytes at a place of the pass."""
-
-    now: int
-    most: int
-    host: int
-
-
 def learner_bytes(
     config: PreTrainedConfig,
     part: MicroBatch,
@@ -92,28 +84,56 @@ def learner_bytes(
         for parameter in model.parameters():  # as they are from the second micro-batch of a step on
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        live, going, coming = LiveBytes(), list[_At](), list[_At]()
-
-        def begins(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            going.append(_At(live.now, live.most, host.bytes))
-            args[0].register_hook(lambda gradient: coming.append(_At(live.now, live.most, host.bytes)))
-
-        hooks = [layer.register_forward_pre_hook(begins) for layer in layers[1:]]
-        with live:
+        with LiveBytes() as live:
+            course = _Course(live, host, layers[1:])
             with mixed:
                 loss = _loss(model, part, options)
-            for hook in hooks:
-                hook.remove()  # checkpointed layers run again
-            ahead = _At(live.now, live.most, host.bytes)
-            live.most = live.now
+            course.turn()
             loss.backward()  # type: ignore[no-untyped-call]
-    if not left_out:
-        return LearnerBytes(ahead.now, max(ahead.most, live.most), ahead.host)
-    # weights that autocast rounded are there until it ends: a layer gives back less than it took
-    took, gave = left_out * (going[1].now - going[0].now), left_out * (coming[0].now - coming[1].now)
-    # behind the last layer the backward pass needs less and less, until it comes to the embeddings
-    peak = max(ahead.most + took, coming[0].most + gave, live.most)
-    return LearnerBytes(ahead.now + gave, peak, ahead.host + left_out * (going[1].host - going[0].host))
+    return course.with_layers(left_out)
+
+
+class _At(NamedTuple):
+    """The bytes at a place of the pass."""
+
+    now: int
+    most: int
+    host: int
+
+
+class _Course:
+    """The memory of a pass where it enters layers and where it comes back from them."""
+
+    def __init__(self, live: LiveBytes, host: _Elsewhere, layers: Sequence[nn.Module]) -> None:
+        self.live, self.host = live, host
+        self.going, self.coming = list[_At](), list[_At]()
+        self.hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
+
+    def _here(self) -> _At:
+        return _At(self.live.now, self.live.most, self.host.bytes)
+
+    def _enter(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.going.append(self._here())
+        args[0].register_hook(lambda gradient: self.coming.append(self._here()))  # type: ignore[no-untyped-call]
+
+    def turn(self) -> None:
+        """Begin to come back: checkpointed layers run again, which does not count as entering them."""
+        for hook in self.hooks:
+            hook.remove()
+        self.end = self._here()
+        self.live.most = self.live.now
+
+    def with_layers(self, number: int) -> LearnerBytes:
+        """The memory of a pass through as many layers more, each of which takes what the one in the middle does."""
+        if not number:
+            return LearnerBytes(self.end.now, max(self.end.most, self.live.most), self.end.host)
+        # weights that autocast rounded are there until it ends: a layer gives back less than it took
+        took = number * (self.going[1].now - self.going[0].now)
+        gave = number * (self.coming[0].now - self.coming[1].now)
+        stored = number * (self.going[1].host - self.going[0].host)
+        # behind the last layer the way back needs less and less, until it comes to the embeddings
+        peak = max(self.end.most + took, self.coming[0].most + gave, self.live.most)
+        return LearnerBytes(self.end.now + gave, peak, self.end.host + stored)
 
 
 def _shortened(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
