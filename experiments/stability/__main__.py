@@ -71,7 +71,7 @@ def note(results: Results, runs: Sequence[Run]) -> str:
 
 STUDY_OF = {
     "how quiet": "quiet", "course": "main", "leads": "main", "signs": "main", "tight leads": "tight",
-    "steps and rates": "steps", "fewer steps": "steps", "chance": "control",
+    "steps and rates": "steps", "fewer steps": "steps", "chance": "control", "rejecting": "again",
 }  # fmt: skip
 """Studies whose names are not those of their blocks."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common.tables import Table
@@ -22,6 +22,8 @@ from experiments.stability.studies import (
     MAIN,
     QUIET,
     REJECTION,
+    REMEDIES,
+    REWEIGHTING,
     SPARSE_RL,
     SPIRAL,
     STEPS,
@@ -53,6 +55,8 @@ ENDING: dict[str, Callable[[Outcome], float]] = {
 }
 BRIEFLY = ("full cache", "compressed cache", "sequences rejected")
 ENDS = ("full cache", "compressed cache", "full cache, by seed", "sequences rejected", "collapsed")
+MOST, PARTS = "most rejected in ten rollouts", (0, 5, 11, 17, 23)
+"""The largest of a run's parts, of ten rollouts each, and the parts whose course is shown."""
 COURSE = [name for name in COLUMNS if name not in ENDS]
 Outcomes = dict[int, Outcome]  # by seed
 
@@ -248,6 +252,38 @@ def spiral_table(results: Results, study: Study = SPIRAL) -> Table:
     return table
 
 
+def most_rejected(run: Outcome) -> float:
+    """The largest share of sequences that a run rejected in any ten rollouts."""
+    return max(run.record.curves["rejection_rate"])
+
+
+def remedies_table(results: Results, study: Study = REMEDIES) -> Table:
+    """What may keep Sparse-RL from rejecting more and more, beside it and weights alone in the same seeds."""
+    table = Table("", ["", *ENDS, MOST, f"ahead of {SPARSE_RL.label}, full cache"])
+    beside = replace(study, arms=(SPARSE_RL, REWEIGHTING))
+    rival = results.of(beside, SPARSE_RL)
+    for own_study in (beside, study):
+        for arm in own_study.arms:
+            own = results.of(own_study, arm)
+            most = mean([most_rejected(run) for run in own.values()], 0, percent=True) if own else MISSING
+            lead = difference(own, rival, lambda run: run.dense)
+            table.add(arm.label, *cells(results, own_study, arm, ENDS), most, lead)
+    return table
+
+
+def rejecting_table(results: Results, studies: Sequence[Study] = AGAIN) -> Table:
+    """Reward, length and rejection of every run of Sparse-RL over its rollouts, in parts of ten."""
+    table = Table("", ["cache", "seed", "", *(f"rollouts {10 * part + 1} to {10 * part + 10}" for part in PARTS)])
+    named = {"reward": "{:.2f}", "length": "{:.0f}", "rejection_rate": "{:.0%}"}
+    for study in studies:
+        for seed, run in results.of(study, SPARSE_RL).items():
+            for name, form in named.items():
+                curve = run.record.curves[name]
+                shown = [form.format(curve[part]) if part < len(curve) else MISSING for part in PARTS]
+                table.add(f"{study.budget} + 4", str(seed), name.removesuffix("_rate"), *shown)
+    return table
+
+
 def countdown_table(results: Results, studies: Mapping[str, Study] = COUNTDOWN) -> Table:
     """Arms by accuracy under the cache they trained with, and with the full one at the larger; leads there."""
     larger, smaller = studies
@@ -299,6 +335,7 @@ def tables(results: Results) -> dict[str, str]:
         "tight": arms_table(results, TIGHT), "tight leads": leads(results, TIGHT),
         "steps and rates": steps_table(results), "fewer steps": fewer_table(results),
         "countdown": countdown_table(results), "control": control_table(results), "chance": chance_table(results),
-        "spiral": spiral_table(results), "again": again_table(results),
+        "spiral": spiral_table(results), "again": again_table(results), "rejecting": rejecting_table(results),
+        "remedies": remedies_table(results),
     }  # fmt: skip
     return {name: table.untitled for name, table in blocks.items()}

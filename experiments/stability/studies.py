@@ -171,6 +171,29 @@ AGAIN = tuple(
     for study, arms in ((MAIN, FIVE), (TIGHT, FIVE[1:]))
 )
 """Both comparisons with task and rewards that are files of this study."""
+REMEDIES = replace(
+    AGAIN[1],
+    arms=(
+        Arm(
+            "Sparse-RL, baseline of the kept",
+            "naive",
+            ({"class_path": "SparsityAwareRejection", "init_args": {"baseline": "kept"}}, CAPPED),
+        ),
+        Arm(
+            "Sparse-RL, the rejected replayed",
+            "replay",
+            ("SparsityAwareRejection", CAPPED),
+            {"replay_objective": "rejected"},
+        ),
+        Arm(
+            "Sparse-RL, threshold 1e-5",
+            "naive",
+            ({"class_path": "SparsityAwareRejection", "init_args": {"threshold": 1e-5}}, CAPPED),
+        ),
+    ),
+    seeds=(30, 31, 32),
+)
+"""What may keep Sparse-RL from rejecting more and more, in the seeds where it was seen first and one beside them."""
 
 MOST_STEPS = 4
 
@@ -187,6 +210,7 @@ STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, MOST
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": tuple(chain(*STEPS)), "countdown": tuple(COUNTDOWN.values()),
     "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,), "again": AGAIN,
+    "remedies": (REMEDIES,),
 }  # fmt: skip
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)

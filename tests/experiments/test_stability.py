@@ -253,6 +253,25 @@ def test_frozen_comparison_has_one_dense_run_a_seed_for_both_caches(tmp_path: Pa
     assert list(shown)[2:] == [arm.label for arm in studies.FIVE]
 
 
+def test_remedies_stand_beside_the_runs_that_they_are_to_help(tmp_path: Path) -> None:
+    """The largest share of any ten rollouts tells whether rejection has risen."""
+    again, remedies = studies.AGAIN[1], studies.REMEDIES
+    assert set(remedies.seeds) <= set(again.seeds)
+    for seed in remedies.seeds:
+        for run in (*again.runs(seed, tmp_path), *remedies.runs(seed, tmp_path)):
+            if run.arm.label in ("Sparse-RL", "Sparse-RL, threshold 1e-5"):
+                write(run, end=0.5 if "threshold" in run.arm.label else 0.4)
+    blocks = tables(finished(tmp_path))
+    table = cells(blocks["remedies"])
+    assert list(table)[2:4] == ["Sparse-RL", "reweighting only"]
+    assert table["Sparse-RL, threshold 1e-5"][-1] == "+10.0 ± 0.0"
+    assert table["Sparse-RL"][-2] == "10 ± 0 %"
+    assert set(table["Sparse-RL, baseline of the kept"]) == {"–"}
+    rows = [line.strip("| ").split(" | ") for line in blocks["rejecting"].splitlines()[2:]]
+    assert [row[:3] for row in rows[:3]] == [["30 + 4", "30", what] for what in ("reward", "length", "rejection")]
+    assert rows[2][3] == "10%"
+
+
 def test_steps_and_rates_are_asked_under_the_tighter_cache(tmp_path: Path) -> None:
     """Dense rollouts and the usual recipe are shared with the studies that have them; delta is for many steps."""
     runs = studies.planned(studies.GROUPS["steps"], tmp_path, [10])
