@@ -9,7 +9,7 @@ import torch
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.calibrate import device_of
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.text import say
 
 
@@ -33,7 +33,7 @@ def main(args: Sequence[str]) -> None:
         say(f"{given.file} and {given.other} say the same.")
         return
     check_number("tolerance", given.tolerance, above=0)
-    model, _ = load_pretrained(given.model, getattr(torch, given.dtype))
+    model = load_model(given.model, getattr(torch, given.dtype))
     model.to(device_of(given.device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     verdict = check_record(record, model, given.tolerance)
     if not verdict.agrees:

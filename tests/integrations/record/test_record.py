@@ -33,8 +33,7 @@ from sparse_rl_lightning.integrations.record.format import ARRAYS
 from sparse_rl_lightning.integrations.record.runs import ALL
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.testing import character_tokenizer
-from tests.families import SIZES, family
+from tests.families import family
 from tests.integrations.record.independent_rkv import sample
 
 STORIES = Path(os.environ.get("SPARSE_RL_STORIES", Path(__file__).parents[4] / "shared/models/stories260K"))
@@ -478,8 +477,7 @@ def test_the_command(
     llama: PreTrainedModel, recorded: SampledRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llama.save_pretrained(tmp_path / "model")
-    character_tokenizer([chr(33 + i) for i in range(SIZES["vocab_size"] // 2)]).save_pretrained(tmp_path / "model")
-    write_record(recorded, tmp_path / "a.safetensors")
+    write_record(recorded, tmp_path / "a.safetensors")  # nobody needs a tokenizer
     main(["check", str(tmp_path / "a.safetensors"), "--model", str(tmp_path / "model"), "--device", "cpu"])
     assert "explains its log-probabilities: 180 tokens" in capsys.readouterr().out
     late = recorded.evictions + torch.tensor([0, 0, 0, 1], dtype=torch.int32)
