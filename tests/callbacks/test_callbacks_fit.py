@@ -122,7 +122,7 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert numbers["summary"]["after"]["dense"] == pytest.approx(float(module.rewards(dense).mean()))
     assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
 
-    assert "greedy accuracy, 5 held-out problems" in shown
+    assert "greedy accuracy, 5 held-out problems, known to ±0.44" in shown
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<h1>SparseGRPO with StreamingLLM, budget 8 + 3 tokens</h1>" in html
     assert "SparsityAwareRejection, ImportanceReweighting" in html
