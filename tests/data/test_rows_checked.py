@@ -62,7 +62,7 @@ class Absent(LoadedPolicy):
 
 @pytest.mark.parametrize(("given", "told"), [
     ({"path": "none.jsonl"}, "There is no data file 'none.jsonl'"),
-    ({"path": "rows.jsonl", "prompt_column": "qestion"}, "rows.jsonl, line 1 has no column 'qestion'"),
+    ({"path": "rows.jsonl", "prompt_column": "questions"}, "rows.jsonl, line 1 has no column 'questions'"),
     ({"path": "rows.jsonl", "val_path": "none.jsonl"}, "There is no data file 'none.jsonl'"),
     ({"path": "rows.jsonl"}, "the policy was loaded"),
 ])  # fmt: skip
