@@ -174,17 +174,8 @@ AGAIN = tuple(
 REMEDIES = replace(
     AGAIN[1],
     arms=(
-        Arm(
-            "Sparse-RL, baseline of the kept",
-            "naive",
-            ({"class_path": "SparsityAwareRejection", "init_args": {"baseline": "kept"}}, CAPPED),
-        ),
-        Arm(
-            "Sparse-RL, the rejected replayed",
-            "replay",
-            ("SparsityAwareRejection", CAPPED),
-            {"replay_objective": "rejected"},
-        ),
+        replace(BASELINE, label="Sparse-RL, baseline of the kept", callbacks=(*BASELINE.callbacks, CAPPED)),
+        replace(UNLEARNED, label="Sparse-RL, the rejected replayed", callbacks=(*UNLEARNED.callbacks, CAPPED)),
         Arm(
             "Sparse-RL, threshold 1e-5",
             "naive",

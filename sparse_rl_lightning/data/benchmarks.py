@@ -149,7 +149,9 @@ class MathBenchmarks(PromptDataModule):
 
     def train_rows(self) -> list[Row]:
         """The rows of ``train``, or the training part of GSM8K."""
-        return self.rows(GSM8K_TRAIN.name) if self.train is None else self.train.train_rows()
+        if self.train is None:
+            return self.rows(GSM8K_TRAIN.name)
+        return self.train.train_rows() if self.train._train is None else self.train._train  # its prepare_data may read
 
     def val_rows(self) -> list[Row]:
         """The first ``max_val_prompts`` rows of every benchmark of ``val_benchmarks``."""

@@ -115,7 +115,8 @@ class JsonlPrompts(PromptDataModule):
 
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows, or the rows of ``path`` if there are none."""
-        rows = self._admitted(self.val_rows() or self.train_rows(), "prediction", self.max_val_prompts)
+        held_out = self.val_rows() if self._val is None else self._val
+        rows = self._admitted(held_out or self.train_rows(), "prediction", self.max_val_prompts)
         return in_order(rows, self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:

@@ -15,7 +15,8 @@ from lightning.pytorch import Trainer
 from tiny_grpo import ALPHABET, Recorder, Rows, fit, module
 from torch.utils.data import DataLoader
 
-from sparse_rl_lightning.data import JsonlPrompts
+from sparse_rl_lightning.data import JsonlPrompts, MathBenchmarks
+from sparse_rl_lightning.data import jsonl as jsonl_module
 from sparse_rl_lightning.data.base import as_list
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
@@ -73,6 +74,23 @@ def test_mistakes_in_data_are_told_before_a_policy_is_loaded(given: dict[str, An
     grpo.policy_source = Absent()
     with pytest.raises((ValueError, RuntimeError), match=told):
         fit(grpo, 1, data=JsonlPrompts(**given, prompts_per_rollout=4))
+
+
+@pytest.mark.parametrize(("stage", "inner"), [("fit", False), ("fit", True), ("predict", False)])
+def test_no_file_is_read_twice(stage: str, inner: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped rows would be told of twice, too."""
+    read, read_table = [], jsonl_module.read_table
+    monkeypatch.setattr(jsonl_module, "read_table", lambda path, *more: read.append(path) or read_table(path, *more))
+    path = jsonl(folder, *GOOD)
+    Path("held_out.jsonl").write_bytes(Path(path).read_bytes())
+    data: Any = JsonlPrompts(path, val_path="held_out.jsonl", prompts_per_rollout=4)
+    if inner:
+        data = MathBenchmarks(folder, benchmarks=[], val_benchmarks=[], train=data, prompts_per_rollout=4)
+    if stage == "fit":
+        fit(module(), 1, data=data)
+    else:
+        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).predict(module(), data)
+    assert len(read) == len(set(read)) > 0
 
 
 def test_a_validation_needs_no_training_rows(folder: Path) -> None:
