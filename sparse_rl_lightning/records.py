@@ -234,14 +234,18 @@ class Rollout:
         return replace(self[index], old_logprobs=None, weights=None, weight_reference=None)
 
     def store(self, index: Tensor, part: Rollout) -> None:
-        """Take over dense log-probs and corrections of the sequences at ``index`` from ``part``."""
-        for name in ("old_logprobs", "keep", "weights", "weight_reference"):
+        """Take over dense log-probs, and all that callbacks may edit, of the sequences at ``index`` from ``part``.
+
+        Sequences whose part has no weights count with a weight of 1.
+        """
+        for name in ("old_logprobs", "advantages", "keep", "weights", "weight_reference"):
             value: Tensor | None = getattr(part, name)
             if value is None:
                 continue
             if getattr(self, name) is None:
-                setattr(self, name, value.new_zeros(self.sequences.shape))
-            getattr(self, name)[index, : value.shape[1]] = value  # the part may have less padding
+                setattr(self, name, value.new_full(self.sequences.shape, float(name != "old_logprobs")))
+            own = getattr(self, name)[..., : value.shape[-1]] if value.ndim > 1 else getattr(self, name)
+            own[index] = value  # the part may have less padding
 
     def parts(self, count: int) -> list[Rollout]:
         """The rollout cut into ``count`` pieces of adjacent sequences; a remainder makes one more."""

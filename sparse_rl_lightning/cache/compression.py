@@ -69,7 +69,12 @@ class Trigger:
         if not self.evicts:
             return 0
         # the first is at budget + buffer tokens or later, the next a buffer later, or where another level begins
-        return max(0, max_length - min(map(min, self._levels))) // self.buffer + len(self._levels) - 1
+        events = max(0, max_length - min(map(min, self._levels))) // self.buffer
+        if self.compress_prompt:  # whose end may fill the smallest layers alone; the next are full a token later
+            above = [sorted(set(own))[1] for own in self._levels if len(set(own)) > 1]
+            later = [max(0, max_length - own) // self.buffer for own in above]
+            events = max([events, *(1 + number for number in later if number)])
+        return events + len(self._levels) - 1
 
     def limits(self, prompt_length: int) -> list[int]:
         """The prompt lengths (L) from which a layer is compressed at the end of the prefill."""

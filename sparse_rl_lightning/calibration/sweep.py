@@ -25,6 +25,7 @@ from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import whole_file, write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
+from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -149,7 +150,9 @@ class Sweep:
 
     def _score(self, rollout: Rollout, names: Tensor) -> Acceptances:
         of_head = self.sampler_options.get("head_in_float32", False)
-        lower, upper = rollout_acceptance(self.model, rollout, self.params.temperature or 1.0, head_in_float32=of_head)
+        temperature = self.params.temperature or 1.0
+        with eval_mode(self.model):  # dropout would be taken for a mismatch
+            lower, upper = rollout_acceptance(self.model, rollout, temperature, head_in_float32=of_head)
         row, length = rollout.completion_mask.nonzero(as_tuple=True)
         return Acceptances(
             lengths=length.to("cpu", torch.int32),

@@ -28,7 +28,7 @@ class BlockPlan:
         num_iterations: Number of passes over the rollout.
         accumulate: Lightning's ``accumulate_grad_batches``.
         packs: Distribute the sequences of an optimizer step over its micro-batches by tokens instead of by number. No
-            micro-batch is empty, and the loss of the step is the same.
+            micro-batch is empty, and the loss of the step is the same, unless it divides by sums of its own.
         shares: Bring samples of a prompt together in the micro-batches of an optimizer step.
 
     Raises:

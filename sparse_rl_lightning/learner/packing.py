@@ -1,6 +1,7 @@
 """Packing of sequences by their number of tokens: bins of about equal work, and parts that fit into memory.
 
-None of it changes a loss: which sequences share a forward pass only affects its time and memory.
+None of it changes a loss that divides by sums over the optimizer step: which sequences share a forward pass only
+affects time and memory. ``loss_type: bnpo`` and weights with ``normalize: micro_batch`` divide by their own pass's.
 """
 
 from __future__ import annotations

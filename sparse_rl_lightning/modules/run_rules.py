@@ -21,13 +21,13 @@ _NAMES = {
         policy: dtype attn_implementation lora_dropout max_position_embeddings
         loss: loss_type importance_sampling_level epsilon epsilon_high delta denominator beta kl_estimator kl_on
             mask_truncated_completions off_policy_delta off_policy_reference
-        learner: head_in_float32 disable_dropout
+        learner: head_in_float32 disable_dropout micro_batch_tokens share_prompts
         rollout: head_in_float32 partial_rollout_steps oversampling downsampling reward_timeout chat_template_kwargs
             reward_failure_limit skip_special_tokens on_long_prompt
         val_sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty top_logprobs stop_strings
         adapter: kl_coef policy_gradient
-        trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm
+        trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm callbacks
         : reward_funcs reward_weights scale_rewards alpha eviction_weight disable_dropout solution_column
             chat_template_kwargs given""",
     Rule.DRAWN: """
@@ -52,11 +52,11 @@ _NAMES = {
             prompt_format train max_rows final_assistant
         : optimizer lr_scheduler network_lr""",
     Rule.FREE: """
-        learner: micro_batch_tokens head_chunk_size gradient_checkpointing share_prompts
+        learner: head_chunk_size gradient_checkpointing
         rollout: num_slots memory_limit keep_pool cuda_graphs partial_checkpoint decoder
         sampling: top_logprobs
         data: val_batch_size max_val_prompts num_val val_path val_split val_benchmarks
-        trainer: max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger callbacks
+        trainer: max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger
             default_root_dir accelerator devices num_nodes strategy""",
 }
 

@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Drawn
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
@@ -76,11 +77,19 @@ def settings_of(module: LightningModule) -> dict[str, str]:
             found[name] = part
     if isinstance(compressor := found.get("compressor"), Drawn) and compressor.temperature:
         found["draws"] = compressor  # of which the learner computes probabilities again
-    trainer = module._trainer
-    for name in TRAINER if trainer is not None else ():
-        found[f"trainer.{name}"] = getattr(trainer, name)
+    trainer: Any = module._trainer
+    if trainer is not None:
+        found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
+        found["trainer.callbacks"] = sorted(map(text_of, _corrections(trainer.callbacks)))
     seen = {Rule.MADE, Rule.FREE}
     return {name: text_of(value) for name, value in found.items() if rule_of(name) not in seen}
+
+
+def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
+    """The callbacks that change what a rollout counts, those inside others by themselves: only these change results."""
+    for callback in callbacks:
+        if isinstance(callback, RolloutCallback) and callback.corrects:
+            yield from getattr(callback, "parts", (callback,))
 
 
 def seeds_of(module: LightningModule) -> dict[str, int]:

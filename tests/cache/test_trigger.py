@@ -53,8 +53,8 @@ def test_the_smallest_budget_is_of_these_lengths_alone() -> None:
 @pytest.mark.filterwarnings("ignore:.*shrinks with length")
 @pytest.mark.parametrize("whole", [False, True])
 def test_no_sequence_is_compressed_more_often_than_expected(whole: bool) -> None:
-    """And one of a constant budget as often."""
-    for schedule, beta in itertools.product((RISING, LEAPING, SHRINKING, 12), (1, 2)):
+    """And one of a constant budget as often, weak pyramids too, whose prompts may fill some layers alone."""
+    for schedule, beta in itertools.product((RISING, LEAPING, SHRINKING, 12), (1, 1.1, 1.2, 1.5, 2)):
         c = KNorm(schedule, **SIZES, budget_rule=Pyramid(beta), compress_prompt=not whole)
         trigger, most = Trigger(c, 3), [0] * 120  # of up to so many tokens
         for prompt in range(1, 90):

@@ -375,6 +375,39 @@ def test_a_rollout_of_an_interrupted_fit_is_not_reported_later(monkeypatch: pyte
         assert reported == [] if forgets else [scored]
 
 
+class Sometimes(CorrectionCallback):
+    """Halves what counts of the first part that it sees, and leaves the others as they are."""
+
+    seen = 0
+
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        self.seen += 1
+        if self.seen == 1:
+            part.weights = torch.full(part.sequences.shape, 0.5)
+            part.advantages = 2 * part.advantages
+
+
+def test_a_correction_that_leaves_sequences_as_they_are_does_not_silence_them() -> None:
+    """Parts without weights count once, and what is edited of a part holds in every pass over the rollout."""
+    grpo, seen = module(steps_per_generation=2, num_iterations=2), Unedited()
+    fit(grpo, 3, [Sometimes(), seen])  # the rest of a second pass is to come
+    own = grpo.block.rollout  # type: ignore[union-attr]
+    halved = (own.weights == 0.5).any(dim=1)
+    assert halved.sum() == len(own) // 2
+    assert (own.weights[~halved] == 1).all()
+    assert seen.advantages.any()
+    assert own.advantages.equal(torch.where(halved, 2 * seen.advantages, seen.advantages))
+
+
+class Unedited(RolloutCallback):
+    """Keeps the advantages of a rollout's rewards."""
+
+    advantages: Any = None
+
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+        self.advantages = module.advantages(scored.rollout.rewards)
+
+
 def test_a_correction_of_a_users_own_looks_at_every_sequence_by_itself() -> None:
     class Halves(CorrectionCallback):
         """Count every second token half."""

@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from tiny_grpo import ALPHABET, Rows, fit, likes_a, module, weights
 
 from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
+from sparse_rl_lightning.callbacks import MIS, AcceptanceMonitor, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -127,6 +129,19 @@ def test_a_setting_of_a_user_s_class_is_applied() -> None:
 
     own = settings_of(Own(TinyPolicy(**TINY), RKV(**SIZES), likes_a))
     assert (own["width"], "hidden" in own, rule_of("width")) == ("3", False, Rule.APPLIED)
+
+
+def test_corrections_are_described_and_what_only_looks_is_not() -> None:
+    def told(*callbacks: Any) -> str:
+        own = module()
+        own._trainer = SimpleNamespace(callbacks=callbacks, **dict.fromkeys(TRAINER))  # type: ignore[assignment]
+        return settings_of(own)["trainer.callbacks"]
+
+    bounded = told(SparsityAwareRejection(), ImportanceReweighting(clip_max=1.5))
+    assert bounded == told(AcceptanceMonitor(), ImportanceReweighting(clip_max=1.5), SparsityAwareRejection())
+    others = [ImportanceReweighting(clip_max=2.0)], [SparsityAwareRejection()], [], [MIS()], [MIS(high=3.0)]
+    assert len({bounded, *(told(*own) for own in others)}) == 6
+    assert rule_of("trainer.callbacks") is Rule.APPLIED
 
 
 # ---------------------------------------------------------------- changes on a resume
