@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import glob
 import hashlib
+import io
 import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from sparse_rl_lightning.errors import FileError, UserError
 
@@ -150,6 +156,70 @@ def write_files(
             sync(parent)
 
 
+def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Write a folder at :func:`new_folder`, and rename it once it is whole; the one that was there is removed then.
+
+    Of a process that is killed between two renames, :func:`recover_folder` brings the earlier folder back, which the
+    next call does by itself. Two processes may not do this to one folder at the same time.
+
+    Args:
+        folder: Its place; neither a link nor the working directory.
+        write: Function that writes into the folder it is given, which is empty.
+
+    Raises:
+        OSError: If it cannot be renamed; the earlier folder is there then.
+    """
+    recover_folder(folder)
+    new = new_folder(folder)
+    remove(new)  # of a process that was killed
+    new.mkdir(parents=True)
+    try:
+        write(new)
+    except BaseException:
+        remove(new)  # may be most of a full disk
+        raise
+    try:
+        if folder.exists():
+            folder.rename(_replaced(folder))
+        new.rename(folder)
+    finally:
+        recover_folder(folder)
+    _remove_earlier(folder)
+
+
+def new_folder(folder: Path) -> Path:
+    """The folder that becomes ``folder`` in :func:`replace_folder`: beside it, hidden."""
+    return folder.with_name(f".{folder.name}.new")
+
+
+def recover_folder(folder: Path) -> None:
+    """Bring back the folder that :func:`replace_folder` was replacing; if its successor is there, let it be removed."""
+    old = _replaced(folder)
+    if not old.exists():
+        return
+    # by a name of its own, under which it does not come back: its removal may be interrupted as well
+    gone = tempfile.mkdtemp(prefix=_prefix_of_earlier(folder), dir=folder.parent) if folder.exists() else folder
+    old.rename(gone)
+
+
+def _replaced(folder: Path) -> Path:
+    """The name of a folder, always whole, between the two renames that replace it."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _prefix_of_earlier(folder: Path) -> str:
+    """How the names of folders begin that were replaced, and may be there in part."""
+    return f".{folder.name}.old-"
+
+
+def _remove_earlier(folder: Path) -> None:
+    for old in folder.parent.glob(f"{glob.escape(_prefix_of_earlier(folder))}*"):
+        try:
+            remove(old)
+        except OSError as error:  # a network disk keeps files that a server has open
+            warnings.warn(f"The earlier {folder} could not be removed: {error}. Remove {old}.", stacklevel=3)
+
+
 def writable_folder(folder: str | Path, argument: str) -> Path:
     """Create a folder if needed, and check now that files can be written there later.
 
@@ -235,6 +305,47 @@ def append(path: Path, text: str) -> None:
         except OSError:
             os.ftruncate(descriptor, size)
             raise
+
+
+def append_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]], order: Callable[[Iterable[str]], list[str]] = list
+) -> None:
+    """Append rows to a CSV table; with a new column it is rewritten, completely or not at all. Not through a link.
+
+    Args:
+        path: The table, which is created if needed.
+        rows: Cells by the name of their column; a missing one is empty.
+        order: Function that brings the names into an order, default the table's own with new ones at the end.
+    """
+    with _table(path) as file:
+        known = next(csv.reader(file), [])
+        names = order(dict.fromkeys(chain(known, *rows)))
+        if names != known:
+            old = csv.DictReader(file, known)
+            write_files({path: lambda new: _write_rows(new, names, chain(old, rows))})
+            return
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, names).writerows(rows)
+    append(path, text.getvalue())
+
+
+@contextmanager
+def _table(path: Path) -> Iterator[TextIO]:
+    """A CSV file to read, whatever its bytes and however long its cells; an empty one in place of none or a link."""
+    limit = csv.field_size_limit(sys.maxsize)
+    is_there = path.is_file() and not path.is_symlink()
+    try:
+        with path.open(newline="", encoding="utf-8", errors="backslashreplace") if is_there else io.StringIO() as file:
+            yield file
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _write_rows(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        table = csv.DictWriter(file, names, extrasaction="ignore")  # cells beyond an edited header
+        table.writeheader()
+        table.writerows(rows)
 
 
 def remove(path: Path) -> None:

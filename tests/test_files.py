@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import ast
+import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from disks import file_size_limit
 from hypothesis import given
 from hypothesis import strategies as st
+from killed import killed_at_rename
 
 from sparse_rl_lightning.callbacks.outputs.completions import csv_cell
 from sparse_rl_lightning.evaluation.results import BenchmarkResult, ResultFolder
-from sparse_rl_lightning.files import LONGEST_NAME, append, file_name, own_folder, write_files, write_whole
+from sparse_rl_lightning.files import (
+    LONGEST_NAME,
+    append,
+    append_rows,
+    file_name,
+    own_folder,
+    recover_folder,
+    replace_folder,
+    write_files,
+    write_whole,
+)
 from sparse_rl_lightning.metrics import Accuracy
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sparse_rl_lightning"
@@ -97,6 +110,105 @@ def test_lines_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
         append(path, "x" * 9999)
     append(path, "\ud800\n")
     assert path.read_text() == "head\n\\ud800\n"
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_a_table_has_the_columns_of_all_rows(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "a.csv"
+    append_rows(path, [{"step": 0, "b": "x,\ny"}])
+    append_rows(path, [{"b": 1.5, "step": 1}])
+    assert path.read_text() == 'step,b\n0,"x,\ny"\n1,1.5\n'
+    with file_size_limit(8), pytest.raises(OSError, match="File too large"):
+        append_rows(path, [{"step": 2, "new": None}])
+    append_rows(path, [{"step": 2, "new": "\ud800"}])
+    append_rows(path, [{"step": 3}])
+    with path.open(newline="") as file:
+        assert list(csv.reader(file)) == [
+            ["step", "b", "new"], ["0", "x,\ny", ""], ["1", "1.5", ""], ["2", "", "\\ud800"], ["3", "", ""]
+        ]  # fmt: skip
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.csv"]
+
+
+def test_a_table_keeps_rows_however_long_and_whatever_their_bytes(tmp_path: Path) -> None:
+    """Text of more characters than Python's csv takes by default, no UTF-8, and a row with too many cells."""
+    path, limit = tmp_path / "a.csv", csv.field_size_limit()
+    path.write_bytes(b"step,text\n0," + b"x" * (limit + 1) + b"\n1,\xff\n2,a,b\n")
+    append_rows(path, [{"step": 3, "new": 1}])
+    assert path.read_text() == f"step,text,new\n0,{'x' * (limit + 1)},\n1,\\xff,\n2,a,\n3,,1\n"
+    assert csv.field_size_limit() == limit
+
+
+def test_a_table_in_place_of_a_link_has_nothing_of_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine\n")
+    (tmp_path / "a.csv").symlink_to(tmp_path / "victim")
+    append_rows(tmp_path / "a.csv", [{"step": 0}])
+    assert not (tmp_path / "a.csv").is_symlink()
+    assert ((tmp_path / "a.csv").read_text(), (tmp_path / "victim").read_text()) == ("step\n0\n", "mine\n")
+
+
+# ---------------------------------------------------------------- folders
+
+
+def writes(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(text)
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "policy"
+
+    def fails(new: Path) -> None:
+        writes("half")(new)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        replace_folder(folder, fails)
+    assert not list(folder.parent.iterdir())
+    replace_folder(folder, writes("old"))
+    (folder / "stale").touch()
+    with pytest.raises(OSError, match="No space"):
+        replace_folder(folder, fails)
+    assert (folder / "config.json").read_text() == "old"
+    replace_folder(folder, writes("new"))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in folder.parent.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize(("number", "left"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_folder_survives_a_kill_at_any_rename(number: int, left: str, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    replace_folder(folder, writes("old"))
+    killed_at_rename(number, lambda: replace_folder(folder, writes("new")))
+    recover_folder(folder)
+    assert (folder / "config.json").read_text() == left
+    killed_at_rename(number, lambda: replace_folder(folder, writes("new")))
+    replace_folder(folder, writes("next"))
+    assert (folder / "config.json").read_text() == "next"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_folder_that_is_half_removed_does_not_come_back(tmp_path: Path) -> None:
+    """As after a kill while gigabytes are removed; whoever then removes the folder has removed it."""
+    folder = tmp_path / "policy"
+    replace_folder(folder, writes("old"))
+    folder.rename(tmp_path / ".policy.old-x")
+    recover_folder(folder)
+    assert not folder.exists()
+    replace_folder(folder, writes("new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    replace_folder(folder, writes("old"))
+    with pytest.raises(FileNotFoundError):
+        replace_folder(folder, lambda new: new.rmdir())
+    assert (folder / "config.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+# ---------------------------------------------------------------- cells
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "=cmd|'/c calc'!A1"])

@@ -94,7 +94,7 @@ def tables(trials: list[dict[str, Any]]) -> str:
     """Survived and lost by kind, and where faults hit."""
     minutes = sum(trial["seconds"] for trial in trials) / 60
     note = f"{machine('cpu')}. Runs of {STEPS} optimizer steps; all trials took {minutes:.0f} minutes."
-    note += " Not hit: runs whose fault came too late to matter, which are no trials."
+    note += " Not hit: runs whose fault came too late to matter, which do not count as trials."
     table = Table("Survived and lost", ("fault", "a run survives if it", "faults", "survived", "lost", "not hit"), note)
     kinds = [(fault.name, fault.criterion, [t for t in trials if t["fault"] == fault.name]) for fault in FAULTS]
     for name, criterion, own in [*kinds, ("all", "", trials)]:

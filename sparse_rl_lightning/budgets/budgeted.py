@@ -61,6 +61,11 @@ class Budgeted(ABC):
         return self._given_schedule.raised(steps)
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
+        if not isinstance(budget, (int, LengthSchedule)):
+            raise UserError(
+                f"{type(self).__name__}: budget counts tokens, got budget={budget!r}, a {type(budget).__name__}. Give "
+                "an int, such as 512, or a LengthSchedule; a share of the sequence is neither."
+            )
         if isinstance(budget, int) and budget < 1:
             raise UserError(f"{type(self).__name__}: budget must be a positive number of tokens, got budget={budget}.")
         schedule = LengthSchedule.constant(budget) if isinstance(budget, int) else budget

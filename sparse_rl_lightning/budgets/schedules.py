@@ -61,6 +61,8 @@ class LengthSchedule:
         given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
         if not self.starts or len(self.starts) != len(self.budgets):
             raise UserError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
+        if not all(hasattr(number, "__index__") for number in (*self.starts, *self.budgets)):
+            raise UserError(f"LengthSchedule: starts and budgets are whole numbers of tokens; {given}.")
         if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
             raise UserError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
         if min(self.budgets) < 1:

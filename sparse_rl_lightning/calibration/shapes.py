@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -97,7 +98,8 @@ class Hardware:
             ValueError: If there is no such file, or a number is missing.
         """
         if not Path(path).is_file():
-            raise UserError(f"there is no file {str(path)!r}. `sparse-rl calibrate --hardware {path}` measures one.")
+            remedy = f"`sparse-rl calibrate --hardware {shlex.quote(str(path))}` measures one."
+            raise UserError(f"there is no file {str(path)!r}. {remedy}")
         try:
             found = json.loads(whole_file(path, 2**24))
             return cls(**{f.name: float(found[f.name]) for f in fields(cls)})

@@ -32,7 +32,7 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
         dtype: Type of the weights; the packed ones are unpacked in float32, and rounded to it.
 
     Raises:
-        ValueError: If it is no GGUF, the package gguf is missing, or transformers does not read it.
+        ValueError: If it is not a GGUF file, the package gguf is missing, or transformers does not read it.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -45,7 +45,7 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
         )
     with path.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise UserError(f"{str(file)!r} is no GGUF file: it does not begin with {MAGIC.decode()}.")
+            raise UserError(f"{str(file)!r} is not a GGUF file: it does not begin with {MAGIC.decode()}.")
     if importlib.util.find_spec("gguf") is None:
         raise UserError("reading GGUF needs the package gguf: pip install 'sparse-rl-lightning[gguf]'.")
     packed: dict[str, Any] = {}

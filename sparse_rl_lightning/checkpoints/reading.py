@@ -45,7 +45,7 @@ def read_checkpoint(
     missing = [name for name in PARTS if not isinstance(found, dict) or name not in found]
     if missing:
         raise UserError(
-            f"{given} is no checkpoint of Lightning: it has no {missing[0]!r}. A model folder or a file of weights "
+            f"{given} is not a Lightning checkpoint: it has no {missing[0]!r}. A model folder or a file of weights "
             "belongs under model.policy."
         )
     checkpoint: dict[str, Any] = found
@@ -72,7 +72,7 @@ def check_whole(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(4)
             if start != b"PK\x03\x04":
-                what = "is empty" if size == 0 else "is no checkpoint: torch.save did not write it"
+                what = "is empty" if size == 0 else "is not a checkpoint: torch.save did not write it"
                 raise UserError(f"{given} {what}. Give the path of a checkpoint, or 'last'.")
             with zipfile.ZipFile(file) as archive:
                 is_bomb = sum(entry.file_size for entry in archive.infolist()) > size  # torch.save does not compress
@@ -100,5 +100,5 @@ def _why_no_file(folder: Path) -> str:
     if (folder / ".metadata").is_file():
         return f"{given} {UNSIGNED}"
     if (folder / "config.json").is_file():
-        return f"{given} model folder and no checkpoint. Name it under model.policy."
+        return f"{given} model folder, not a checkpoint. Name it under model.policy."
     return f"{given} folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last."

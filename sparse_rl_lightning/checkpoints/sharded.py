@@ -206,8 +206,8 @@ def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
             recover(path)
             if not path.is_dir():
                 raise UserError(
-                    f"ckpt_path={str(path)!r} is no checkpoint of {type(strategy).__name__}: a single file comes from "
-                    "one device or DDP. Resume with that strategy, or export the weights and name them under "
+                    f"ckpt_path={str(path)!r} is not a checkpoint of {type(strategy).__name__}: a single file comes "
+                    "from one device or DDP. Resume with that strategy, or export the weights and name them under "
                     "model.policy."
                 )
             manifest = read_manifest(path)

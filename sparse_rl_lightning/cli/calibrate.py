@@ -25,6 +25,7 @@ from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Binning
+from sparse_rl_lightning.cli.launch import set_threads
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.compressors.learned_score import save_network
@@ -98,8 +99,7 @@ def calibrate(
     Raises:
         ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
     """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    set_threads(num_threads)
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
         raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")

@@ -1,4 +1,4 @@
-"""Processes of one run until they have met: none stays behind, and a port that is taken is named."""
+"""Processes of one run: their threads, and until they have met none stays behind, and a port that is taken is named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,23 @@ import time
 
 import torch
 
+from sparse_rl_lightning.errors import check_number
+
 VARIABLE = "SPARSE_RL_LAUNCHER"
 """Environment variable with the id of the process from which Lightning starts the other ranks."""
+MOST_THREADS = 2**15
+"""Threads of torch; it takes any number, and a large one ends the process."""
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Set the number of CPU threads of torch in this process, None for the default.
+
+    Raises:
+        ValueError: If there are more than any machine runs.
+    """
+    if num_threads is not None:
+        check_number("num_threads", num_threads, most=MOST_THREADS)
+        torch.set_num_threads(num_threads)
 
 
 def follow_launcher() -> None:

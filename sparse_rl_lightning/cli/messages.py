@@ -58,7 +58,7 @@ class ClearParser(LightningArgumentParser):
         try:
             return super().parse_args(args, *rest, **kwargs)
         except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class
-            raise UserError(f"{' '.join(args or ())}: a file that is named here is no YAML. {error!r}") from error
+            raise UserError(f"{' '.join(args or ())}: a file that is named here is not YAML. {error!r}") from error
 
     def parse_path(self, path: Any, *rest: Any, **kwargs: Any) -> Any:
         """As the parser's, but for a file that is endless, or no text."""

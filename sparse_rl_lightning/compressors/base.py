@@ -96,6 +96,11 @@ class Compressor(Budgeted):
             ("protect_observations", protect_observations, 0),
         ):  # fmt: skip
             check_number(option, value, least=least, owner=name)
+        if not all(hasattr(count, "__index__") for count in (buffer, num_sinks, window, protect_observations)):
+            raise UserError(
+                f"{name}: buffer, num_sinks, window and protect_observations are whole numbers, got buffer={buffer}, "
+                f"num_sinks={num_sinks}, window={window}, protect_observations={protect_observations}."
+            )
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window

@@ -36,8 +36,8 @@ class CUR(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         check_choice("leverage", leverage, Leverage, type(self).__name__)
-        if local_window < 0:
-            raise UserError(f"CUR: local_window must be at least 1, or 0 for none, got local_window={local_window}.")
+        if not hasattr(local_window, "__index__") or local_window < 0:
+            raise UserError(f"CUR: local_window must be a whole number, 0 for none, got local_window={local_window}.")
         self.leverage: Leverage = leverage
         self.local_window = local_window
 

@@ -55,10 +55,10 @@ class ExpectedAttention(Compressor):
         **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
-        if query_window < 1 or num_future < 1:
+        if not all(hasattr(number, "__index__") and number >= 1 for number in (query_window, num_future)):
             raise UserError(
-                f"ExpectedAttention: query_window and num_future must be at least 1, got query_window={query_window}, "
-                f"num_future={num_future}."
+                "ExpectedAttention: query_window and num_future must be whole numbers of at least 1, got "
+                f"query_window={query_window}, num_future={num_future}."
             )
         check_choice("covariance", covariance, Covariance, type(self).__name__)
         check_number("epsilon", epsilon, least=0, owner="ExpectedAttention")

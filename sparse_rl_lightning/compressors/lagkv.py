@@ -43,10 +43,10 @@ class LagKV(Compressor):
         super().__init__(budget, **sizes)
         smallest = self.schedule.minimum + self.buffer
         largest = (smallest - self.num_sinks) // 2
-        if not 2 <= lag_size <= largest:
+        if not hasattr(lag_size, "__index__") or not 2 <= lag_size <= largest:
             raise UserError(
                 f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
-                f"{smallest} tokens holds two chunks behind its sinks; got lag_size={lag_size}."
+                f"{smallest} tokens holds two chunks behind its sinks, and whole; got lag_size={lag_size}."
             )
         self.lag_size = lag_size
 

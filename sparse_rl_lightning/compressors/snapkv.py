@@ -48,6 +48,8 @@ class SnapKV(Compressor):
         **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
+        if not hasattr(kernel_size, "__index__"):
+            raise UserError(f"{type(self).__name__}: kernel_size is a whole number, got kernel_size={kernel_size}.")
         if kernel_size < 1 or kernel_size % 2 == 0:
             name = type(self).__name__
             raise UserError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
-from sparse_rl_lightning.data.files import is_local, read_json_lines, read_table
+from sparse_rl_lightning.data.files import data_file, is_local, read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import whole_file
@@ -60,15 +60,18 @@ class BenchmarkReport:
     num_rows: int
     is_published: bool | None  # whether file and hash are the published ones, None for the hub and own files
     kinds: dict[AnswerKind, int] = field(default_factory=dict)  # golds by how they are compared
-    dropped: list[int] = field(default_factory=list)  # rows without a gold answer that can be checked
+    dropped: list[int] = field(default_factory=list)  # rows without a question, or an answer that can be checked
+    unasked: list[int] = field(default_factory=list)  # those of them without a question
 
     def __str__(self) -> str:
         """The report in one line for the terminal."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items() if kind != "uncheckable")
         sources = {True: "published file", False: "ANOTHER file than the published one", None: "hub or own file"}
         source = sources[self.is_published]
-        dropped = f"; dropped without an answer that can be checked: rows {self.dropped}" if self.dropped else ""
-        return f"{self.name}: {self.num_rows} rows ({source}); gold answers: {kinds}{dropped}"
+        unanswered = sorted({*self.dropped} - {*self.unasked})
+        reasons = {"a question": self.unasked, "an answer that can be checked": unanswered}
+        dropped = [f"; dropped without {what}: rows {rows}" for what, rows in reasons.items() if rows]
+        return f"{self.name}: {self.num_rows} rows ({source}); gold answers: {kinds}{''.join(dropped)}"
 
 
 class MathBenchmarks(PromptDataModule):
@@ -142,20 +145,21 @@ class MathBenchmarks(PromptDataModule):
 
         Its name is one of the seven, one of ``own``, or ``gsm8k_train``.
         """
-        if name not in self._rows:
-            self._rows[name], self.reports[name] = self._read(self.known[name])
-            rank_zero_info(str(self.reports[name]))
-        return self._rows[name]
+        return self._rows_of(name, f"leave {name} out of data.benchmarks")
 
     def train_rows(self) -> list[Row]:
         """The rows of ``train``, or the training part of GSM8K."""
         if self.train is None:
-            return self.rows(GSM8K_TRAIN.name)
+            return self._rows_of(GSM8K_TRAIN.name, "give data.train another source of training prompts")
         return self.train.train_rows() if self.train._train is None else self.train._train  # its prepare_data may read
 
     def val_rows(self) -> list[Row]:
         """The first ``max_val_prompts`` rows of every benchmark of ``val_benchmarks``."""
-        return [row for name in self.val_benchmarks for row in self.rows(name)[: self.max_val_prompts]]
+        return [
+            row
+            for name in self.val_benchmarks
+            for row in self._rows_of(name, f"leave {name} out of data.val_benchmarks")[: self.max_val_prompts]
+        ]
 
     def test_rows(self) -> dict[str, list[Row]]:
         """The rows to test on, by benchmark."""
@@ -176,20 +180,29 @@ class MathBenchmarks(PromptDataModule):
         """One batch per benchmark, the same as for tests."""
         return self.test_dataloader()
 
-    def _read(self, published: Published) -> tuple[list[Row], BenchmarkReport]:
-        records, is_published = self._records(published)
+    def _rows_of(self, name: str, otherwise: str) -> list[Row]:
+        """The rows of a benchmark; ``otherwise`` is what its caller could change if there is no file of it."""
+        if name not in self._rows:
+            self._rows[name], self.reports[name] = self._read(self.known[name], otherwise)
+            rank_zero_info(str(self.reports[name]))
+        return self._rows[name]
+
+    def _read(self, published: Published, otherwise: str) -> tuple[list[Row], BenchmarkReport]:
+        records, is_published = self._records(published, otherwise)
         golds = [valid_unicode(published.gold(record)) for record in records]
         audit = audit_golds(golds)
-        report = BenchmarkReport(published.name, len(records), is_published, audit.kinds, audit.uncheckable)
         if published.is_published and len(records) != published.num_rows:
             rank_zero_warn(f"{published.name} has {len(records)} rows, the published one {published.num_rows}.")
-        unusable = {*audit.uncheckable, *(n for n, record in enumerate(records) if not question(record).strip())}
-        report.dropped = sorted(unusable)
-        return [
+        unasked = [n for n, record in enumerate(records) if not question(record).strip()]
+        unusable = {*audit.uncheckable, *unasked}
+        rows = [
             self._row(published, index, record, gold)
             for index, (record, gold) in enumerate(zip(records, golds, strict=True))
             if index not in unusable
-        ], report
+        ]
+        if not rows:
+            raise _without_rows(published, records, len(unasked), len(audit.uncheckable))
+        return rows, BenchmarkReport(published.name, len(records), is_published, audit.kinds, sorted(unusable), unasked)
 
     def _row(self, published: Published, index: int, record: dict[str, Any], gold: str) -> Row:
         text = valid_unicode(question(record))
@@ -198,10 +211,11 @@ class MathBenchmarks(PromptDataModule):
             "benchmark": published.name, "index": index, "tolerance": published.tolerance,
         }  # fmt: skip
 
-    def _records(self, published: Published) -> tuple[list[dict[str, Any]], bool | None]:
+    def _records(self, published: Published, otherwise: str) -> tuple[list[dict[str, Any]], bool | None]:
         if not published.is_published:
-            read = read_table if is_local(published.file) else read_json_lines
-            return [record for _, record in read(published.file)], None
+            own = data_file(published.file)
+            read = read_table if is_local(own) else read_json_lines
+            return [record for _, record in read(own)], None
         if self.folder is None:
             name, config, split = published.hub
             return [record for _, record in read_table(name, config, split)], None
@@ -210,9 +224,22 @@ class MathBenchmarks(PromptDataModule):
             raise UserError(
                 f"There is no {path}. MathBenchmarks reads the published file {published.file} "
                 f"({published.num_rows} rows) from data.folder; give its folder, or null for the hub's "
-                f"{published.hub[0]}, or leave {published.name} out of data.benchmarks."
+                f"{published.hub[0]}, or {otherwise}."
             )
         is_published = hashlib.sha256(whole_file(path)).hexdigest() == published.sha256
         if not is_published:
             rank_zero_warn(f"{path} is not the published file: its SHA-256 is not {published.sha256}.")
         return [record for _, record in read_json_lines(str(path))], is_published
+
+
+def _without_rows(published: Published, records: list[dict[str, Any]], unasked: int, uncheckable: int) -> UserError:
+    """What a benchmark is refused with of which no row is left."""
+    needed = "'problem' or 'question', and 'answer'"
+    if published.is_published:
+        needed = f"the columns of the published {published.file}"
+    found = dict.fromkeys(name for record in records for name in record)
+    return UserError(
+        f"{published.name}: none of its {len(records)} rows can be used ({unasked} without a question, {uncheckable} "
+        f"without an answer that can be checked). A row needs {needed}; the columns found are: "
+        f"{', '.join(map(repr, found)) or 'none'}."
+    )

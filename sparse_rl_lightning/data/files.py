@@ -28,12 +28,11 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> Ta
     Raises:
         ValueError: If there is no such file or dataset, it is of another kind, or a row cannot be read (names it).
     """
-    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    path = _from_home(path)
     if not is_local(path):
         _check_kind(path)
         return _read_with_datasets(path, config, split)
-    if not Path(path).is_file():
-        raise UserError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
+    path = data_file(path)
     kind = path.lower()
     if kind.endswith(LINE_SUFFIXES):
         return read_json_lines(path)
@@ -43,6 +42,22 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> Ta
 def is_local(path: str) -> bool:
     """Whether ``path`` means a file, judged by its suffix; everything else is the name of a hub dataset."""
     return path.lower().endswith(FILE_SUFFIXES)
+
+
+def data_file(path: str) -> str:
+    """The path of a local file of any suffix, where it is.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    path = _from_home(path)
+    if not Path(path).is_file():
+        raise UserError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
+    return path
+
+
+def _from_home(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def read_json_lines(path: str) -> Table:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PlacedRows, PromptDataModule, Row, in_order
-from sparse_rl_lightning.data.files import read_table
+from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
@@ -56,8 +56,9 @@ class JsonlPrompts(PromptDataModule):
         **blocks: Arguments of PromptDataModule.
 
     Raises:
-        ValueError: If a pattern or template is malformed. Reading raises it for a missing file or column, a line
-            that is not JSON, an empty prompt, and a file without any answer.
+        ValueError: If a pattern or template is malformed, or a setting of hub datasets is given for files. Reading
+            raises it for a missing file or column, a line that is not JSON, an empty prompt, and a file without any
+            answer.
     """
 
     def __init__(
@@ -79,6 +80,10 @@ class JsonlPrompts(PromptDataModule):
         **blocks: Any,
     ) -> None:
         super().__init__(**blocks)
+        instead = ", and give val_path for rows to validate on" if val_path is None else ""
+        _check_of_hub("val_split", val_split, [val_path or path], instead)
+        _check_of_hub("split", None if split == "train" else split, [path, None if val_split else val_path])
+        _check_of_hub("config", config, [path, val_path])
         self.path = path
         self.val_path = path if val_path is None and val_split is not None else val_path
         self.prompt_column = prompt_column
@@ -116,7 +121,8 @@ class JsonlPrompts(PromptDataModule):
     def predict_dataloader(self) -> DataLoader[list[Row]] | list[Any]:
         """The validation rows, or the rows of ``path`` if there are none."""
         held_out = self.val_rows() if self._val is None else self._val
-        rows = self._admitted(held_out or self.train_rows(), "prediction", self.max_val_prompts)
+        most = self.max_val_prompts if held_out else None
+        rows = self._admitted(held_out or self.train_rows(), "prediction", most)
         return in_order(rows, self.val_batch_size)
 
     def _rows(self, path: str, split: str) -> list[Row]:
@@ -210,6 +216,16 @@ class JsonlPrompts(PromptDataModule):
                 "prefill), to continue."
             )
         return messages
+
+
+def _check_of_hub(setting: str, given: str | None, paths: list[str | None], instead: str = "") -> None:
+    """Refuse a setting of hub datasets if all that it is about are files, which have no parts to choose from."""
+    files = [path for path in paths if path is not None]
+    if given is not None and all(map(is_local, files)):
+        named = f"{' and '.join(map(repr, files))} {'is a file' if len(files) == 1 else 'are files'}"
+        raise UserError(
+            f"{setting}={given!r} is of hub datasets, and {named}, read whole. Leave {setting} out{instead}."
+        )
 
 
 def _check_template(template: str | None) -> None:

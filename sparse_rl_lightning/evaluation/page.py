@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sparse_rl_lightning.evaluation.results import BenchmarkResult
 from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention
 from sparse_rl_lightning.text import DASH, number, percent, size, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = ("#1f2937", "#2563eb", "#c2410c", "#059669", "#7c3aed", "#ca8a04", "#db2777", "#64748b")
 
@@ -49,20 +53,29 @@ def results_table(results: Sequence[BenchmarkResult], answers: Convention = "str
 def results_picture(results: Sequence[BenchmarkResult], answers: Convention = "strict") -> bytes | None:
     """Bars with their 95 % intervals as PNG, None without matplotlib; arguments as for the table."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         return None
+    with rc_context({"text.parse_math": False}):  # a benchmark has any name
+        figure = Figure(figsize=(max(6.0, 1.5 * (len(_names(results)[1]) + 1)), 3.6), layout="constrained")
+        draw(figure.add_subplot(), results, answers)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def draw(ax: Axes, results: Sequence[BenchmarkResult], answers: Convention) -> None:
+    """The bars of every cache over the benchmarks, and over their mean; none where nothing was measured."""
     caches, benchmarks = _names(results)
     found = {(result.benchmark, result.cache): result.by(answers) for result in results}
-    figure = Figure(figsize=(max(6.0, 1.5 * (len(benchmarks) + 1)), 3.6), layout="constrained")
-    ax = figure.add_subplot()
     width = 0.8 / len(caches)
     for place, cache in enumerate(caches):
-        own = [found[benchmark, cache] for benchmark in benchmarks]
-        bars = [*((a.mean, a.low, a.high) for a in own), mean_accuracy(own)]
+        own = {n: found[name, cache] for n, name in enumerate(benchmarks) if (name, cache) in found}
+        bars = [*((a.mean, a.low, a.high) for a in own.values()), mean_accuracy([*own.values()])]
         heights = [100 * mean for mean, _, _ in bars]
         errors = [[100 * (m - low) for m, low, _ in bars], [100 * (high - m) for m, _, high in bars]]
-        where = [n + (place - (len(caches) - 1) / 2) * width for n in range(len(bars))]
+        where = [n + (place - (len(caches) - 1) / 2) * width for n in (*own, len(benchmarks))]
         style = {"ecolor": "#9ca3af", "capsize": 2.0}
         ax.bar(
             where, heights, 0.92 * width, yerr=errors, color=COLORS[place % len(COLORS)], label=cache, error_kw=style
@@ -72,9 +85,6 @@ def results_picture(results: Sequence[BenchmarkResult], answers: Convention = "s
     ax.set_ylim(bottom=0.0)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, ncols=len(caches), loc="lower left", bbox_to_anchor=(0, 1))  # over no bar
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
 
 
 def _names(results: Sequence[BenchmarkResult]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -69,9 +69,47 @@ def with_room(
     )  # fmt: skip
 
 
+def check_benchmarks(batches: Iterable[Rows]) -> None:
+    """Refuse batches that are not a benchmark each.
+
+    Raises:
+        ValueError: If :func:`check_benchmark` refuses one of them.
+    """
+    earlier = set[str]()
+    for rows in batches:
+        check_benchmark(rows, earlier)
+        earlier.add(benchmark_name(rows))
+
+
+def check_benchmark(rows: Rows, earlier: Collection[str]) -> None:
+    """Refuse a batch that is not a benchmark of its own: its results are kept under one name, and reused by it.
+
+    Args:
+        rows: The batch.
+        earlier: Names of the benchmarks before it.
+
+    Raises:
+        ValueError: If the rows name no benchmark, more than one, or one of ``earlier``.
+    """
+    if "benchmark" not in rows[0]:
+        raise UserError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
+    first, *others = benchmark_names(rows)
+    if others or first in earlier:
+        given = f"a batch with rows of {first} and {others[0]}" if others else f"a second batch of {first}"
+        raise UserError(
+            f"Evaluation tests on MathBenchmarks, where every benchmark is one batch, got {given}. Set data to it, "
+            "with a file for each benchmark in data.own."
+        )
+
+
 def benchmark_name(rows: Rows) -> str:
     """The benchmark that rows belong to, fit to be printed; ``data`` where they name none."""
-    return printable(str(rows[0].get("benchmark", "data")))
+    return benchmark_names(rows[:1])[0]
+
+
+def benchmark_names(rows: Rows) -> list[str]:
+    """The benchmarks of rows that may belong to several, each once."""
+    return list(dict.fromkeys(printable(str(row.get("benchmark", "data"))) for row in rows))
 
 
 def benchmark_number(name: str) -> int:

@@ -198,7 +198,8 @@ class GRPOLoss:
         if self.epsilon > 1 and self.loss_type != "cispo":
             raise UserError(
                 f"loss.epsilon={self.epsilon} would clip the ratio, which is never negative, at 1 - epsilon. Set "
-                "epsilon to at most 1, which is no lower clip, and epsilon_high to the upper clip, which may be larger."
+                "epsilon to at most 1, where 1 means no lower clip, and epsilon_high to the upper clip, which may be "
+                "larger."
             )
 
     def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:

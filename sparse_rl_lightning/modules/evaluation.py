@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
     Problems,
     benchmark_name,
+    benchmark_names,
     benchmark_number,
+    check_benchmark,
+    check_benchmarks,
     row_number,
     with_room,
 )
@@ -143,11 +147,12 @@ class Evaluation(PolicyModule):
         super().setup(stage)
 
     def on_test_start(self) -> None:
-        """Check early that results can be written."""
+        """Check early that the batches are benchmarks, and that results can be written."""
         super().on_test_start()
         if self.trainer.world_size > 1:
             raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
         self._check_benchmarks()
+        check_benchmarks(_in_memory(self.trainer.test_dataloaders, self.trainer.num_test_batches[0]))
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
         self.results, self._problems = [], []
@@ -155,8 +160,7 @@ class Evaluation(PolicyModule):
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Evaluate one benchmark under every cache."""
-        if "benchmark" not in batch[0]:
-            raise UserError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
+        check_benchmark(batch, {result.benchmark for result in self.results})
         problems = self._encoded(batch)
         name = problems.name
         self.log(f"test/{name}/too_long", len(problems.too_long), batch_size=1)
@@ -199,7 +203,7 @@ class Evaluation(PolicyModule):
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with its ``completions`` by cache: a list of ``num_generations`` texts."""
-        params = self.params(benchmark_name(batch))
+        params = self._params_of(batch)
         rows: Rows = [{**row, "completions": {}} for row in batch]
         count, prompts = params.num_generations, self.generator.encode(batch)
         for cache in self.caches:
@@ -222,6 +226,18 @@ class Evaluation(PolicyModule):
                 close = get_close_matches(name, known, 1)
                 hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(known)}."
                 raise UserError(f"sampling_of: there is no benchmark {name!r}. {hint}")
+
+    def _params_of(self, batch: Rows) -> SamplingParams:
+        """The sampling parameters of a batch, whose rows may be of several benchmarks if these have the same."""
+        first, *others = benchmark_names(batch)
+        params = self.params(first)
+        for name in others:
+            if self.params(name) != params:
+                raise UserError(
+                    f"sampling_of: a batch has rows of {first} and {name}, whose settings differ. Leave sampling_of "
+                    "out, or set data to MathBenchmarks, where every benchmark is one batch."
+                )
+        return params
 
     @property
     def folder(self) -> ResultFolder:
@@ -339,6 +355,15 @@ class Evaluation(PolicyModule):
             "sampling": fingerprint(params=self.params(problems.name)),
             "problems": fingerprint(prompts=problems.prompts, golds=golds, places=places, count=len(problems.sampled)),
         }  # fmt: skip
+
+
+def _in_memory(loader: Any, most: float) -> Iterable[Rows]:
+    """The first batches of a loader that can be read twice, to check them before one takes hours; none of another.
+
+    A loader of a list can, unless workers serve it: they may be the ones that serve the test.
+    """
+    can = isinstance(getattr(loader, "dataset", None), list) and not loader.num_workers
+    return islice(loader, int(most)) if can else ()
 
 
 def _changed(sampling: SamplingParams, benchmark: str, changes: dict[str, Any]) -> SamplingParams:

@@ -28,7 +28,7 @@ class ReplayGRPO(SparseGRPO):
       compressed cache; the ratio xi of SparseGRPO is 1 up to rounding, so the correction callbacks have no effect.
       The KL penalty compares with the replayed reference policy.
     - ``dense``: SparseGRPO's objective, but xi = pi_old,dense / pi_old,replay: both from the learner's own kernels, so
-      that rounding in the sampler is no mismatch. Without correction callbacks it is the same as SparseGRPO.
+      that rounding in the sampler is not a mismatch. Without correction callbacks it is the same as SparseGRPO.
     - ``mixed``: ``alpha`` x sparse + (1 - ``alpha``) x dense, two forward passes per micro-batch. What callbacks reject
       or reweight concerns the dense term; so does the KL penalty.
     - ``rejected``: the dense objective, and for the sequences that callbacks reject as a whole the sparse one, a second

@@ -43,7 +43,7 @@ class SupervisedWarmup(PolicyModule):
             transcript; it has no loss, and is tokenized apart, as in a rollout.
 
     Raises:
-        ValueError: If ``given`` is no regular expression.
+        ValueError: If ``given`` is not a regular expression.
     """
 
     def __init__(

@@ -5,11 +5,15 @@ What is last in :func:`levels` is given up first: what only costs time before wh
 
 from __future__ import annotations
 
+import math
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from jsonargparse import get_loader
 
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.errors import UserError
@@ -23,6 +27,7 @@ from sparse_rl_lightning.planning.knobs import BITS, FORMS, tell, word
 from sparse_rl_lightning.planning.plan import Plan, gigabytes, make_plan
 from sparse_rl_lightning.policies.quantized import Quantization
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+from sparse_rl_lightning.text import printable
 
 PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER, ALL_STEPS = 16, 8, 2, 128, 400
 """Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer, steps of the run."""
@@ -135,29 +140,39 @@ def configuration(plan: Plan, output: Path) -> str:
     """The YAML of a proposal for this file, the prediction and the command that writes it again at its head."""
     job, path = plan.job, plan.job.blueprint.path
     full, bits, learner = job.blueprint.adapters is None, job.blueprint.quantization, job.learner
-    policy = f"{{class_path: PretrainedPolicy, init_args: {{path: {path}, dtype: {job.blueprint.dtype}}}}}"
+    policy = f"{{class_path: PretrainedPolicy, init_args: {{path: {_scalar(path)}, dtype: {job.blueprint.dtype}}}}}"
     if not full:
         policy = f"{{class_path: LoraPolicy, init_args: {{policy: {policy}, r: 16, quantization: {word(bits)}}}}}"
     what = "All weights" if full else f"Adapters on weights in {bits}" if bits else "Adapters"
     size = f"{plan.card.memory / 1e9:g}"
+    again = ["plan", "--model", path, "--memory", f"{size}GB", "--length", str(job.length), "--output", str(output)]
     head = [
         f"{what} of {path} on a card of {size} GB, sequences of up to {job.length} tokens.",
-        f"Written by `sparse-rl plan --model {path} --memory {size}GB --length {job.length} --output {output}`.",
-        f"  sparse-rl fit --config {output}",
+        f"Written by `sparse-rl {shlex.join(again)}`.",
+        f"  sparse-rl fit --config {shlex.quote(str(output))}",
         "Data: GSM8K's training problems as published, or others. All figures are predicted, none measured on a GPU:",
         *plan.text.splitlines(),
     ]
     body = _YAML.format(
         policy=policy, budget=job.compressor.schedule.plain, buffer=BUFFER, generations=GENERATIONS,
         completion=job.sampling.max_completion_length, slots=job.rollout.num_slots, prompts=PROMPTS,
-        folder=f"runs/{output.stem}",
+        folder=_scalar(f"runs/{output.stem}"),
         ends='end_tokens: ["<|im_end|>"], ' if (known_name(path) or "").startswith("qwen") else "",
         keep=word(job.rollout.keep_pool), micro_batches=job.block.steps_per_generation,
         tokens=learner.micro_batch_tokens, chunk=learner.head_chunk_size, accumulate=job.block.accumulate,
         checkpointing=word(learner.gradient_checkpointing), rate="1.0e-6" if full else "1.0e-5",
         steps=job.num_steps, foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
     )  # fmt: skip
-    return "".join(f"# {line}".rstrip() + "\n" for line in head) + body
+    return "".join(f"# {printable(line)}".rstrip() + "\n" for line in head) + body
+
+
+def _scalar(text: str) -> str:
+    """Text as a value in YAML: as it is where it reads as itself between others, else in quotes."""
+    try:
+        is_plain = get_loader("yaml")(f"{{value: {text}, next: 0}}") == {"value": text, "next": 0}
+    except yaml.YAMLError:
+        is_plain = False
+    return text if is_plain else yaml.safe_dump(text, default_style='"', width=math.inf, allow_unicode=True).rstrip()
 
 
 _YAML = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -210,7 +211,7 @@ def other_weights(path: str) -> str:
     if ggufs:
         return (
             "Its weights are GGUF, which cannot be trained: "
-            f"sparse-rl import-gguf {ggufs[0]} FOLDER writes them as a folder that can."
+            f"sparse-rl import-gguf {shlex.quote(ggufs[0])} FOLDER writes them as a folder that can."
         )
     return ""
 

@@ -41,7 +41,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise UserError(f"{str(path)!r} is no folder. Give the folder of a run, such as runs/quickstart.")
+        raise UserError(f"{str(path)!r} is not a folder. Give the folder of a run, such as runs/quickstart.")
     versions = [*_versions(path), *_versions(path / "lightning_logs")]  # the latter is Lightning's default
     problems: list[str] = []
     for file in (path / PROGRESS, path / SUMMARY, path / METRICS, *(version / METRICS for version in versions)):
@@ -83,18 +83,18 @@ def _from_json(file: Path) -> RunRecord:
     """The record as RunSummary wrote it."""
     found = json.loads(_text(file))
     if not isinstance(found, dict) or not isinstance(found.get("history"), list):
-        raise UserError("it is no summary of a run.")
+        raise UserError("it is not a summary of a run.")
     record, summary = RunRecord(), found.get("summary", {})
     for name in BESIDE:
         default = getattr(record, name)
         setattr(record, name, value := found.get(name, default))
         if not isinstance(value, type(default)):
-            raise UserError(f"{name} is no {type(default).__name__}.")
+            raise UserError(f"{name} is not a {type(default).__name__}.")
         if isinstance(value, dict) and not _are_texts(value.values()):
-            raise UserError(f"{name} has a value that is no text.")
+            raise UserError(f"{name} has a value that is not text.")
     counts, measure = _numbers(summary), summary.get("measure", "reward")
     if not isinstance(measure, str):
-        raise UserError("measure is no str.")
+        raise UserError("measure is not a str.")
     return replace(
         record,
         samples=_entries(record, "samples"),
@@ -118,17 +118,17 @@ def _entries(record: RunRecord, name: str) -> list[dict[str, Any]]:
 def _entry(name: str, entry: Any) -> dict[str, Any]:
     """An entry of a list as a page shows it, without null; numbers that cannot be written are left out."""
     if not isinstance(entry, dict):
-        raise UserError(f"an entry of {name} is no dict.")
+        raise UserError(f"an entry of {name} is not a dict.")
     found = {key: value for key, value in entry.items() if value is not None}
     if not _are_texts(found[key] for key in TEXTS & found.keys()):
-        raise UserError(f"an entry of {name} has a value that is no text.")
+        raise UserError(f"an entry of {name} has a value that is not text.")
     kinds = found.get("kinds", [])
     if not isinstance(kinds, list) or not _are_texts(kinds):
-        raise UserError(f"the kinds of an entry of {name} are no list of texts.")
+        raise UserError(f"the kinds of an entry of {name} are not a list of texts.")
     for key in NUMBERS & found.keys():
         found[key] = _number(value := found[key])
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{key} of an entry of {name} is no number.")
+            raise UserError(f"{key} of an entry of {name} is not a number.")
     return {key: value for key, value in found.items() if value is not None}
 
 

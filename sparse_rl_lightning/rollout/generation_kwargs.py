@@ -68,7 +68,9 @@ def warn_of_generation_config(model: PreTrainedModel) -> None:
         )
 
 
-def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | None) -> SamplingParams:
+def with_generation_kwargs(
+    params: SamplingParams, kwargs: Mapping[str, Any] | None, elsewhere: Mapping[str, str] = ELSEWHERE
+) -> SamplingParams:
     """Override sampling parameters with TRL's ``generation_kwargs``.
 
     ``do_sample`` false is greedy. A key that is null switches its setting off, as does ``top_k`` of -1.
@@ -76,6 +78,7 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
     Args:
         params: Sampling parameters under their own names.
         kwargs: Settings under the names of transformers or vLLM; None for none.
+        elsewhere: What stands for keys that are not honored where these come from.
 
     Raises:
         ValueError: If a key is not honored (the message lists those that are), a setting is given by two names, or a
@@ -84,7 +87,7 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
     changes: dict[str, Any] = {}
     try:
         for key, value in (kwargs or {}).items():
-            name, value = _setting(key, value)
+            name, value = _setting(key, value, elsewhere)
             if name in changes:
                 raise UserError(f"generation_kwargs gives {name} twice, the second time as {key}: remove one of them.")
             if name is not None:
@@ -94,14 +97,14 @@ def with_generation_kwargs(params: SamplingParams, kwargs: Mapping[str, Any] | N
         raise UserError(f"generation_kwargs: a value of {dict(kwargs or {})} has the wrong type ({error}).") from error
 
 
-def _setting(key: str, value: Any) -> tuple[str | None, Any]:
+def _setting(key: str, value: Any, elsewhere: Mapping[str, str]) -> tuple[str | None, Any]:
     """The name of a key's setting here and its value; the name is None if nothing changes."""
     if key == "do_sample":
         if not isinstance(value, bool):
             raise UserError(f"generation_kwargs: do_sample must be true or false, got {value!r}.")
         return (None if value else "temperature"), 0.0
     if key not in HONORED:
-        advice = f"set {ELSEWHERE[key]} instead" if key in ELSEWHERE else "remove it"
+        advice = f"set {elsewhere[key]} instead" if key in elsewhere else "remove it"
         raise UserError(
             f"generation_kwargs: {key} is not honored, {advice}. Honored are {', '.join(['do_sample', *HONORED])}."
         )

@@ -163,8 +163,9 @@ def free_memory(compressor: Compressor) -> str | None:
 
 
 @_rule(
-    "The queries lie in a ring, whose places are no order: the newest one is where layer.query_positions is largest. "
-    "sparse_rl_lightning.compressors.entries.newest_queries(layer, n) has the n newest; -1 marks places without one."
+    "The queries lie in a ring, whose places are not in order: the newest one is where layer.query_positions is "
+    "largest. sparse_rl_lightning.compressors.entries.newest_queries(layer, n) has the n newest; -1 marks places "
+    "without one."
 )
 def ring_of_queries(compressor: Compressor) -> str | None:
     """Scores must not depend on where in the ring the queries lie, only on their positions."""

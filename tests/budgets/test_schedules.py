@@ -73,6 +73,7 @@ def test_what_is_no_schedule_is_refused() -> None:
         ({"starts": [0, 5], "budgets": [3]}, r"one budget for every start.*starts=\[0, 5\], budgets=\[3\]"),
         ({"starts": [1], "budgets": [3]}, "must begin with 0"),
         ({"starts": [0, 5, 5], "budgets": [1, 2, 3]}, "and ascend"),
+        ({"starts": [0, 5], "budgets": [4.5, 6]}, "whole numbers"),
         ({"starts": [0, 5], "budgets": [1, 0]}, "positive number of tokens everywhere"),
         ({"pairs": [[0, 1, 2]]}, "pairs of a start and a budget"),
         ({"pairs": [[0, 1]], "starts": [0], "budgets": [1]}, "without starts and budgets beside"),

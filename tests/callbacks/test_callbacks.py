@@ -188,6 +188,7 @@ def test_truncated_sampling_is_warned_of_once(kind: Any, trainer: Trainer) -> No
     [
         (lambda: SparsityAwareRejection(2.0), r"threshold=2\.0"),
         (lambda: SparsityAwareRejection(low=2.0, high=1.0), r"low=2\.0, high=1\.0"),
+        (lambda: SparsityAwareRejection(threshold=None), "threshold, low and high are all null"),
         (lambda: ImportanceReweighting("token"), "mode='token'"),
         (lambda: ImportanceReweighting(clip_min=2, clip_max=1), "clip_min=2"),
         (lambda: ImportanceReweighting(normalize="rollout"), "normalize='rollout'"),

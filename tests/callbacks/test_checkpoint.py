@@ -149,8 +149,13 @@ def test_a_remote_last_checkpoint_has_its_address(tmp_path: Path) -> None:
         class_path="sparse_rl_lightning.callbacks.RolloutCheckpoint", init_args=Namespace(dirpath="memory://here/run")
     )
     given = Namespace(trainer=Namespace(callbacks=[folder], default_root_dir=None), ckpt_path="last")
-    with pytest.raises(UserError, match=r"--ckpt_path=memory://here/run/last\.ckpt"):
-        check_checkpoint(given)
+    for subcommand, says in {
+        "fit": r"--ckpt_path=memory://here/run/last\.ckpt, or leave ckpt_path out to start anew\.$",
+        "test": r"--ckpt_path=memory://here/run/last\.ckpt, or leave ckpt_path out to take model\.policy as it is\.$",
+        "export": r"Copy memory://here/run/last\.ckpt to this machine, and give --ckpt_path=FILE\.$",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            check_checkpoint(given, subcommand)
 
 
 def test_a_home_folder_behind_an_equals_sign_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

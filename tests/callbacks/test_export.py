@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from killed import killed_at_rename
+from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from tiny_grpo import loaded, module
 from tiny_run import config, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparse_rl_lightning.callbacks.outputs import export
-from sparse_rl_lightning.callbacks.outputs.export import write_policy
+from sparse_rl_lightning import files
+from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
 from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +49,9 @@ def test_export_refuses_what_it_would_spoil_or_cannot_find(used_folder: Path) ->
         main(["export", "--config", path, "--ckpt_path", "runs/none.ckpt"])
     for checkpoint in Path("runs/own/checkpoints").glob("last*"):
         checkpoint.unlink()
-    with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt"):
+    with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt") as error:
         main(["export", "--config", path])
+    assert "Give the path of a checkpoint: export takes last unless ckpt_path names one." in str(error.value)
 
 
 def test_an_export_that_fails_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +78,45 @@ def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: 
         if path.exists():
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
-    monkeypatch.setattr(export, "remove", busy)
-    with pytest.warns(UserWarning, match=r"The earlier export could not be removed: .*Remove .*\.policy\.old-"):
+    monkeypatch.setattr(files, "remove", busy)
+    with pytest.warns(UserWarning, match=r"The earlier \S*policy could not be removed: .*Remove \S*\.policy\.old-"):
         write_policy(grpo, tmp_path / "policy")
     assert (tmp_path / "policy" / "config.json").is_file()
     assert not (tmp_path / "policy" / "mark").exists()
+
+
+class Named(LightningModule):
+    """Exports its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def export(self, folder: Path) -> None:
+        (folder / "config.json").write_text(self.name)
+
+
+def test_an_export_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None:
+    """The next run, or command, that writes there has the earlier one again before it begins."""
+    folder = tmp_path / "policy"
+    write_policy(Named("first"), folder)
+    killed_at_rename(1, lambda: write_policy(Named("second"), folder))
+    assert not folder.exists()
+    check_replaceable(folder, "folder")
+    assert (folder / "config.json").read_text() == "first"
+    write_policy(Named("third"), folder)
+    assert (folder / "config.json").read_text() == "third"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever works there, this process first, would find it gone."""
+    write_policy(Named("first"), tmp_path / "policy")
+    (tmp_path / "policy" / "below").mkdir()
+    for place in (tmp_path / "policy", tmp_path / "policy" / "below"):
+        monkeypatch.chdir(place)
+        with pytest.raises(UserError, match=r"^folder='\S*policy' is or holds the working directory"):
+            check_replaceable(tmp_path / "policy", "folder")
 
 
 def launch_line() -> list[str]:

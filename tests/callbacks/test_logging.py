@@ -17,6 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_grpo import Recorder, fit, likes_a, module
 
 from sparse_rl_lightning.callbacks import CompletionsTable, RolloutCallback, StepTimes
+from sparse_rl_lightning.callbacks.outputs.completions import log_table
 from sparse_rl_lightning.rollout import Progress
 
 
@@ -169,3 +170,28 @@ def test_csv_has_completions(tmp_path: Path) -> None:
     with (Path(sheet.log_dir) / "completions.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [{"step": int(row["step"]), "completion": row["completion"]} for row in found] == rows
+
+
+def columns(step: int, **own: Any) -> dict[str, list[Any]]:
+    """A table of one completion."""
+    return {"step": [step], "prompt": ["1+1="], "completion": ["2"]} | {name: [value] for name, value in own.items()}
+
+
+def test_a_csv_has_the_columns_of_all_runs(tmp_path: Path) -> None:
+    """Of one version of the logger: rows without an answer, then with one, then with another reward function."""
+    sheet = CSVLogger(tmp_path, name="", version="log")
+    log_table(sheet, columns(0, right=1.0, reward=1.0), 0)
+    log_table(sheet, columns(1, answer="2", right=0.5, reward=0.5), 1)
+    before = (tmp_path / "log" / "completions.csv").read_text()
+    log_table(sheet, columns(2, answer="2", right=0.25, reward=0.25), 2)
+    assert (tmp_path / "log" / "completions.csv").read_text() == f"{before}2,1+1=,2,2,0.25,0.25\n"
+    log_table(sheet, columns(3, answer="2", **{"=short": -1.0}, reward=-1.0), 3)
+    with (tmp_path / "log" / "completions.csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["step", "prompt", "completion", "answer", "right", "reward", "'=short"]
+    assert rows == [
+        ["0", "1+1=", "2", "", "1.0", "1.0", ""],
+        ["1", "1+1=", "2", "2", "0.5", "0.5", ""],
+        ["2", "1+1=", "2", "2", "0.25", "0.25", ""],
+        ["3", "1+1=", "2", "2", "", "-1.0", "-1.0"],
+    ]

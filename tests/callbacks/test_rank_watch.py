@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rank_runs import start
 
-from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, _Watch
+from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, _reason, _Watch
 from sparse_rl_lightning.distributed.collectives import Wait, conflict, oldest
 
 FIRST = Wait("gloo:all_reduce", "0", 7, "[[3]]", "mine.py:1 (reward)")
@@ -41,6 +43,27 @@ def test_the_thread_looks_from_its_rank_s_own_gpu(device: str, monkeypatch: pyte
     watch.leave()
     watch.run()
     assert chosen == [torch.device(device)] * (device != "cpu")
+
+
+STEERING, SHOWN = "bad completion \x1b]0;owned\x07\x1b[2J", r"bad completion \x1b]0;owned\x07\x1b[2J"
+
+
+def test_a_reason_is_one_line_that_steers_no_terminal() -> None:
+    assert _reason(ValueError(f"{STEERING}\nand more")) == f"ValueError: {SHOWN}"
+    assert _reason(ValueError("a\rb")) == r"ValueError: a\rb"
+
+
+@pytest.mark.parametrize("message", [{"kind": "end", "rank": 1, "why": STEERING}, {"kind": "stop", "why": STEERING}])
+def test_what_another_rank_says_steers_no_terminal(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    watch = _Watch(0, {}, None, torch.device("cpu"))
+    watch.suffers.set()  # so that it does not wait for its own end
+    watch._hear(1, message)
+    said = capsys.readouterr().err.removesuffix("\n")
+    assert SHOWN in said
+    assert said.isprintable()
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -40,7 +40,7 @@ NUMBERS = [
     Case("model.loss.beta=.inf", "loss.beta must be a finite number, at least 0, got beta=inf.", 1, slow=True),
     Case("model.loss.epsilon=.nan", "loss.epsilon must be a finite number, at least 0, got epsilon=nan.", 1),
     Case("model.loss.epsilon=-0.2", "loss.epsilon must be at least 0, got epsilon=-0.2.", 1),
-    Case("model.loss.epsilon=2", "Set epsilon to at most 1, which is no lower clip", 1, slow=True),
+    Case("model.loss.epsilon=2", "Set epsilon to at most 1, where 1 means no lower clip", 1, slow=True),
     Case(
         "model.sampling.temperature=.inf",
         "temperature must be a finite number, 0 (greedy) or more, got temperature=inf.",

@@ -186,6 +186,8 @@ PLACES = [
     Case("a name in capitals", TRAINS, 0, file="P.JSONL", rows=ROWS, slow=True),
     Case("a compressed file", "is a file, but not of a kind that is read, which are .jsonl, .json, .csv, .parquet", 1,
          file="p.jsonl.gz", rows=gzip.compress(ROWS.encode(), mtime=0), slow=True),
+    Case("`val_split` of a file", "val_split='test' is of hub datasets, and 'p.jsonl' is a file, read whole.", 1,
+         rows=ROWS, data={"val_split": "test"}),
 ]  # fmt: skip
 
 TOPICS = {"Lines": LINES, "Columns": COLUMNS, "Prompts": PROMPTS, "Parquet": PARQUET, "Places": PLACES}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import file_size_limit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -96,11 +97,32 @@ def test_a_model_is_not_written_over_another(tmp_path: Path, capsys: pytest.Capt
         main([file, str(tmp_path / "folder")])
 
 
+def test_a_full_disk_leaves_no_folder_that_looks_like_a_model(tmp_path: Path) -> None:
+    file, folder = str(written(tmp_path / "tiny.gguf")), tmp_path / "folder"
+    with file_size_limit(20_000), pytest.raises(Exception, match="File too large"):  # between config.json and weights
+        main([file, str(folder)])
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+    main([file, str(folder)])
+    assert load_pretrained(str(folder))[0].config.model_type == "llama"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "tiny.gguf"]
+
+
+def test_the_folder_is_checked_before_the_file_is_read(tmp_path: Path) -> None:
+    """Here there is not even a file."""
+    (tmp_path / "words").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "words").write_text("mine")
+    for name, said in {"words/inside": "cannot be written", "full": "is not empty and holds no model"}.items():
+        with pytest.raises(UserError, match=f"^FOLDER.*{said}"):
+            main([str(tmp_path / "missing.gguf"), str(tmp_path / name)])
+    assert (tmp_path / "full" / "words").read_text() == "mine"
+
+
 def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no file"):
         load_gguf(tmp_path / "missing.gguf")
     (tmp_path / "words.gguf").write_text("GGML, or so")
-    with pytest.raises(UserError, match="is no GGUF file"):
+    with pytest.raises(UserError, match="is not a GGUF file"):
         load_gguf(tmp_path / "words.gguf")
     (tmp_path / "big-00001-of-00002.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"is one of 2 parts.*llama-gguf-split --merge"):
@@ -138,5 +160,8 @@ def test_a_policy_that_is_a_gguf_is_told_what_to_do(tmp_path: Path, monkeypatch:
     for path in ("own", "own/tiny.gguf", "./own", str(tmp_path / "own")):
         with pytest.raises(UserError, match=r"sparse-rl import-gguf \S*own/tiny.gguf FOLDER"):
             PretrainedPolicy(path).load()
+    (tmp_path / "own").rename(tmp_path / "my own")
+    with pytest.raises(UserError, match=r"sparse-rl import-gguf 'my own/tiny.gguf' FOLDER"):
+        PretrainedPolicy("./my own").load()
     with pytest.raises(UserError, match=r"no model at './missing.gguf'.*Give a Hugging Face folder"):
         PretrainedPolicy("./missing.gguf").load()

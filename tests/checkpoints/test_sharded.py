@@ -144,7 +144,7 @@ def test_what_is_not_as_it_was_written_is_refused(written: tuple[SparseRLDeepSpe
     with pytest.raises(Exception, match=r"weights_only|[Uu]npickl"):
         load_sharded(strategy, strategy.shards, own, with_optimizer=False)
     assert not Path("PWNED").exists()
-    with pytest.raises(ValueError, match="is no checkpoint of SparseRLDeepSpeed: a single file comes from one device"):
+    with pytest.raises(ValueError, match="is not a checkpoint of SparseRLDeepSpeed: a single file comes from one"):
         load_sharded(strategy, strategy.shards, own / TRAINER, with_optimizer=False)
     torch.save({"global_step": 7}, own / TRAINER)
     shutil.copy(own / TRAINER, own / WEIGHTS)

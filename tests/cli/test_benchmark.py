@@ -447,6 +447,10 @@ def test_questions_are_made_prompts_of_a_chat(folder: Path) -> None:
         (["SnapKV", "--tasks", "poetry"], "tasks must be among sum"),
         (["SnapKV", "--reward", "mine.nothing"], "--reward='mine.nothing' cannot be imported"),
         (["SnapKV", "--budgets", "16", "64"], "with budget=64 and buffer=4 nothing is evicted: the longest text"),
+        (["SnapKV", "--budgets", "0.01"], "--budgets: 0.01 of the mean length with the full cache"),
+        (["SnapKV", "--num_sinks", "-1"], "--num_sinks must be at least 0"),
+        (["SnapKV", "--budgets", "20", "16", "--window", "16"], "budget=16 is smaller than num_sinks + window"),
+        (["SnapKV", "--data", "empty.jsonl"], "--data='empty.jsonl' has no rows"),
     ],
 )
 def test_mistakes(
@@ -454,11 +458,12 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One line, and nothing is measured."""
+    Path("empty.jsonl").touch()
     assert run_console(monkeypatch, "benchmark", arguments[0], *options(policy, *arguments[1:])) == 1
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
-    assert not Path("out/table.md").exists()
+    assert not Path("out/table.json").exists() or stored() == []
 
 
 @pytest.mark.parametrize("given", [["SnapKV"], ["--policy", "x"], ["SnapKV", "--policy", "x", "--budgets", "1.5"]])

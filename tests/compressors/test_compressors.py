@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -148,6 +149,23 @@ def test_rkv_refuses_numbers_outside_their_range(wrong: dict[str, float]) -> Non
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"RKV: .*{name}.*{name}={value}"):
         RKV(**SETTING, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong"),
+    [
+        (SnapKV, {"budget": 0.5}), (RKV, {"budget": "512"}), (StreamingLLM, {"budget": None}),
+        (SnapKV, {"buffer": 2.5}), (TOVA, {"num_sinks": 1.0}), (RandomEviction, {"window": 2.5}),
+        (SnapKV, {"protect_observations": 0.5}), (SnapKV, {"kernel_size": 7.0}),
+        (compressors.CUR, {"local_window": 1.5}), (ExpectedAttention, {"query_window": 8.0}),
+        (compressors.LagKV, {"lag_size": 2.5}),
+    ],
+)  # fmt: skip
+def test_counts_are_whole_numbers(cls: Any, wrong: dict[str, Any]) -> None:
+    """A share of the sequence, as other libraries take it, is refused by name, and so is a text."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{cls.__name__}: .*{name}.*{name}={re.escape(repr(value))}"):
+        cls(**{**SETTING, **wrong})
 
 
 def test_full_kv_never_evicts_and_keeps_no_queries() -> None:

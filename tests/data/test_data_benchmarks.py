@@ -76,6 +76,93 @@ def test_a_missing_file_names_what_to_do(small: Path) -> None:
         MathBenchmarks(str(small)).rows("amc23")
 
 
+@pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")
+def test_a_missing_file_names_the_setting_that_asks_for_it(small: Path) -> None:
+    for file in ("amc23.jsonl", "gsm8k_train.jsonl"):
+        (small / file).unlink()
+    data = MathBenchmarks(str(small), benchmarks=["gsm8k"], val_benchmarks=["amc23"])
+    assert list(data.test_rows()) == ["gsm8k"]
+    with pytest.raises(ValueError, match=r", or leave amc23 out of data\.val_benchmarks\.$"):
+        data.val_rows()
+    with pytest.raises(ValueError, match=r", or give data\.train another source of training prompts\.$"):
+        data.train_rows()
+    with pytest.raises(ValueError, match=r", or leave amc23 out of data\.benchmarks\.$"):
+        MathBenchmarks(str(small), benchmarks=["amc23"]).test_rows()
+
+
+# ---------------------------------------------------------------- own benchmarks
+
+
+def own(folder: Path, *rows: dict[str, object], name: str = "mine.jsonl") -> MathBenchmarks:
+    """A benchmark of these rows, to test and to validate on."""
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return MathBenchmarks(own={"mine": name}, benchmarks=["mine"], val_benchmarks=["mine"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], r"^mine: none of its 0 rows can be used \(0 .* question, 0 .*; the columns found are: none\.$"),
+        (
+            [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4", "\x1b[2J": 1}],
+            r"^mine: none of its 2 rows can be used \(2 without a question, 0 without an answer that can be checked\)"
+            r"\. A row needs 'problem' or 'question', and 'answer'; .* are: 'prompt', 'answer', '\\x1b\[2J'\.$",
+        ),
+        (
+            [{"problem": "1+1?", "gold": "2"}, {"problem": "", "gold": "2"}],
+            r"none of its 2 rows can be used \(1 without a question, 2 .* found are: 'problem', 'gold'\.$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("loader", ["test_dataloader", "val_dataloader", "predict_dataloader"])
+def test_a_benchmark_without_rows_is_refused(
+    loader: str, rows: list[dict[str, object]], said: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        getattr(own(folder, *rows), loader)()
+
+
+def test_a_published_name_without_rows_is_refused(small: Path) -> None:
+    (small / "aime24.jsonl").write_text("", encoding="utf-8")
+    data = MathBenchmarks(str(small))
+    with (
+        pytest.warns(UserWarning, match="published"),
+        pytest.raises(ValueError, match=r"aime24: none of its 0 rows .* columns of the published aime24.jsonl"),
+    ):
+        data.rows("aime24")
+
+
+def test_rows_are_dropped_for_what_they_lack(folder: Path) -> None:
+    data = own(
+        folder, {"problem": "1+1?", "answer": "2"}, {"problem": " ", "answer": "2"},
+        {"problem": "1+1?", "answer": "}{"}, {"question": ""},
+    )  # fmt: skip
+    assert [row["index"] for row in data.rows("mine")] == [0]
+    report = data.reports["mine"]
+    assert (report.dropped, report.unasked) == ([1, 2, 3], [1, 3])
+    said = "; dropped without a question: rows [1, 3]; dropped without an answer that can be checked: rows [2]"
+    assert str(report).endswith(said)
+
+
+@pytest.mark.parametrize("path", ["nofile.jsonl", "nofile.txt", "~/nofile.txt", "some/dataset", "."])
+def test_a_missing_file_of_ones_own_is_named(path: str, folder: Path) -> None:
+    data = MathBenchmarks(own={"mine": path}, benchmarks=["mine"])
+    with pytest.raises(
+        ValueError, match=rf"There is no data file '.*{path.strip('~')}' \(looked in .*\)\. Check the path"
+    ):
+        data.test_rows()
+
+
+def test_a_file_of_ones_own_may_have_any_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own(folder, {"problem": "1+1?", "answer": "2"}, name="mine.txt")
+    monkeypatch.setenv("HOME", str(folder))
+    data = MathBenchmarks(own={"mine": "~/mine.txt"}, benchmarks=["mine"])
+    assert [row["answer"] for row in data.test_rows()["mine"]] == ["2"]
+
+
+# ---------------------------------------------------------------- arguments
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -182,6 +182,54 @@ def test_validation_file(tmp_path: Path) -> None:
     assert JsonlPrompts(train).val_rows() == []
 
 
+def test_without_held_out_rows_all_rows_are_completed(tmp_path: Path) -> None:
+    """A limit on validation is none on predictions."""
+    path = write(tmp_path, *({"prompt": f"p{i}", "answer": "1"} for i in range(3)))
+    data = JsonlPrompts(path, max_val_prompts=2)
+    assert [row["prompt"] for batch in data.predict_dataloader() for row in batch] == ["p0", "p1", "p2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"path": "a.jsonl", "val_split": "test"},
+            r"^val_split='test' is of hub datasets, and 'a.jsonl' is a file, read whole\. "
+            r"Leave val_split out, and give val_path for rows to validate on\.$",
+        ),
+        (
+            {"path": "a/b", "val_path": "b.csv", "val_split": "test"},
+            r"val_split='test' .*'b.csv' is a file, .* Leave val_split out\.$",
+        ),
+        ({"path": "a.jsonl", "split": "all"}, r"split='all' .*'a.jsonl' is a file, .* Leave split out\.$"),
+        ({"path": "a.parquet", "val_path": "a/b", "split": "all", "val_split": "test"}, "split='all' .*'a.parquet' is"),
+        (
+            {"path": "a.JSON", "val_path": "b.json", "config": "main"},
+            "config='main' .*'a.JSON' and 'b.json' are files, read whole",
+        ),
+    ],
+)
+def test_settings_of_hub_datasets_are_refused_for_files(arguments: dict[str, str], message: str) -> None:
+    """``val_split`` with a file would validate on the rows of training."""
+    with pytest.raises(ValueError, match=message):
+        JsonlPrompts(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": "a/b", "config": "main", "split": "all", "val_split": "test"},
+        {"path": "a.jsonl", "val_path": "a/b", "config": "main", "val_split": "test"},
+        {"path": "a.jsonl", "val_path": "a/b", "split": "test"},  # of which val_split is the same
+        {"path": "a/b", "val_path": "b.jsonl", "config": "main", "split": "all"},
+        {"path": "a.jsonl", "val_path": "b.jsonl", "split": "train"},
+    ],
+)
+def test_settings_of_hub_datasets_stay_where_one_is_read(arguments: dict[str, str]) -> None:
+    data = JsonlPrompts(**arguments)
+    assert (data.split, data.config) == (arguments.get("split", "train"), arguments.get("config"))
+
+
 def test_parquet(tmp_path: Path) -> None:
     import datasets
 

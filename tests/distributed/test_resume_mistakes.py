@@ -17,6 +17,7 @@ from tiny_run import config, contents, run_console, write
 
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.cli.training.checks import last_checkpoint
+from sparse_rl_lightning.errors import UserError
 
 LAST = Path("runs/own/checkpoints/last.ckpt")
 
@@ -37,15 +38,15 @@ BYTES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut off": (lambda data: data[: len(data) // 2], "not as it was written .*cut off"),
     "one bit": (flipped, r"not as it was written \(.*data/"),
     "empty": (lambda _: b"", "is empty"),
-    "zeros": (lambda data: bytes(len(data)), "is no checkpoint"),
-    "a text": (lambda _: b"lr: 0.1\n", "is no checkpoint"),
-    "a bare pickle": (lambda _: pickle.dumps(Planted()), "is no checkpoint"),
+    "zeros": (lambda data: bytes(len(data)), "is not a checkpoint"),
+    "a text": (lambda _: b"lr: 0.1\n", "is not a checkpoint"),
+    "a bare pickle": (lambda _: pickle.dumps(Planted()), "is not a checkpoint"),
 }
 OBJECTS: dict[str, tuple[Any, str]] = {
     "planted code": ({"state_dict": {}, "x": Planted()}, r"holds pickled objects \(.*\), .*is not read"),
-    "a tensor": (torch.zeros(3), "no checkpoint of Lightning: it has no 'state_dict'"),
-    "a list": ([1, 2], "no checkpoint of Lightning"),
-    "weights alone": ({"w": torch.zeros(3)}, "no checkpoint of Lightning"),
+    "a tensor": (torch.zeros(3), "is not a Lightning checkpoint: it has no 'state_dict'"),
+    "a list": ([1, 2], "is not a Lightning checkpoint"),
+    "weights alone": ({"w": torch.zeros(3)}, "is not a Lightning checkpoint"),
 }
 
 
@@ -55,7 +56,7 @@ def test_a_file_that_is_no_checkpoint_is_told(name: str, tmp_path: Path, monkeyp
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": {"w": torch.arange(100.0)}, "global_step": 1, "pytorch-lightning_version": "2"}, path)
     assert read_checkpoint(path)["global_step"] == 1
-    said = "is no checkpoint"
+    said = "is not a checkpoint"
     if name in BYTES:
         change, said = BYTES[name]
         path.write_bytes(change(path.read_bytes()))
@@ -173,6 +174,22 @@ def test_last_is_the_file_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "other" / "last.ckpt").touch()
     with pytest.raises(ValueError, match=r"there are .*/last.ckpt and .*/other/last.ckpt. Give the path of the one"):
         last_checkpoint([tmp_path, tmp_path / "other"])
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "advice"),
+    [
+        ("fit", "Give the path of a checkpoint, or leave ckpt_path out to start anew."),
+        ("validate", "Give the path of a checkpoint, or leave ckpt_path out to take model.policy as it is."),
+        ("predict", "Give the path of a checkpoint, or leave ckpt_path out to take model.policy as it is."),
+        ("export", "Give the path of a checkpoint: export takes last unless ckpt_path names one."),
+    ],
+)
+def test_what_to_do_without_a_last_checkpoint_is_the_subcommand_s(subcommand: str, advice: str, tmp_path: Path) -> None:
+    """To start anew was the advice to export too, which took ``last`` by itself."""
+    with pytest.raises(UserError) as error:
+        last_checkpoint([tmp_path], subcommand)
+    assert advice in str(error.value)
 
 
 @pytest.mark.parametrize("target", ["gone.ckpt", "last.ckpt"])

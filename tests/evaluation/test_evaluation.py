@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 import yaml
 from benchmark_files import GOLDS, write_benchmarks
+from lightning.pytorch import Trainer
 from pretend_gpu import PretendGPU
 from pyarrow import parquet
+from torch.utils.data import DataLoader, IterableDataset
 
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
+from sparse_rl_lightning.data import JsonlPrompts
 from sparse_rl_lightning.evaluation.evaluate import Scores
-from sparse_rl_lightning.evaluation.page import results_picture, results_table
+from sparse_rl_lightning.evaluation.page import draw, results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import Problems, row_number
 from sparse_rl_lightning.evaluation.results import BenchmarkResult, completion_table, judge_answers, name_caches
 from sparse_rl_lightning.evaluation.time_left import TimeLeft
@@ -228,6 +232,106 @@ def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None
         main(["test", "--config", file, "--data.init_args.val_path=prompts.jsonl"])
 
 
+# ---------------------------------------------------------------- rows that name a benchmark, of other data
+
+
+def trainer(folder: Path) -> Trainer:
+    return Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder
+    )
+
+
+def named(*names: str) -> list[dict[str, str]]:
+    """Rows that name these benchmarks."""
+    return [{"prompt": f"{n}+1=", "answer": str(n + 1), "benchmark": name} for n, name in enumerate(names)]
+
+
+def by_fours(folder: Path, rows: list[dict[str, str]]) -> JsonlPrompts:
+    """A file with these rows, in batches of four."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return JsonlPrompts(str(file), val_path=str(file), val_batch_size=4)
+
+
+def of_two(policy: Path, **options: Any) -> Evaluation:
+    return Evaluation(str(policy), sampling=SamplingParams(max_completion_length=2), **options)
+
+
+MIXED = ["algebra"] * 3 + ["geometry"] * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (MIXED, "where every benchmark is one batch, got a batch with rows of algebra and geometry. "),
+        (["algebra"] * 5, "where every benchmark is one batch, got a second batch of algebra. "),
+    ],
+)
+def test_batches_that_are_no_benchmarks_are_refused(names: list[str], said: str, folder: Path, policy: Path) -> None:
+    """Before anything is measured; one would have the other's name, or overwrite it."""
+    module = of_two(policy)
+    with pytest.raises(
+        ValueError, match=rf"^Evaluation tests on MathBenchmarks, {said}Set data to it, with .* in data.own"
+    ):
+        trainer(folder).test(module, datamodule=by_fours(folder, named(*names)), verbose=False)
+    assert module.results == []
+    assert not list(folder.glob("evaluation/*/*.json"))
+
+
+class Stream(IterableDataset[list[dict[str, str]]]):
+    """Batches that come one at a time."""
+
+    def __init__(self, *batches: list[dict[str, str]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[dict[str, str]]]:
+        return iter(self.batches)
+
+
+def test_a_stream_is_refused_where_a_name_comes_again(folder: Path, policy: Path) -> None:
+    module, batches = of_two(policy), (named("algebra"), named("geometry", "geometry"), named("algebra"))
+    loader = DataLoader(Stream(*batches), batch_size=None)
+    with pytest.raises(ValueError, match="got a second batch of algebra"):
+        trainer(folder).test(module, loader, verbose=False)
+    assert [(result.benchmark, result.accuracy.num_problems) for result in module.results] == [
+        ("algebra", 1), ("geometry", 2)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="a batch with rows of algebra and data"):
+        trainer(folder).test(of_two(policy), DataLoader(Stream([*named("algebra"), {"prompt": "1"}]), batch_size=None))
+
+
+def test_other_data_may_have_one_batch_per_benchmark(folder: Path, policy: Path) -> None:
+    module, names = of_two(policy), ["algebra"] * 4 + ["geometry"] * 2
+    trainer(folder).test(module, datamodule=by_fours(folder, named(*names)), verbose=False)
+    assert [(result.benchmark, result.accuracy.num_problems) for result in module.results] == [
+        ("algebra", 4), ("geometry", 2)
+    ]  # fmt: skip
+
+
+def test_only_what_will_be_tested_has_to_be_benchmarks(folder: Path, policy: Path) -> None:
+    once = trainer(folder)
+    once.limit_test_batches = 1
+    module = of_two(policy)
+    once.test(module, datamodule=by_fours(folder, named(*["algebra"] * 5)), verbose=False)
+    assert [result.accuracy.num_problems for result in module.results] == [4]
+
+
+def test_a_batch_to_predict_on_has_one_sampling(folder: Path, policy: Path) -> None:
+    """Two benchmarks in a batch are drawn alike, which matters if their settings differ."""
+    counts = {"algebra": {"num_generations": 2}}
+    with pytest.raises(
+        ValueError, match="sampling_of: a batch has rows of algebra and geometry, whose settings differ"
+    ):
+        trainer(folder).predict(of_two(policy, sampling_of=counts), by_fours(folder, named(*MIXED)))
+    for names, own, drawn in (
+        (MIXED, None, [1] * 6),
+        (MIXED, {"algebra": {"num_generations": 1}}, [1] * 6),
+        (["algebra"] * 4 + ["geometry"], counts, [2, 2, 2, 2, 1]),
+    ):
+        batches = trainer(folder).predict(of_two(policy, sampling_of=own), by_fours(folder, named(*names)))
+        assert [len(row["completions"]["dense"]) for batch in batches for row in batch] == drawn
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -340,6 +444,23 @@ def test_table_and_picture() -> None:
     assert lines[4].startswith("mean")
     assert "2.0 KiB" in text
     assert results_picture(results())[:4] == b"\x89PNG"
+
+
+def test_a_picture_of_a_benchmark_with_dollars_in_its_name() -> None:
+    own = [dataclasses.replace(result, benchmark=r"$\frac{ $") for result in results()[:2]]
+    picture = results_picture(own)
+    assert picture is not None
+    assert picture[:4] == b"\x89PNG"
+
+
+def test_a_picture_has_no_bar_where_nothing_was_measured() -> None:
+    """Where the table has a dash; the other bars stay at their benchmarks, and the mean at the end."""
+    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    dense, _, _, rkv = results()
+    draw(ax, [dense, rkv], "strict")
+    bars = [bar for drawn in ax.containers for bar in getattr(drawn, "patches", ())]  # not their error bars
+    places = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_height()) for bar in bars]
+    assert places == [(-0.2, 75.0), (1.8, 75.0), (1.2, 50.0), (2.2, 50.0)]
 
 
 def test_the_convention_of_the_answers_chooses_what_is_shown_first() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +24,7 @@ from sparse_rl_lightning.calibration import SHAPES
 from sparse_rl_lightning.calibration.shapes import TIED
 from sparse_rl_lightning.cli.plan import job_of as configured
 from sparse_rl_lightning.cli.plan import main, sharding_of
+from sparse_rl_lightning.cli.yaml_files import read
 from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
@@ -29,7 +32,7 @@ from sparse_rl_lightning.planning.blueprint import Blueprint, _check_sizes, empt
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.memory import parts_of, slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
-from sparse_rl_lightning.planning.propose import job_of, levels, propose
+from sparse_rl_lightning.planning.propose import _scalar, job_of, levels, propose
 from sparse_rl_lightning.testing import tiny_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -214,7 +217,7 @@ def test_the_page_shows_what_its_command_prints(folder: Path, capsys: pytest.Cap
     assert compared is not None
     main(compared[1].split())
     said = capsys.readouterr().out
-    assert "in all                                           21.6" in said
+    assert re.search(r"^total +21\.6", said, re.MULTILINE)
     assert "13.0 hours" in said
 
 
@@ -326,6 +329,27 @@ def test_a_file_is_not_replaced_by_accident(written: str) -> None:
     before = Path(written).read_text()
     main([*again, "--overwrite"])
     assert Path(written).read_text() == before
+
+
+def test_a_folder_of_any_name_is_the_one_of_the_proposal(tiny: str) -> None:
+    """Of ``a,b/policy`` the file named a model ``a`` and a key ``b/policy``."""
+    shutil.copytree(tiny, "my, own/policy")
+    given = ["--model", "my, own/policy", "--memory", "1.5GB", "--length", str(LENGTH), "--output", "its: own.yaml"]
+    main(given)
+    head = Path("its: own.yaml").read_text().splitlines()
+    (again,) = re.findall("`(.*)`", head[1])
+    assert shlex.split(again) == ["sparse-rl", "plan", *given]
+    assert shlex.split(head[2].lstrip("# ")) == ["sparse-rl", "fit", "--config", "its: own.yaml"]
+    assert configured(["--config", "its: own.yaml"]).blueprint.path == "my, own/policy"
+
+
+def test_names_are_quoted_where_they_would_read_as_something_else() -> None:
+    others = ("a}b", "a,b", "a #b", "a: b", "1e3", "null", "'a'", " a", "a\nb: 1", "\x7f", "naïve 😀, " + "long " * 40)
+    for name in ("Qwen/Qwen3-4B", "../models/it's one", "~/policy_1", "/data/my models/a+b@=%:c", *others):
+        given = _scalar(name)
+        assert read(f"{{path: {given}, dtype: float32}}") == {"path": name, "dtype": "float32"}
+        assert read(f"folder: {given}\nsteps: 1") == {"folder": name, "steps": 1}
+        assert (given == name) == (name not in others)
 
 
 @pytest.mark.parametrize(

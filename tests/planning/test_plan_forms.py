@@ -151,10 +151,10 @@ def test_the_record_of_evictions_is_that_of_a_real_rollout(folder: str) -> None:
     rollout = sampler.generate([[5] * given.prompt] * 2, replace(given.sampling, seed=0))
     assert rollout.evictions is not None
     own = rollout.evictions.positions.nbytes
-    counted = make_plan(given, card_of()).parts["record of evictions"]
+    counted = make_plan(given, card_of()).parts["eviction record"]
     assert counted == (2 * counted[1], counted[1], 0)
     assert own <= counted[1] <= own * LENGTH / (LENGTH - 1 - 24)
-    kept = make_plan(replace(given, keeps_evictions=True), card_of()).parts["record of evictions"]
+    kept = make_plan(replace(given, keeps_evictions=True), card_of()).parts["eviction record"]
     assert kept[2] == kept[1]
     assert make_plan(replace(given, compressor=FullKV()), card_of()).of("record") == 0
 
@@ -199,7 +199,7 @@ def test_experts_are_counted_in_16_bits_and_refused_in_words_otherwise(tmp_path:
     )
     layers, chosen = 2, 2
     tokens = given.sequences * given.length
-    assert recorded.of("the rollout's tokens") - plain.of("the rollout's tokens") == layers * chosen * tokens
+    assert recorded.of("token buffers") - plain.of("token buffers") == layers * chosen * tokens
     assert recorded.of("cache") > plain.of("cache")
     assert "no price for the experts of 'qwen3_moe'" in plain.text
 

@@ -140,7 +140,8 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("title", ["t"], "title is no str"), ("config", 7, "config is no dict"), ("samples", {}, "samples is no list"),
+        ("title", ["t"], "title is not a str"), ("config", 7, "config is not a dict"),
+        ("samples", {}, "samples is not a list"),
         ("history", [5], "object has no attribute"), ("summary", 3, "object has no attribute"),
     ],
 )  # fmt: skip
@@ -248,7 +249,7 @@ def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> N
     elif make != "missing":
         (folder / make).mkdir(parents=True)
     message = (
-        "is no folder" if make in ("missing", "file") else r"no summary\.json or progress\.json .* no metrics\.csv"
+        "is not a folder" if make in ("missing", "file") else r"no summary\.json or progress\.json .* no metrics\.csv"
     )
     with pytest.raises(ValueError, match=message):
         read_run(folder)
@@ -322,7 +323,7 @@ def test_full_disk_is_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "'nothing' is no folder. Give the folder of a run"),
+        (["nothing"], "'nothing' is not a folder. Give the folder of a run"),
         (["a", "./a"], "A folder is given twice"),
         (["a", "--output", "a"], "is a folder. Give the file to write"),
         (["a", "--output", "a/summary.json/x.html"], "summary.json' cannot be written"),
@@ -331,7 +332,7 @@ def test_full_disk_is_a_line(tmp_path: Path) -> None:
             "--output='/dev/null' is a pipe, a socket or a device. Give the file to write",
         ),
         (["a", "--output", "circle"], "--output='circle' cannot be written"),
-        (["\x1b[31ma"], r"'\x1b[31ma' is no folder"),
+        (["\x1b[31ma"], r"'\x1b[31ma' is not a folder"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -55,6 +55,11 @@ class SparsityAwareRejection(CorrectionCallback):
         self.threshold, self.level, self.baseline = threshold, level, baseline
         check_choice("baseline", baseline, Baseline, "SparsityAwareRejection")
         self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)
+        if threshold is None and self.bounds is None:
+            raise UserError(
+                "SparsityAwareRejection: threshold, low and high are all null, so that nothing would be rejected. Give "
+                "one of them, or leave the callback out."
+            )
         if threshold is not None:
             reject_sequences(*NO_TOKENS, threshold)
         if self.bounds is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -15,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS, AgreedExit
-from sparse_rl_lightning.files import append, write_whole
+from sparse_rl_lightning.files import append_rows
 
 WRITING = ("log_metrics", "log_hyperparams", "save", "finalize")
 """The methods of Lightning's loggers that write to a disk."""
@@ -53,22 +51,8 @@ def save_metrics(writer: Any) -> None:
 
     The writer's own method empties the file first and loses it on a full disk.
     """
-    path, rows = Path(writer.metrics_file_path), list(writer.metrics)
-    if not rows:
-        return
-    with path.open(newline="", encoding="utf-8") if path.is_file() else io.StringIO() as file:
-        known = next(csv.reader(file), [])
-        names = sorted({*known, *(name for row in rows for name in row)})
-        old = [] if names == known else list(csv.DictReader(file, known))
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, names, extrasaction="ignore")  # cells beyond an edited header
-    if names == known:
-        table.writerows(rows)
-        append(path, text.getvalue())
-    else:
-        table.writeheader()
-        table.writerows([*old, *rows])
-        write_whole(path, text.getvalue())
+    if writer.metrics:
+        append_rows(Path(writer.metrics_file_path), writer.metrics, sorted)
     writer.metrics = []
 
 

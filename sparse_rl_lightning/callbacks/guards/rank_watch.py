@@ -19,6 +19,7 @@ from sparse_rl_lightning.distributed.collectives import Wait, conflict, current_
 from sparse_rl_lightning.distributed.rank_links import Link, Message, connect
 from sparse_rl_lightning.distributed.ranks import be_patient
 from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.text import printable, visible
 
 STATUS = 75  # EX_TEMPFAIL: nothing is wrong with the run, it can be resumed
 INTERVAL = 10.0  # seconds between two checks of a rank's collective, at most
@@ -206,7 +207,7 @@ class _Watch:
         self._exit(f"{why} Rank {self.rank} stops as all do; {RESUME}")
 
     def _exit(self, text: str) -> NoReturn:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)  # not say(): a stuck thread may hold its lock
         os._exit(STATUS)
 
 
@@ -214,5 +215,5 @@ def _reason(exception: BaseException) -> str:
     """Describe an exception in one line: its type, its message, and where it was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
     where = f" at {place_of(frames[-1])}" if frames else ""
-    said = str(exception).strip().partition("\n")[0]
+    said = printable(str(exception).strip().partition("\n")[0])  # it may quote what a model wrote
     return f"{type(exception).__name__}{where}{': ' * bool(said)}{said}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.files import append, own_folder, writable_folder, write_parquet
+from sparse_rl_lightning.files import append_rows, own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.text import number, printable, prompt_text, say, table
 
@@ -124,9 +122,9 @@ def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
 
 
 def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
-    text, head = io.StringIO(newline=""), [] if path.exists() else [names]
-    csv.writer(text).writerows([csv_cell(value) for value in row] for row in head + rows)
-    append(path, text.getvalue())
+    """Append rows; the first four columns are always there, ``answer`` too, which only some rollouts may have."""
+    own = [dict.fromkeys(OWN_COLUMNS[:4]) | dict(zip(names, row, strict=True)) for row in rows]
+    append_rows(path, [{csv_cell(name): csv_cell(value) for name, value in row.items()} for row in own])
 
 
 def csv_cell(value: Any) -> Any:

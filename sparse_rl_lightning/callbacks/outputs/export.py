@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import remove, writable_folder
+from sparse_rl_lightning.files import new_folder, recover_folder, replace_folder, writable_folder
 from sparse_rl_lightning.rollout.generator import Generator
 
 
 class ExportPolicy(Callback):
     """Write policy and tokenizer as a Hugging Face folder at the end of ``fit``, atomically.
 
-    An interrupted run or a trial run (``fast_dev_run``) leaves an existing folder unchanged. Weights that are
+    An interrupted run or a trial run (``fast_dev_run``) leaves an existing folder unchanged; if it is killed between
+    the two renames at its end, the next one that exports there brings that folder back first. Weights that are
     sharded over ranks are gathered.
 
     Args:
@@ -66,27 +67,16 @@ class ExportPolicy(Callback):
 
 def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
     """Export beside the folder, of :func:`export_place`, then rename. All ranks call this, rank zero writes."""
-    is_zero = module.global_rank == 0
-    new, old = (folder.with_name(f".{folder.name}.{end}") for end in ("new", f"old-{os.getpid()}"))
-    if is_zero:
-        remove(new)  # of a run that was killed
-        new.mkdir(parents=True)
     options = {} if dtype is None else {"dtype": dtype}  # a user's module may have none
-    try:
+
+    def write(new: Path) -> None:
         module.export(new, **options)  # type: ignore[operator]  # checked in setup
-    except BaseException:
-        if is_zero:
-            remove(new)  # may be most of a full disk
-        raise
-    if is_zero:
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
+
+    if module.global_rank == 0:
+        replace_folder(folder, write)
         rank_zero_info(f"Policy written to {folder}")
-        try:
-            remove(old)
-        except OSError as error:  # a network disk keeps files that a server has open
-            rank_zero_warn(f"The earlier export could not be removed: {error}. Remove {old}.")
+    else:
+        write(new_folder(folder))
 
 
 def export_place(folder: str | Path) -> Path:
@@ -97,6 +87,8 @@ def export_place(folder: str | Path) -> Path:
 def check_replaceable(folder: Path, argument: str) -> None:
     """Refuse a folder that contains something other than a model, or that cannot be renamed.
 
+    One that a killed process was replacing is brought back first.
+
     Args:
         folder: The folder, of :func:`export_place`.
         argument: What names it, for the message.
@@ -105,11 +97,14 @@ def check_replaceable(folder: Path, argument: str) -> None:
         ValueError: If it is such a folder, or the one around it cannot be written.
     """
     writable_folder(folder.parent, f"{argument}'s parent")
+    recover_folder(folder)
     if not os.path.lexists(folder):  # a circle of links is there
         return
     if folder.is_mount():
+        raise UserError(f"{argument}={str(folder)!r} is a disk of its own, which is not replaced. Give a folder on it.")
+    if Path.cwd().is_relative_to(folder):
         raise UserError(
-            f"{argument}={str(folder)!r} is a disk of its own, which no export replaces. Give a folder on it."
+            f"{argument}={str(folder)!r} is or holds the working directory, which is not replaced. Give a folder in it."
         )
     path = writable_folder(folder, argument)
     if any(path.iterdir()) and not (path / "config.json").is_file():

@@ -60,6 +60,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     check_number("--timed", given.timed, least=0)
     for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
         check_number(f"--{name}", getattr(given, name), least=1, or_none=True)
+    check_number("--num_sinks", given.num_sinks, least=0, or_none=True)
     bench = _bench(given)
     folder = writable_folder(given.output, "--output")
     settings = {
@@ -137,7 +138,10 @@ def _rows(given: argparse.Namespace) -> Rows:
         columns = [name for _, row in read_table(given.data)[:1] for name in row]
         answer = given.answer_column or ("answer" if "answer" in columns else None)
         own = {name: getattr(given, name) for name in OF_DATA} | {"answer_column": answer}
-        return JsonlPrompts(given.data, **own).train_rows()[: given.problems]
+        rows = JsonlPrompts(given.data, **own).train_rows()[: given.problems]
+        if not rows:
+            raise UserError(f"--data={given.data!r} has no rows. Give a file with prompts to draw for.")
+        return rows
     for name in OF_DATA:
         if getattr(given, name) not in (None, False, "prompt"):
             raise UserError(f"--{name} is about the rows of a file: add --data FILE, or leave it out.")
@@ -159,10 +163,15 @@ def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int
     """Budgets in tokens, and what all compressors have in common beside them.
 
     Raises:
-        ValueError: If at some budget nothing would be evicted.
+        ValueError: If a budget is 0, sinks and window do not fit into it, or nothing would be evicted.
     """
     budgets = sorted({round(own * mean) if own < 1 else int(own) for own in given.budgets})
     least = budgets[0]
+    if least < 1:
+        raise UserError(
+            f"--budgets: {min(given.budgets):g} of the mean length with the full cache, {mean} tokens, is a budget of "
+            "0 tokens. Raise the share, or give a number of tokens."
+        )
     third = max(1, least // 3)
     usual = {"buffer": min(128, third), "num_sinks": min(4, least // 8), "window": min(8, third)}
     sizes = {name: value if getattr(given, name) is None else getattr(given, name) for name, value in usual.items()}
@@ -172,7 +181,14 @@ def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int
                 f"--budgets: with budget={budget} and buffer={sizes['buffer']} nothing is evicted: the longest text "
                 f"drawn with the full cache has {longest} tokens, {mean} on average. Lower the budget or --buffer."
             )
+        FLOOR.compressor(_of_method(FLOOR, sizes, budget))  # sizes that do not fit end this before hours are measured
     return budgets, {**sizes, "protect_prompt": given.protect_prompt}
+
+
+def _of_method(method: Method, sizes: dict[str, Any], budget: int | None) -> dict[str, Any]:
+    """The sizes of a cell: random eviction keeps the prompt, whatever the others do."""
+    always = {"protect_prompt": True} if method is FLOOR else {}
+    return {**sizes, **always, "budget": budget}
 
 
 # ---------------------------------------------------------------- a cell
@@ -183,8 +199,7 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
     from sparse_rl_lightning.quality.cells import Cell
 
     try:
-        always = {"protect_prompt": True} if method is FLOOR else {}
-        compressor = _compressor(bench, results, method, {**sizes, **always, "budget": budget})
+        compressor = _compressor(bench, results, method, _of_method(method, sizes, budget))
         timed = [bench.num_timed, str(bench.model.device)] if bench.num_timed else []
         own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
         known = results.find(method.name, budget, own)

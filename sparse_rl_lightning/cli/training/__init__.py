@@ -7,26 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.cli.commands import COMMANDS
+from sparse_rl_lightning.cli.launch import set_threads
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_from, own_error
 from sparse_rl_lightning.cli.quiet import prepared
 from sparse_rl_lightning.cli.training import checks
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.text import nearby, say
-
-MOST_THREADS = 2**15
-"""Threads of torch; it takes any number, and a large one ends the process."""
 
 
 class SparseRLCLI(LightningCLI):
@@ -71,13 +68,12 @@ class SparseRLCLI(LightningCLI):
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
         checks.name_logger(config)
-        for check in (checks.check_callbacks, checks.check_launch, checks.check_folders, checks.check_checkpoint):
+        for check in (checks.check_callbacks, checks.check_launch, checks.check_folders):
             check(config)
+        checks.check_checkpoint(config, self.subcommand or "fit")
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
             config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`
-        if config.num_threads is not None:
-            check_number("num_threads", config.num_threads, most=MOST_THREADS)
-            torch.set_num_threads(config.num_threads)
+        set_threads(config.num_threads)
 
     def instantiate_classes(self) -> None:
         """Build everything; of an error, show the message of the class without the parser's frame around it."""

@@ -27,6 +27,8 @@ from sparse_rl_lightning.errors import UserError, check_number
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
 """Values that Lightning's ``ckpt_path`` allows instead of a path, except ``last``."""
+OR_ELSE = {"fit": ", or leave ckpt_path out to start anew", "export": ": export takes last unless ckpt_path names one"}
+"""What else there is to do without a ``last``; other subcommands work without a checkpoint."""
 
 
 def note_seed(config: Any, name: list[str], seed: int) -> None:
@@ -73,7 +75,7 @@ def check_folders(config: Any) -> None:
             raise UserError(f"{weights} must be a folder, for the weights beside checkpoints; it is {kind}. Remove it.")
 
 
-def check_checkpoint(config: Any) -> None:
+def check_checkpoint(config: Any, subcommand: str = "fit") -> None:
     """Refuse a missing checkpoint, ``last`` above all: it must not become a silent start from zero.
 
     The word ``last`` is replaced by its path: Lightning would take the newest file whose name begins with it, and start
@@ -88,17 +90,18 @@ def check_checkpoint(config: Any) -> None:
     if ckpt_path == "last":
         folders = list(checkpoint_folders(config))
         if remote := [folder for folder in folders if "://" in folder]:
-            raise UserError(
-                f"ckpt_path=last looks into local folders, and {remote[0]} is none. Give the address: "
-                f"--ckpt_path={remote[0].rstrip('/')}/{LAST}, or leave it out to start anew."
-            )
-        config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in folders])
+            address = f"{remote[0].rstrip('/')}/{LAST}"
+            ways = f"Give the address: --ckpt_path={address}{_or_else(subcommand)}."
+            if subcommand == "export":  # which reads files only
+                ways = f"Copy {address} to this machine, and give --ckpt_path=FILE."
+            raise UserError(f"ckpt_path=last looks into local folders, and {remote[0]} is none. {ways}")
+        config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in folders], subcommand)
     elif "://" not in str(ckpt_path):
         config.ckpt_path = os.path.expanduser(ckpt_path)  # a shell leaves ~ behind an equals sign
         _check_exists(Path(config.ckpt_path), f"ckpt_path={str(ckpt_path)!r}")
 
 
-def last_checkpoint(folders: Sequence[Path]) -> str:
+def last_checkpoint(folders: Sequence[Path], subcommand: str = "fit") -> str:
     """The ``last.ckpt`` of the folders that ModelCheckpoints write to: a file, or the folder of a sharded one.
 
     Raises:
@@ -117,8 +120,8 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
         others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
         but = f", but there are {others}" if others else ""
         raise UserError(
-            f"ckpt_path=last: there is no {LAST} in {looked}{but}. Give the path of a checkpoint, or leave "
-            "ckpt_path out to start anew. RolloutCheckpoint writes last.ckpt, and so does ModelCheckpoint with "
+            f"ckpt_path=last: there is no {LAST} in {looked}{but}. Give the path of a checkpoint"
+            f"{_or_else(subcommand)}. RolloutCheckpoint writes last.ckpt, and so does ModelCheckpoint with "
             "save_last: true and a fixed dirpath."
         )
     _check_exists(found[0], f"ckpt_path=last: {found[0]}")
@@ -128,6 +131,11 @@ def last_checkpoint(folders: Sequence[Path]) -> str:
             "same folder (enable_version_counter of ModelCheckpoint); to go on with that one, give its path."
         )
     return str(found[0])
+
+
+def _or_else(subcommand: str) -> str:
+    """The end of a sentence that asks for a checkpoint."""
+    return OR_ELSE.get(subcommand, ", or leave ckpt_path out to take model.policy as it is")
 
 
 def _check_exists(path: Path, given: str) -> None:

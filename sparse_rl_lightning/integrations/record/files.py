@@ -67,7 +67,7 @@ def record_from_bytes(data: bytes, name: str = "the bytes") -> SampledRecord:
             raise UserError(f"it must hold the arrays {', '.join(ARRAYS)}, got {', '.join(sorted(arrays)) or 'none'}.")
         return SampledRecord(**(numbers | arrays))
     except UserError as error:
-        raise UserError(f"{name} is no eviction record that can be read: {error}") from error
+        raise UserError(f"{name} is not a readable eviction record: {error}") from error
     except (SafetensorError, KeyError) as error:  # KeyError: an array of a type that safetensors knows and torch not
         raise UserError(f"{name} cannot be read as safetensors ({error}).") from error
 
@@ -79,7 +79,7 @@ def _numbers(header: dict[str, str]) -> dict[str, Any]:
     try:
         numbers = json.loads(header.get("numbers", ""))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"'numbers' of its header is no JSON ({error}).") from error
+        raise UserError(f"'numbers' of its header is not JSON ({error}).") from error
     if not isinstance(numbers, dict) or set(numbers) != set(NUMBERS):
         raise UserError(f"'numbers' of its header must be an object of {', '.join(NUMBERS)}.")
     for name, value in numbers.items():

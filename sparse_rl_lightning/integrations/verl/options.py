@@ -16,6 +16,14 @@ NAME = "sparse_rl"
 """What ``actor_rollout_ref.rollout.name`` calls this rollout."""
 OF_VERL = {"model", "num_slots", "end_token_ids", "tokenizer", "keep_pool", "record_routing"}
 """Arguments of the sampler that follow from verl's configuration."""
+ELSEWHERE = {
+    "eos_token_id": "eos_token_id in the model's generation_config.json",
+    "stop_token_ids": "eos_token_id in the model's generation_config.json",
+    "num_return_sequences": "actor_rollout_ref.rollout.n",
+    "n": "actor_rollout_ref.rollout.n",
+    "max_length": "max_tokens",
+}
+"""What stands for settings of a request that are not honored."""
 
 
 def sampler_options(config: Any) -> dict[str, Any]:
@@ -60,7 +68,8 @@ def sampling_params(config: Any, given: Mapping[str, Any]) -> SamplingParams:
         ValueError: If a setting is unknown here, or out of range.
     """
     params = SamplingParams(max_completion_length=config.response_length, seed=config.seed)
-    found = with_generation_kwargs(params, {name: value for name, value in given.items() if name != "logprobs"})
+    own = {name: value for name, value in given.items() if name != "logprobs"}
+    found = with_generation_kwargs(params, own, ELSEWHERE)
     return replace(found, max_completion_length=min(found.max_completion_length, config.response_length))
 
 

@@ -428,8 +428,8 @@ def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
     good = header | {"numbers": json.dumps(numbers)}
     refused("version='2'", arrays, good | {"version": "2"})
     refused("format=None", arrays, {"numbers": "{}"})
-    refused("no JSON", arrays, header)
-    refused("no JSON", arrays, header | {"numbers": "[" * 100_000})
+    refused("is not JSON", arrays, header)
+    refused("is not JSON", arrays, header | {"numbers": "[" * 100_000})
     refused("must be an object of num_layers, num_heads, temperature", arrays, header | {"numbers": "[]"})
     refused("num_layers must be a number of type int, got '2'", arrays,
             header | {"numbers": json.dumps(numbers | {"num_layers": "2"})})  # fmt: skip

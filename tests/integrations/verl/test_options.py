@@ -80,5 +80,21 @@ def test_parameters_of_a_request() -> None:
     assert sampling_params(config(), given) == expected
     assert sampling_params(config(), {"max_tokens": 9}).max_completion_length == 9
     assert sampling_params(config(), {"max_tokens": 900}).max_completion_length == 60
-    with pytest.raises(UserError, match="best_of is not honored"):
+    with pytest.raises(UserError, match="best_of is not honored, remove it"):
         sampling_params(config(), {"best_of": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"stop_token_ids": [3]}, "eos_token_id in the model's generation_config.json"),
+        ({"eos_token_id": 3}, "eos_token_id in the model's generation_config.json"),
+        ({"n": 4}, "actor_rollout_ref.rollout.n"),
+        ({"num_return_sequences": 4}, "actor_rollout_ref.rollout.n"),
+        ({"max_length": 9}, "max_tokens"),
+    ],
+)
+def test_the_advice_of_a_request_is_of_verl(given: dict[str, Any], instead: str) -> None:
+    """``end_tokens of rollout (RolloutOptions)`` is nothing that verl's users could set."""
+    with pytest.raises(UserError, match=f"{next(iter(given))} is not honored, set {instead} instead"):
+        sampling_params(config(), given)
