@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ BY_HAND = sorted(page for page in DOCS.glob("*.md") if page.name not in GENERATE
 ROOT = DOCS.parent
 ELSEWHERE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "MIGRATION", "SECURITY")]
 ELSEWHERE += [ROOT / folder / "README.md" for folder in ("benchmarks", "cuda_ext", "experiments")]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 PAGE = """# A heading that is no sentence
 
@@ -56,6 +58,16 @@ def test_prose_is_counted_and_long_sentences_are_named(tmp_path: Path, capsys: p
 @pytest.mark.parametrize("page", [*ELSEWHERE, *BY_HAND], ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_are_plainly_written(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At most 5 % of the sentences have more than 30 words, or more than two numbers."""
+    assert language.main([str(page), "--show"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_plainly_written(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their Markdown cells keep the same rule."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    page = tmp_path / f"{path.stem}.md"
+    page.write_text("\n\n".join(texts), "utf-8")
     assert language.main([str(page), "--show"]) == 0, capsys.readouterr().out
 
 
