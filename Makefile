@@ -70,7 +70,7 @@ CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors te
 check: lint typecheck ## before every commit: linters, types and the core tests, four minutes
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" $(wildcard $(CORE))
 
-test: lint typecheck ## linters, types and the fast tests
+test: lint typecheck ## linters, types, and all tests but slow ones; twenty minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" --durations=20
 
 test-slow: $(INSTALLED) ## the tests that take minutes

@@ -2,8 +2,8 @@
 
     python -m docs.address https://example.org/owner/name
 
-These are the URLs of ``pyproject.toml``, ``CITATION.cff``, and the line of the README that clones. What has an address
-already is changed to the new one.
+These are the URLs of ``pyproject.toml``, ``CITATION.cff``, the line of the README that clones, and the links of the
+site to its sources. What has an address already is changed to the new one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ def readme(text: str, address: str) -> str:
     return re.sub(r"git clone \S+", f"git clone {address}", text)
 
 
-WRITERS = {"pyproject.toml": project, "CITATION.cff": citation, "README.md": readme}
+def site(text: str, address: str) -> str:
+    """``docs/conf.py`` with links to the sources of each page."""
+    options = {"source_repository": f"{address}/", "source_branch": "main", "source_directory": "docs/"}
+    line = f"html_theme_options = {options}\n".replace("'", '"')
+    return re.sub(r"html_theme_options = .*\n", "", text).replace("html_title =", f"{line}html_title =")
+
+
+WRITERS = {"pyproject.toml": project, "CITATION.cff": citation, "README.md": readme, "docs/conf.py": site}
 
 
 def main(root: Path, address: str) -> None:

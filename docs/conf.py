@@ -22,7 +22,7 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 html_theme = "furo"
-html_title = project
+html_title = f"{project} {release}"
 html_show_sourcelink = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]

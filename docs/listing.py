@@ -98,8 +98,8 @@ GROUPS: list[Group] = [
     ),
     (
         "Compressors",
-        "`model.init_args.compressor`. All of them have the keys of `Compressor`, which is no method by itself; those "
-        "listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
+        "`model.init_args.compressor`. All of them have the keys of `Compressor`, which is not a method by itself; "
+        "those listed under a method come on top. [Compressors](compressors.md) has formulas and measurements.",
         [compressors.Compressor, *METHODS],
     ),
     ("Around compressors", "They take other compressors and have the sizes of these.", WRAPPERS),
@@ -115,7 +115,7 @@ GROUPS: list[Group] = [
     ),
     (
         "Retrievers",
-        "`model.init_args.retriever`. All of them have the keys of `Retriever`, which is no method by itself.",
+        "`model.init_args.retriever`. All of them have the keys of `Retriever`, which is not a method by itself.",
         [retrievers.Retriever, *[getattr(retrievers, n) for n in retrievers.__all__ if n != "Retriever"]],
     ),
     (

@@ -27,8 +27,8 @@ RECIPES = (
     "sparrow/qwen3-1.7b", "sparrow/qwen3-4b", "sparrow/qwen3-8b", "sparrow/qwen3-14b",
 )  # fmt: skip
 AGAIN = {
-    False: "", "selective": ", layers again but for attention", True: ", layers again",
-    "offload": ", layers again, from the host",
+    False: "", "selective": ", selective checkpointing", True: ", checkpointing",
+    "offload": ", offloaded checkpointing",
 }  # fmt: skip
 CARDS = Path(__file__).with_name("cards.yaml")
 LENGTH = 16384  # of sequences, in configurations by card

@@ -82,14 +82,14 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "gradients": _always(held.gradients),
         "optimizer's state": _always(held.optimizer),
         "reference policy": _always(reference),
-        "the rollout's tokens": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
+        "token buffers": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
         "the most likely tokens": (likely * 3 // 2, likely, 0),  # ids, then log-probs are there twice to be joined
-        "record of evictions": (record, record // 2, record // 2 * job.keeps_evictions),
+        "eviction record": (record, record // 2, record // 2 * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),
         f"cache, {count} slots": _always(slot.of(count), kept),
         "logits of a decode step": _always(drawing, kept),
-        "prompts being read": (prefill_bytes(job), 0, 0),
+        "prefill": (prefill_bytes(job), 0, 0),
         "activations of the learner": (0, learner(job).peak, 0),
         "temporaries of the optimizer": (0, 0, round(held.temporary)),
     }

@@ -76,7 +76,7 @@ class Plan:
         """The table of memory, the time, and the verdict."""
         lost = [CONTEXT + LOST / (1 + LOST) * (count - CONTEXT) for count in self.phases.values()]
         counts: dict[str, Iterable[float]] = {
-            **self.parts, "CUDA's context, and what the allocator loses": lost, "in all": self.phases.values()
+            **self.parts, "CUDA context and fragmentation": lost, "total": self.phases.values()
         }  # fmt: skip
         rows = [(name, *map(gigabytes, phases)) for name, phases in counts.items()]
         host = f"In the host's memory besides: {gigabytes(self.host)} GB per GPU.\n" if self.host else ""
@@ -106,8 +106,8 @@ class Plan:
             hours, rollouts = one * count / 3600, math.ceil(count / steps)
             whole = f", {hours:.1f} hours for all {count}, in {rollouts:,} rollout(s)"
         return (
-            f"Time at least, if all {self.job.sequences} completions of a rollout are "
-            f"{self.job.sampling.max_completion_length} tokens long: {times};\n"
+            f"Lower bound, if all {self.job.sequences} completions of a rollout have "
+            f"{self.job.sampling.max_completion_length} tokens: {times};\n"
             f"{duration(one)} for each of {steps} optimizer steps{whole}. Predicted, not measured."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import tomllib
 from pathlib import Path
@@ -15,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_an_address_is_written_once_and_changed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
     for name in address.WRITERS:
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path / name)
     for one in ("https://example.org/some/name", "https://example.com/other"):
         address.main(tmp_path, one)
         project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
@@ -24,6 +26,8 @@ def test_an_address_is_written_once_and_changed_by_the_next(tmp_path: Path) -> N
         assert project["scripts"].keys() == {"sparse-rl"}
         assert yaml.safe_load((tmp_path / "CITATION.cff").read_text())["repository-code"] == one
         assert all((tmp_path / name).read_text().count(one) >= 1 for name in address.WRITERS)
+        site = runpy.run_path(str(tmp_path / "docs" / "conf.py"))
+        assert site["html_theme_options"]["source_repository"] == f"{one}/"
     assert "example.org" not in "".join((tmp_path / name).read_text() for name in address.WRITERS)
 
 
