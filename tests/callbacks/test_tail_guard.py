@@ -181,8 +181,8 @@ def test_too_many_rejections_are_warned_about() -> None:
         trainer = fit(sharp(), 4, guarded("warn", [Reject()], target=0.0, window=3, patience=1))
     assert told(record) == [
         "TailGuard: 50.0% of the sequences of 3 rollouts were rejected, more than 25.0%. Raise the budget; "
-        "where they are not in use yet, bound the weights of what is kept (ImportanceReweighting with clip_max: 1.5) "
-        "or train under the sampler's evictions (ReplayGRPO)."
+        "reweight with a bound (ImportanceReweighting with clip_max: 1.5) in place of rejecting, by which nothing is "
+        "learned from these sequences; or train under the sampler's evictions (ReplayGRPO)."
     ]
     assert float(trainer.callback_metrics["guard/rejection_rate"]) == 0.5
 

@@ -28,8 +28,8 @@ SIGNS = ("tail", "rejection", "rise", "length")
 HARMLESS = 0.05
 """Share of rejected sequences up to which no rise counts."""
 ADVICE = {
-    "rejection": "Raise the budget; where they are not in use yet, bound the weights of what is kept "
-    "(ImportanceReweighting with clip_max: 1.5) or train under the sampler's evictions (ReplayGRPO).",
+    "rejection": "Raise the budget; reweight with a bound (ImportanceReweighting with clip_max: 1.5) in place of "
+    "rejecting, by which nothing is learned from these sequences; or train under the sampler's evictions (ReplayGRPO).",
     "other": "Raise the budget, or train under the sampler's evictions (ReplayGRPO) if you do not.",
 }
 
