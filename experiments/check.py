@@ -3,15 +3,17 @@
     make study-check                                        # before a release; two CPU cores, half an hour
     python -m experiments.check [--studies again real] [--number 2] [--draw 0]
 
-Runs are drawn among those that have a line of today's code and settings. Each is run again in an empty folder, and what
-it comes to with the full cache is held beside the runs of its arm: it is inside if it is no farther from their range
-than that range is wide. On the same machine it is the same to the last digit.
+Runs are drawn, others for each version, among those that have a line of today's code and settings. Each is run again in
+an empty folder, and what it comes to with each cache is held beside the other runs of its arm: it is inside if 95 % of
+further runs would be as near to their mean. On the same machine it is often the same to the last digit.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +28,11 @@ from experiments.real import studies as real
 from experiments.stability import studies as stability
 from experiments.stability.__main__ import warm_up
 from experiments.stability.execution import execute
+from experiments.stability.outcomes import LAST, interval
 from experiments.stability.records import Archive, Record, key_of
+from sparse_rl_lightning import __version__
 
-LEAST = 0.02  # of the reward or the accuracy: what a range of equal runs is taken for
+LEAST = 0.02  # of the reward or the accuracy: the least that runs are taken to differ by
 RESULTS = ROOT / "benchmarks" / "results"
 MODULES = {"again": "stability --studies again", "real": "real"}
 
@@ -41,31 +45,39 @@ def planned(name: str, folder: Path) -> list[Run]:
 def drawn(runs: Sequence[Run], archive: Archive, number: int, draw: int) -> list[Run]:
     """Some of the runs that were measured."""
     known = [run for run in runs if archive.of(run) is not None]
-    return Random(draw).sample(known, min(number, len(known)))
+    return Random(f"{__version__} {draw}").sample(known, min(number, len(known)))
 
 
-def is_inside(value: float, others: Sequence[float]) -> bool:
-    """Whether a value is no farther from the range of others than that is wide."""
-    low, high = min(others), max(others)
-    return low - max(high - low, LEAST) <= value <= high + max(high - low, LEAST)
+def band(others: Sequence[float]) -> tuple[float, float]:
+    """Where 95 % of further runs end, by two others or more (Student's t)."""
+    middle, half = statistics.fmean(others), max(interval(others) * math.sqrt(len(others) + 1), LEAST)
+    return middle - half, middle + half
 
 
-def end(record: Record) -> float:
-    """What a run came to with the full cache; there may be an evaluation before it."""
-    return record.end("dense", min(3, max(1, len(record.evaluations) - 1)))
+def end(record: Record, cache: str = "dense") -> float:
+    """What a run came to with a cache; there may be an evaluation before it."""
+    return record.end(cache, min(LAST, max(1, len(record.evaluations) - 1)))
 
 
 def judged(run: Run, again: Record, archive: Archive, runs: Sequence[Run]) -> bool:
-    """Whether a run that was run again is inside, which is told."""
-    own = [one for one in runs if _kind(one) == _kind(run)]
-    ends = [end(record) for one in own if (record := archive.of(one)) is not None]
-    before, value = end(archive.records[key_of(run)]), end(again)
-    inside = is_inside(value, ends)
-    say(
-        f"{key_of(run)}: {value:.3f} again, {before:.3f} before; its arm {min(ends):.3f} to {max(ends):.3f}: "
-        f"{'inside' if inside else 'OUTSIDE'}"
-    )
-    return inside
+    """Whether a run that was run again is inside, with each cache, which is told."""
+    mine = archive.records[key_of(run)]
+    found = [archive.of(one) for one in runs if _kind(one) == _kind(run) and one.seed != run.seed]
+    others = [record for record in found if record is not None]
+    good = True
+    for cache in sorted(again.evaluations[-1].keys() - {"rollouts"}):
+        before, value = end(mine, cache), end(again, cache)
+        enough = len(others) > 1
+        low, high = band([end(record, cache) for record in others]) if enough else (before - LEAST, before + LEAST)
+        inside = low <= value <= high
+        says = "inside" if inside else "OUTSIDE"
+        if low <= 0.0 and high >= 1.0:
+            says = "which its arm cannot judge"
+        name = "full cache" if cache == "dense" else f"budget {cache}"
+        bounds = f"{len(others)} others allow {low:.3f} to {high:.3f}"
+        say(f"{key_of(run)}, {name}: {value:.3f} again, {before:.3f} before; {bounds}: {says}")
+        good = good and inside
+    return good
 
 
 def _kind(run: Run) -> tuple[object, ...]:

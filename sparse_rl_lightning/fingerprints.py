@@ -81,10 +81,13 @@ def sources(kind: Any) -> str:
     are. Of a user's they are all that lie below the folder it is imported from. A class has the files of its bases too.
     A file is read again when its module is imported again, so that edits during a run are not taken for what runs.
     """
-    kinds = inspect.getmro(kind) if isinstance(kind, type) else (kind,)
-    files = {file for one in kinds for file in _files(one)}
-    own = [_code(code) for one in kinds for code in _codes(one)]
-    return _hash([sorted(hashlib.sha256(_content(file)).hexdigest() for file in files), own])
+    own = [_code(code) for one in _kinds(kind) for code in _codes(one)]
+    return _hash([sorted(hashlib.sha256(content).hexdigest() for content in source_files(kind).values()), own])
+
+
+def source_files(kind: Any) -> dict[Path, bytes]:
+    """The files of ``sources``, and what they hold."""
+    return {file: _content(file) for one in _kinds(kind) for file in _files(one)}
 
 
 class _Walk:
@@ -260,6 +263,11 @@ def _without_places(config: Any) -> Any:
 def _is_builder(thing: Any) -> bool:
     module = f"{getattr(thing, '__module__', '')}."
     return any(module.startswith(f"{name}.") for name in BUILDERS)
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """A class with its bases, or a function."""
+    return inspect.getmro(kind) if isinstance(kind, type) else (kind,)
 
 
 def _codes(kind: Any) -> Iterator[CodeType]:

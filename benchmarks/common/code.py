@@ -1,7 +1,12 @@
-"""The code that a configuration's results depend on: rewards, tasks, caches, corrections that it names, and losses."""
+"""The code that a configuration's results depend on: rewards, tasks, caches, corrections that it names, and losses.
+
+Comments, docstrings and refusals of a user's mistakes do not count: no run that ended depends on them, so that hours of
+runs are kept where an error message is mended.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +16,7 @@ from typing import Any
 
 from sparse_rl_lightning import advantages, corrections, environments, losses
 from sparse_rl_lightning.cli.classes import imported, known_classes
-from sparse_rl_lightning.fingerprints import fingerprint, sources
+from sparse_rl_lightning.fingerprints import fingerprint, is_own, source_files
 
 PARTS = ("rewards", "data", "environments", "compressors", "callbacks.corrections")
 FROZEN = ("experiments.real.task", "experiments.stability.task")
@@ -27,16 +32,38 @@ def code_of(*configs: Any) -> str:
     named = {known.get(name) or _found(name) for config in configs for name in _texts(config)}
     kinds = sorted((one for one in named if hasattr(one, "__qualname__")), key=lambda one: str(one.__qualname__))
     deciding = [one for one in kinds if f"{one.__module__}.".startswith(DECIDING)]
-    pure = [sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in ALWAYS]
+    pure = [said(Path(str(module.__file__)).read_bytes()) for module in ALWAYS]
     return fingerprint(code=[[one.__qualname__, _sources(one)] for one in deciding], pure=pure)[:12]
 
 
 @cache
 def _sources(kind: Any) -> str:
-    """As ``sources``; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
+    """Of its files; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
     if kind.__module__ in FROZEN:
         return sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
-    return sources(kind)
+    return fingerprint(files=sorted(said(content) for file, content in source_files(kind).items() if is_own(file)))
+
+
+def said(source: bytes) -> str:
+    """A hash of what a file of Python does, by its syntax tree, whatever the version of Python."""
+    return sha256(repr(_tree(ast.parse(source))).encode()).hexdigest()
+
+
+def _tree(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_tree(one) for one in part if not _is_silent(one)]
+    if not isinstance(part, ast.AST):
+        return part
+    fields = ((name, own) for name, own in ast.iter_fields(part) if own not in (None, []))  # which versions differ in
+    return [type(part).__name__, *((name, _tree(own)) for name, own in fields)]
+
+
+def _is_silent(part: Any) -> bool:
+    """Whether a statement is a docstring, or refuses a setting: ``if ...: raise UserError(...)``."""
+    if isinstance(part, ast.If):
+        refuses = [isinstance(one, ast.Raise) and ast.unparse(one).startswith("raise UserError(") for one in part.body]
+        return all(refuses) and not part.orelse
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
 def _texts(config: Any) -> Iterator[str]:

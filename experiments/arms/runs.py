@@ -21,6 +21,7 @@ from benchmarks.common.code import code_of
 from benchmarks.common.pages import say
 from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.fingerprints import fingerprint
 
 CONFIGS = ROOT / "configs"
 CODE = "code.txt"  # in a run's folder: which code it was begun with
@@ -150,9 +151,10 @@ class Run:
 
     @cached_property
     def code(self) -> str:
-        """Of the rewards, tasks and compressors that it is told to use: with others it is another run."""
+        """Of its configuration and the rewards, tasks and compressors that it names: with others it is another run."""
+        config = read_file(CONFIGS / f"{self.arm.config}.yaml")
         told = [yaml.safe_load(word.partition("=")[2]) for word in self.command() if word.startswith("--")]
-        return code_of(read_file(CONFIGS / f"{self.arm.config}.yaml"), told)
+        return fingerprint(config=config, code=code_of(config, told))[:12]
 
     @property
     def is_finished(self) -> bool:
@@ -214,7 +216,7 @@ class Run:
         if self.folder.exists() and not self._has_this_code:
             places = (self.folder.with_name(f"{self.folder.name}~{number}") for number in count(1))
             aside = next(place for place in places if not place.exists())
-            say(f"{self.folder.name}: its rewards, tasks or compressors have changed; it is run anew, was {aside.name}")
+            say(f"{self.folder.name}: its configuration or code has changed; it is run anew, was {aside.name}")
             self.folder.rename(aside)
         if not self.is_finished:
             self.folder.mkdir(parents=True, exist_ok=True)

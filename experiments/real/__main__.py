@@ -68,8 +68,12 @@ def main() -> None:
     studies = {name: GROUPS[name] for name in args.studies}
     every = [study for own in studies.values() for study in own]
     runs = planned(every, folder, args.policy, args.device, args.seeds)
-    archive = Archive(args.kept, of_any_code=args.finished)
-    if not args.finished:
+    archive = Archive(args.kept)
+    if args.finished:
+        for names in (("rates",), ("main", "learned")):  # the last two share a table
+            admitted = [study for name in names for study in GROUPS[name]]
+            archive.admit(planned(admitted, folder, args.policy, args.device))
+    else:
         folder.mkdir(parents=True, exist_ok=True)
         if any(archive.of(run) is None for run in runs if run.settings.method["class_path"] == "LearnedScore"):
             teach(args.policy, folder)

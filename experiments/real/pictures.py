@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.real.results import Results, before_training, slot
 from experiments.real.studies import DENSE, FIVE, NAIVE, SPARSE_RL, Study
-from experiments.stability.pictures import COLORS, draw_band, draw_ends, new_figure, tell_caches
+from experiments.stability.pictures import COLORS, WIDTH, draw_band, draw_ends, new_figure, tell_caches
 
 
 def pictures(results: Results, studies: Sequence[Study], folder: Path) -> None:
@@ -46,7 +46,7 @@ def courses(results: Results, studies: Sequence[Study]) -> Any:
 
 def ends(results: Results, studies: Sequence[Study]) -> Any:
     """A row per arm: held-out reward with the full cache and the compressed one after training, a bar for each mean."""
-    figure, axes = new_figure(1, len(studies), 4.4 * len(studies), 3.8, sharex=True, sharey=True)
+    figure, axes = new_figure(len(studies), 1, WIDTH, 2.9 * len(studies), sharex=True, sharey=True)
     dense = results.dense(studies)
     before = before_training(dense)
     names = ["before", *(arm.label for arm in FIVE)]
@@ -59,8 +59,8 @@ def ends(results: Results, studies: Sequence[Study]) -> Any:
             full, compressed = ([run.end(key, 1) for run in runs] for key in ("dense", cache))
             draw_ends(ax, len(FIVE) - 1 - place, full, compressed, COLORS[arm.label])
         ax.set_title(title(study), fontsize=10)
-        ax.set_xlabel("held-out reward after training")
         ax.set_xlim(left=0.0)
+    axes[-1].set_xlabel("held-out reward after training")
     axes[0].set_yticks(range(len(names)), names[::-1])
     tell_caches(figure, axes[0])
     return figure

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from benchmarks.common.tables import Table
 from experiments.arms.runs import Arm
-from experiments.real.studies import DENSE, HALF, NAIVE, REPLAY, Study
+from experiments.real.studies import DENSE, HALF, NAIVE, REPLAY, SPARSE_RL, Study
 from experiments.stability.outcomes import COLLAPSED, ENOUGH, geometric, interval, mean
 from experiments.stability.records import Archive, Record
 from experiments.stability.results import paired
-from experiments.stability.signs import SIGNS, Judged, behind, shown
+from experiments.stability.signs import SIGNS, Judged, Sign, behind, shown
 
 MISSING = "–"
 QUARTER = "a quarter"
@@ -27,6 +27,7 @@ COLUMNS: dict[str, Callable[[Sequence[Record]], str]] = {
 }
 
 
+FAR = Sign("mismatch k3 above 0.05 in the last quarter", lambda record: 0.0 if record.k3 > 0.05 else None)
 BRIEFLY = ("", "full cache", "compressed", "ahead of naive, full cache", "collapsed", "sequences rejected")
 MOST_BRIEFLY = ("", "full cache", "compressed", "collapsed", "sequences rejected")
 
@@ -90,23 +91,25 @@ def rates_table(results: Results, studies: Sequence[Study]) -> Table:
 
 
 def arms_table(results: Results, studies: Sequence[Study]) -> Table:
-    """Arms by the held-out reward under both caches, and by their lead over naive and dense training."""
-    leads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ("full cache", "compressed")]
+    """Arms by the held-out reward under both caches, and by their lead over three of them."""
+    rivals = (NAIVE, DENSE, SPARSE_RL)
+    leads = [f"ahead of {arm.label}, {cache}" for arm in rivals for cache in ("full cache", "compressed")]
     table = Table("", ("slot", "", "full cache", "compressed", *leads, "collapsed", *COLUMNS))
     dense = results.dense(studies)
     before = before_training(dense)
     for budget in sorted((int(key) for key in before if key.isdigit()), reverse=True):
         ends = [f"{before[key]:.2f}" for key in ("dense", str(budget))]
         table.add(slot(budget), "before training", *ends, *[MISSING] * (len(table.header) - 4))
-    naive = {study.budget: own for study in studies if (own := results.of(study, NAIVE))}
+    usual = [study for study in studies if _is_snapkv(study)]
+    known = {(study.budget, arm.label): results.of(study, arm) for study in usual for arm in study.arms}
     for study in studies:
         for arm in study.arms:
             own = results.of(study, arm)
             for budget in sorted(budgets_of(own) if own else (), reverse=True):
-                cache, name = str(budget), arm.label if study.method == "SnapKV" else f"{arm.label}, {study.method}"
+                cache, name = str(budget), arm.label if _is_snapkv(study) else f"{arm.label}, {study.method}"
                 ends = {key: [run.end(key, 1) for run in own.values()] for key in ("dense", cache)}
-                others = (naive.get(budget, {}), dense)
-                compared = ("dense", cache if study.method == "SnapKV" else "")  # chance is judged under another cache
+                others = [dense if arm == DENSE else known.get((budget, arm.label), {}) for arm in rivals]
+                compared = ("dense", cache if _is_snapkv(study) else "")  # chance is judged under another cache
                 collapsed = sum(end < COLLAPSED * before["dense"] for end in ends["dense"]) if before else 0
                 table.add(
                     slot(budget), name, mean(ends["dense"]), mean(ends[cache]),
@@ -115,6 +118,10 @@ def arms_table(results: Results, studies: Sequence[Study]) -> Table:
                     *(column(list(own.values())) for column in COLUMNS.values()),
                 )  # fmt: skip
     return table
+
+
+def _is_snapkv(study: Study) -> bool:
+    return study.method == "SnapKV"
 
 
 def overview(whole: Table, size: str) -> Table:
@@ -144,7 +151,7 @@ def signs_table(results: Results, studies: Sequence[Study]) -> Table:
                 for seed in own.keys() & dense.keys()
             )
     for name, runs in judged.items():
-        for sign in SIGNS:
+        for sign in (*SIGNS, FAR):
             with_it, without = shown(sign, runs)
             if with_it + without:
                 table.add(name, sign.name, behind(with_it), behind(without))

@@ -25,7 +25,7 @@ from experiments.stability.execution import execute
 from experiments.stability.pictures import pictures
 from experiments.stability.records import Archive
 from experiments.stability.results import Results, overview, rounding, tables
-from experiments.stability.signs import signs_table
+from experiments.stability.signs import FROZEN_GROUPS, signs_table
 from experiments.stability.studies import GROUPS, SHORT, TASKS, Study, planned, warmed
 
 PAGE = "stability.md"
@@ -57,7 +57,7 @@ def note(results: Results, runs: Sequence[Run]) -> str:
     """Which runs there are, and where they ran."""
     found = [record for run in runs if (record := results.archive.of(run)) is not None]
     other = sum(results.archive.is_of_other_code(run) for run in runs)
-    changed = f" {other} of them ran with rewards, tasks or compressors that have changed since, or were not noted."
+    changed = f" {other} of them ran with a configuration or code that has changed since, or was not noted."
     changed *= bool(other)
     machines: dict[str, list[str]] = {}
     for day, name in sorted({tuple(record.machine.split(", ", 1)) for record in found}):
@@ -72,13 +72,19 @@ def note(results: Results, runs: Sequence[Run]) -> str:
 STUDY_OF = {
     "how quiet": "quiet", "course": "main", "leads": "main", "signs": "main", "tight leads": "tight",
     "steps and rates": "steps", "fewer steps": "steps", "chance": "control", "rejecting": "again",
+    "again signs": "again",
 }  # fmt: skip
 """Studies whose names are not those of their blocks."""
+BESIDE_EACH_OTHER = (
+    ("quiet", "main", "tight", "steps", "control", "spiral"), ("countdown",), ("again", "remedies"),
+)  # fmt: skip
+"""Studies that share tables, which must not mix runs of today's code with others."""
 
 
 def blocks(results: Results, studies: Collection[str] = tuple(GROUPS)) -> dict[str, str]:
     """What is written into the page, of these studies."""
-    found = {**tables(results), "signs": signs_table(results).untitled}
+    signs = {"signs": signs_table(results), "again signs": signs_table(results, FROZEN_GROUPS)}
+    found = {**tables(results), **{name: table.untitled for name, table in signs.items()}}
     return {name: text for name, text in found.items() if STUDY_OF.get(name, name) in studies}
 
 
@@ -88,7 +94,7 @@ def save(results: Results, folder: Path, text: str, studies: Collection[str] = t
         insert(folder / PAGE, table, _marker(name))
     if {"main", "tight"} <= set(studies):
         insert(folder / PAGE, text, _marker("how it was measured"))
-        pictures(results, folder)
+    pictures(results, folder, studies)
     if "again" in studies:
         insert_if_marked(folder.parent / "results.md", overview(results).untitled, _marker("overview"))
 
@@ -113,8 +119,12 @@ def main() -> None:
         parser.error(f"--seeds: no study chosen has the seeds {sorted(unknown)}")
     runs = planned(studies, folder, args.seeds)
     file = folder / "short.jsonl" if args.short else args.kept
-    results = Results(Archive(file, of_any_code=args.finished), folder)
-    if not args.finished:
+    results = Results(Archive(file), folder)
+    if args.finished:
+        for names in BESIDE_EACH_OTHER:
+            results.archive.admit(planned([study for name in names for study in GROUPS[name]], folder))
+        results.archive.admit(planned(SHORT, folder))
+    else:
         folder.mkdir(parents=True, exist_ok=True)
         warm_up(folder, {run.settings.options["data.init_args.tasks"] for run in runs})
         execute(runs, results.archive, args.jobs)

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.arms.runs import Arm
+from experiments.arms.runs import DENSE, Arm
 from experiments.stability.outcomes import Outcome, curve_band
 from experiments.stability.records import Record
 from experiments.stability.results import Results
-from experiments.stability.studies import ALL, MAIN, TIGHT, Study
+from experiments.stability.studies import AGAIN, ALL, MAIN, TIGHT, Study
 
+WIDTH = 5.8  # inches of a picture whose letters can be read on a phone
 COLORS = {
     "dense": "#6b7280", "naive": "#c2410c", "naive, δ = 2": "#f59e0b", "rejection only": "#a16207",
     "reweighting only": "#a21caf", "Sparse-RL": "#2563eb", "Sparse-RL (official)": "#0891b2", "replay": "#047857",
 }  # fmt: skip
 
 
-def pictures(results: Results, folder: Path) -> None:
-    """Write what the arms came to under both caches, and their courses under each."""
+def pictures(results: Results, folder: Path, studies: Collection[str]) -> None:
+    """Write what the arms of these studies came to under both caches, and their courses."""
+    if "again" not in studies and not {"main", "tight"} <= set(studies):
+        return
     from matplotlib import rc_context
 
     from sparse_rl_lightning.report.charts import STYLE
 
     with rc_context(STYLE):
-        drawn = {"results": ends(results, (TIGHT, MAIN))}
-        drawn |= {f"results-{name}": courses(results, study) for name, study in (("tight", TIGHT), ("courses", MAIN))}
+        drawn: dict[str, Any] = {}
+        if {"main", "tight"} <= set(studies):
+            drawn |= {"results": ends(results, (TIGHT, MAIN)), "results-courses": courses(results, MAIN, MAIN)}
+            drawn |= {"results-tight": courses(results, TIGHT, MAIN)}
+        if "again" in studies:
+            milder, tighter = AGAIN
+            drawn |= {"again": ends(results, (tighter, milder)), "again-tight": courses(results, tighter, milder)}
         for name, figure in drawn.items():
             figure.savefig(folder / f"{name}.png", dpi=110)
 
 
-def of_arm(results: Results, study: Study, arm: Arm) -> list[Outcome]:
-    """Its runs in a study; dense rollouts are those of the main comparison, judged under its compressed cache."""
-    return list(results.of(study if arm.evicts else MAIN, arm).values())
+def of_arm(results: Results, study: Study, arm: Arm, dense: Study) -> list[Outcome]:
+    """Its runs in a study; rollouts with the full cache know no budget, and are another's of the same seeds."""
+    return list(results.of(study if arm.evicts else dense, arm).values())
 
 
 def new_figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -46,19 +54,23 @@ def new_figure(rows: int, columns: int, width: float, height: float, **options: 
 
 def ends(results: Results, studies: Sequence[Study]) -> Any:
     """A panel per cache, a row per arm: accuracy with the full cache and the compressed one, a bar for the mean."""
-    figure, axes = new_figure(1, len(studies), 5.2 * len(studies), 4.2, sharex=True, sharey=True)
-    labels = ["before", *(arm.label for arm in ALL)]
+    arms = [arm for arm in ALL if any(arm in study.arms for study in studies)]
+    with_dense = next(study for study in studies if DENSE in study.arms)
+    labels = ["before", *(arm.label for arm in arms)]
+    figure, axes = new_figure(
+        len(studies), 1, WIDTH, (0.6 + 0.4 * len(labels)) * len(studies), sharex=True, sharey=True
+    )
     for ax, study in zip(axes, studies, strict=True):
         first = [run for arm in study.arms for run in results.of(study, arm).values() if arm.evicts][:1]
-        draw_ends(ax, len(ALL), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
-        for place, arm in enumerate(ALL):
-            own = of_arm(results, study, arm)
+        draw_ends(ax, len(arms), [run.dense_before for run in first], [run.sparse_before for run in first], "#1f2937")
+        for place, arm in enumerate(arms):
+            own = of_arm(results, study, arm, with_dense)
             judged = own if arm in study.arms else []  # else under another compressed cache
             sparse = [run.sparse for run in judged]
-            draw_ends(ax, len(ALL) - 1 - place, [run.dense for run in own], sparse, COLORS[arm.label])
+            draw_ends(ax, len(arms) - 1 - place, [run.dense for run in own], sparse, COLORS[arm.label])
         ax.set_title(f"{study.method}, {study.budget} + 4 tokens", fontsize=10)
-        ax.set_xlabel("greedy accuracy after training")
         ax.set_xlim(left=0.0)
+    axes[-1].set_xlabel("greedy accuracy after training")
     axes[0].set_yticks(range(len(labels)), labels[::-1])
     tell_caches(figure, axes[0])
     return figure
@@ -97,12 +109,12 @@ PANELS: dict[str, tuple[Draw, str]] = {
 }
 
 
-def courses(results: Results, study: Study) -> Any:
+def courses(results: Results, study: Study, dense: Study) -> Any:
     """Curves over the rollouts of a study, two panels a row: means over the seeds, bands from least to largest."""
     figure, axes = new_figure(len(PANELS) // 2, 2, 7.6, 0.8 + 1.25 * len(PANELS), sharex=True)
     for ax, (title, (draw, scale)) in zip(axes, PANELS.items(), strict=True):
         for arm in ALL:
-            draw_band(ax, [draw(run.record) for run in of_arm(results, study, arm)], arm)
+            draw_band(ax, [draw(run.record) for run in of_arm(results, study, arm, dense)], arm)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("rollout")
         if scale == "log":

@@ -85,20 +85,27 @@ class Archive:
 
     Args:
         path: The file.
-        of_any_code: Whether records count that were measured with other rewards, tasks or compressors than there are
-            now: to show what there is, and not to run what is missing.
     """
 
-    def __init__(self, path: Path, of_any_code: bool = False) -> None:
-        self.path, self.of_any_code = path, of_any_code
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.records = {one["key"]: Record(**one) for one in kept.read(path)}
+        self._admitted = set[str]()
+
+    def admit(self, runs: Sequence[Run]) -> None:
+        """Let records of other code count, to show what there is, if none of these runs has one of today's.
+
+        So no table mixes runs with one reward, task or compressor and runs with another.
+        """
+        if not any(map(self.of, runs)):
+            self._admitted.update(map(key_of, runs))
 
     def of(self, run: Run) -> Record | None:
         """The run's record, from its own files where it has just ended."""
         known = self.records.get(key_of(run))
         if known is not None and known.settings != settings_of(run):
             known = None
-        if known is not None and not self.of_any_code and known.code != run.code:
+        if known is not None and key_of(run) not in self._admitted and known.code != run.code:
             known = None
         if known is None and run.is_finished:
             known = self.records[key_of(run)] = rounded(Record.of(Found.read(run)))

@@ -92,17 +92,18 @@ def arms_table(results: Results, study: Study) -> Table:
 
 def again_table(results: Results, studies: Sequence[Study] = AGAIN) -> Table:
     """Arms under both caches with frozen task and rewards, and their leads; dense rollouts know no cache."""
-    heads = [f"ahead of {arm.label}, {cache}" for arm in (NAIVE, DENSE) for cache in ENDING]
+    rivals = (NAIVE, DENSE, SPARSE_RL)
+    heads = [f"ahead of {arm.label}, {cache}" for arm in rivals for cache in ENDING]
     table = Table("", ["cache", "", *ENDS, *heads])
     dense = results.of(studies[0], DENSE)
     for study in studies:
-        naive = results.of(study, NAIVE)
+        others = [dense if arm is DENSE else results.of(study, arm) for arm in rivals]
         for arm in study.arms:
             own = results.of(study, arm)
             if own:
-                leads = [difference(own, other, end) for other in (naive, dense) for end in ENDING.values()]
+                leads = [difference(own, other, end) for other in others for end in ENDING.values()]
                 if study is not studies[0]:  # dense training was judged under the first compressed cache
-                    leads[-1] = MISSING
+                    leads[heads.index(f"ahead of {DENSE.label}, compressed cache")] = MISSING
                 table.add(f"{study.budget} + 4", arm.label, *cells(results, study, arm, ENDS), *leads)
     return table
 
@@ -272,15 +273,20 @@ def remedies_table(results: Results, study: Study = REMEDIES) -> Table:
 
 
 def rejecting_table(results: Results, studies: Sequence[Study] = AGAIN) -> Table:
-    """Reward, length and rejection of every run of Sparse-RL over its rollouts, in parts of ten."""
-    table = Table("", ["cache", "seed", "", *(f"rollouts {10 * part + 1} to {10 * part + 10}" for part in PARTS)])
-    named = {"reward": "{:.2f}", "length": "{:.0f}", "rejection_rate": "{:.0%}"}
+    """Rejecting and only reweighting over the rollouts, in parts of ten: rewards, lengths, and what is rejected."""
+    table = Table("", ["cache", "", "", *(f"rollouts {10 * part + 1} to {10 * part + 10}" for part in PARTS)])
+    forms: dict[str, Callable[[Sequence[float]], str]] = {"reward": mean, "length": lambda own: mean(own, 1)}
     for study in studies:
+        for arm in (SPARSE_RL, REWEIGHTING):
+            own = results.of(study, arm)
+            for name, form in forms.items():
+                parts = [[run.record.curves[name][part] for run in own.values()] for part in PARTS if own]
+                table.add(
+                    f"{study.budget} + 4", arm.label, name, *(map(form, parts) if parts else [MISSING] * len(PARTS))
+                )
         for seed, run in results.of(study, SPARSE_RL).items():
-            for name, form in named.items():
-                curve = run.record.curves[name]
-                shown = [form.format(curve[part]) if part < len(curve) else MISSING for part in PARTS]
-                table.add(f"{study.budget} + 4", str(seed), name.removesuffix("_rate"), *shown)
+            rates = [f"{run.record.curves['rejection_rate'][part]:.0%}" for part in PARTS]
+            table.add(f"{study.budget} + 4", SPARSE_RL.label, f"rejected, seed {seed}", *rates)
     return table
 
 

@@ -12,7 +12,7 @@ from experiments.arms.runs import DENSE
 from experiments.stability.outcomes import fall
 from experiments.stability.records import Record
 from experiments.stability.results import Results
-from experiments.stability.studies import CONTROL, MAIN, SPIRAL, STEPS, TIGHT, Study
+from experiments.stability.studies import AGAIN, CONTROL, MAIN, SPIRAL, STEPS, TIGHT, Study
 
 BEHIND = 0.05  # accuracy with the full cache below that of dense training with the same prompts
 FALLEN = 0.75  # of the best accuracy so far
@@ -21,8 +21,15 @@ GROUPS = {
     "steps and rates": tuple(chain(*STEPS)),
 }  # fmt: skip
 """Studies to judge; the bounds of the signs were chosen on the first."""
+FROZEN_GROUPS = {f"{study.budget} + 4": (study,) for study in AGAIN}
+"""Those with task and rewards of their own."""
 DENSE_OF = {study.recipe: study for study in (*chain(*STEPS), MAIN) if DENSE in study.arms}
 """Where dense training on sums by the same recipe is found; the last wins: for the usual one main, with six seeds."""
+
+
+def dense_of(study: Study) -> Study:
+    """Where dense training by a study's recipe and rewards is found."""
+    return AGAIN[0] if study in AGAIN else DENSE_OF[study.recipe]
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def judged(results: Results, studies: Iterable[Study]) -> list[Judged]:
     found: dict[str, Judged] = {}
     for study in studies:
         assert study.task == MAIN.task
-        dense = {seed: run.dense for seed, run in results.of(DENSE_OF[study.recipe], DENSE).items()}
+        dense = {seed: run.dense for seed, run in results.of(dense_of(study), DENSE).items()}
         if not dense:
             continue
         usual = statistics.fmean(dense.values())

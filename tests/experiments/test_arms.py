@@ -86,6 +86,36 @@ def test_code_is_that_of_rewards_tasks_environments_and_compressors(monkeypatch:
     assert seen == ["ArithmeticTasks", "Calculator", "RKV", "SnapKV", "arithmetic_reward"]
 
 
+TOLD = '''
+def keep(budget):
+    """Keep so many."""
+    if budget < 1:
+        raise UserError(f"budget must be positive, got {budget}.")
+    return budget + 1  # the newest
+'''
+
+
+@pytest.mark.parametrize(
+    ("edit", "counts"),
+    [
+        (('"""Keep so many."""', '"""Keep this many and one more."""'), False),
+        (("  # the newest", ""), False),
+        (("must be positive", "counts tokens"), False),
+        (("    return", '    if budget > 9:\n        raise UserError("less")\n    return'), False),
+        (("budget < 1", "budget < 2"), False),
+        (("UserError", "ValueError"), True),  # which a run may catch, and go on
+        (("raise UserError", "budget = 3 or UserError"), True),
+        (("budget + 1", "budget + 2"), True),
+        (("budget + 1", "budget - 1"), True),
+        (("    return budget + 1", "    return budget + 1\n    return 0"), True),
+        (("keep(budget)", "keep(budget=0)"), True),
+    ],
+)
+def test_code_is_what_a_run_that_ended_depends_on(edit: tuple[str, str], counts: bool) -> None:
+    assert edit[0] in TOLD
+    assert (code.said(TOLD.replace(*edit).encode()) != code.said(TOLD.encode())) == counts
+
+
 def found(run: Any, level: float) -> Any:
     """A finished run in round numbers."""
     budgets = [str(budget) for budget in run.budgets]

@@ -16,17 +16,18 @@ from experiments.stability import studies
 from experiments.stability.records import Archive
 
 
-def test_a_value_is_inside_if_it_is_no_farther_than_the_range_is_wide() -> None:
-    assert check.is_inside(0.31, [0.4, 0.5])
-    assert not check.is_inside(0.29, [0.4, 0.5])
-    assert check.is_inside(0.6, [0.4, 0.5])
-    assert check.is_inside(0.42, [0.44, 0.44])
-    assert not check.is_inside(0.41, [0.44, 0.44])
+def test_the_band_is_that_of_one_run_more() -> None:
+    """Of 0.4, 0.5 and 0.6: mean 0.5, deviation 0.1, t 4.303, and the root of 1 + 1/3."""
+    assert check.band([0.4, 0.5, 0.6]) == pytest.approx((0.5 - 0.4969, 0.5 + 0.4969), abs=1e-4)
+    assert check.band([0.44, 0.44]) == pytest.approx((0.42, 0.46))
 
 
+@pytest.mark.parametrize("seeds", [(30, 31), (30, 31, 32, 33)])
 @pytest.mark.parametrize("shift", [0.0, 0.3])
-def test_what_ends_elsewhere_is_told(shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = tuple(replace(study, seeds=(30, 31)) for study in studies.AGAIN)
+def test_what_ends_elsewhere_is_told(
+    shift: float, seeds: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = tuple(replace(study, seeds=seeds) for study in studies.AGAIN)
     monkeypatch.setattr(studies, "AGAIN", few)
     archive = Archive(tmp_path / "kept.jsonl")
     for run in studies.planned(few, tmp_path / "kept"):
@@ -42,7 +43,7 @@ def test_what_ends_elsewhere_is_told(shift: float, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(check, "warm_up", lambda folder, tasks: folder.mkdir(parents=True))
     monkeypatch.setattr(check, "say", lambda text: said.append(text))
     assert check.check("again", archive, tmp_path / "fresh", number=2, draw=1, jobs=1) == (not shift)
-    assert len(said) == 2
+    assert len(said) == 4  # with each cache
     assert all(line.endswith("OUTSIDE" if shift else "inside") for line in said)
     other = Archive(tmp_path / "none.jsonl")
     assert not check.check("again", other, tmp_path / "none", number=2, draw=1, jobs=1)

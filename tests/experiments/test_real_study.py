@@ -57,7 +57,7 @@ def test_its_code_is_of_its_own_files(tmp_path: Path, monkeypatch: pytest.Monkey
         own = file.read_bytes()
         with monkeypatch.context() as patch:
             read = Path.read_bytes
-            patch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == file))
+            patch.setattr(Path, "read_bytes", lambda path: read(path) + b"\nNEW = 1\n" * (path == file))
             assert file.read_bytes() != own
             code._sources.cache_clear()
             found = code.code_of(["experiments.real.task.story_reward"])

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.arms import curves
 from experiments.arms.runs import CODE, DENSE, NAIVE
@@ -21,6 +22,7 @@ from experiments.stability import __main__ as command
 from experiments.stability import execution, outcomes, signs, studies, task
 from experiments.stability.outcomes import fall
 from experiments.stability.records import BINS, Archive, Record, binned, key_of, long_steps
+from experiments.stability.rejected import described, rejected_table
 from experiments.stability.results import Results, overview, tables
 from sparse_rl_lightning.callbacks.guards.step_guard import Cause, RatioWatch
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -202,9 +204,30 @@ def test_a_record_of_other_code_is_shown_and_measured_anew(tmp_path: Path) -> No
         kept.write_text(json.dumps(line | noted))
         assert Archive(kept).is_of_other_code(run)
         assert Archive(kept).of(run) is None
-        shown = Results(Archive(kept, of_any_code=True), tmp_path)
+        shown = Results(Archive(kept), tmp_path)
+        shown.archive.admit([run])
         assert shown.archive.of(run) is not None
         assert "1 of them ran with rewards, tasks or compressors that have changed since" in command.note(shown, [run])
+
+
+def test_runs_of_other_code_are_never_in_a_table_with_those_of_todays(tmp_path: Path) -> None:
+    own, other = replace(studies.MAIN, arms=(NAIVE, studies.SPARSE_RL)).runs(10, tmp_path)
+    kept = tmp_path / "kept.jsonl"
+    for run in (own, other):
+        write(run)
+        assert Archive(kept).of(run) is not None
+        (run.folder / "course.json").unlink()
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines[0]["code"] = "of before"
+    kept.write_text("\n".join(map(json.dumps, lines)))
+    archive = Archive(kept)
+    archive.admit([own, other])
+    assert [archive.of(run) is None for run in (own, other)] == [line["code"] == "of before" for line in lines]
+    lines[1]["code"] = "of before"
+    kept.write_text("\n".join(map(json.dumps, lines)))
+    archive = Archive(kept)
+    archive.admit([own, other])
+    assert None not in map(archive.of, (own, other))
 
 
 def finished(path: Path) -> Results:
@@ -246,7 +269,8 @@ def test_frozen_comparison_has_one_dense_run_a_seed_for_both_caches(tmp_path: Pa
     rows = [line.strip("| ").split(" | ") for line in tables(results)["again"].splitlines()[2:]]
     assert [row[:3] for row in rows[::5]] == [["34 + 4", "dense", "0.50"], ["30 + 4", "naive", "0.20"]]
     assert rows[-1][:2] == ["30 + 4", "replay"]
-    assert rows[-1][-2:] == ["-30.0", "–"]  # behind dense; dense was judged under the other compressed cache
+    # behind dense, which was judged under the other compressed cache, and level with Sparse-RL
+    assert rows[-1][-4:] == ["-30.0", "–", "+0.0", "+0.0"]
     shown = cells(overview(results).untitled)
     assert shown["dense"] == ["0.50", "–", "10.0 %", "0 of 1"]
     assert shown["naive"] == ["0.20", "0.10", "10.0 %", "0 of 1"]
@@ -268,8 +292,10 @@ def test_remedies_stand_beside_the_runs_that_they_are_to_help(tmp_path: Path) ->
     assert table["Sparse-RL"][-2] == "10 ± 0 %"
     assert set(table["Sparse-RL, baseline of the kept"]) == {"–"}
     rows = [line.strip("| ").split(" | ") for line in blocks["rejecting"].splitlines()[2:]]
-    assert [row[:3] for row in rows[:3]] == [["30 + 4", "30", what] for what in ("reward", "length", "rejection")]
-    assert rows[2][3] == "10%"
+    tighter = {tuple(row[1:3]): row[3:] for row in rows if row[0] == "30 + 4"}
+    assert tighter["Sparse-RL", "reward"][0] == "1.00 ± 0.00"
+    assert tighter["reweighting only", "length"][0] == "–"
+    assert tighter["Sparse-RL", "rejected, seed 30"][0] == "10%"
 
 
 def test_steps_and_rates_are_asked_under_the_tighter_cache(tmp_path: Path) -> None:
@@ -477,3 +503,27 @@ def test_naive_training_ends_below_dense_training(
     (before, dense), (same, naive) = found["dense"], found["naive"]
     assert before == same
     assert dense > before / 2 > naive
+
+
+def test_rejected_sequences_are_described_beside_kept_ones() -> None:
+    """Two of four have a near-impossible token: one at a further step, one at a digit."""
+    texts = ["1+2=3;3+4=7#7", "1+2=3;3+4=7;7+1=8", "9+2=1#1", "1+2=3#3"]
+    mask = torch.tensor([[place < len(text) for place in range(17)] for text in texts])
+    sparse, dense = torch.zeros(4, 17), torch.zeros(4, 17)
+    dense[1, 11] = dense[2, 4] = -20.0
+    dense[3, 5] = -9.0  # above 1e-4
+    rollout = SimpleNamespace(completion_mask=mask, old_logprobs=dense, sparse_logprobs=sparse)
+    rewards = {"right_answer": torch.tensor([1.0, 0.0, 0.0, 1.0]), "right_steps": torch.tensor([1.0, 0.5, 0.0, 1.0])}
+    scored: Any = SimpleNamespace(rollout=rollout, completions=texts, reward_table=rewards)
+    found = described(scored)
+    assert found["kept"] == {
+        "share": 0.5, "tokens": 10.0, "right answers": 1.0, "right steps": 1.0, "a step too many": 0.0,
+        "no answer": 0.0,
+    }  # fmt: skip
+    assert found["rejected"] == {
+        "share": 0.5, "tokens": 12.0, "right answers": 0.0, "right steps": 0.25, "a step too many": 0.0,
+        "no answer": 0.5, "rejected at a `;`": 0.5,
+    }  # fmt: skip
+    line = {"policy": "before training", **found}
+    rows = cells(rejected_table([line, {**line, "policy": "seed 30"}, {**line, "policy": "seed 31"}]).untitled)
+    assert rows["after training, 2 seeds"][-1] == "50 / 50 %"
