@@ -46,7 +46,6 @@ data:
 trainer:
   max_steps: 100
   callbacks:  # what a compressed cache needs, unless the module replays it (choosing.md)
-    - {class_path: SparsityAwareRejection, init_args: {threshold: 1.0e-4}}
     - {class_path: ImportanceReweighting, init_args: {clip_max: 1.5}}
 ```
 

@@ -38,7 +38,7 @@ class RolloutCallback(Callback):
 
     @property
     def corrects(self) -> bool:
-        """Whether the callback changes ``keep`` or ``weights``."""
+        """Whether the callback changes ``keep``, ``weights`` or ``advantages``."""
         return type(self).correct is not RolloutCallback.correct
 
     def needs_rescoring(self, module: RolloutModule) -> bool:

@@ -207,7 +207,7 @@ trainer:
   gradient_clip_val: 1.0
   log_every_n_steps: 1
   callbacks:
-        - {{class_path: ImportanceReweighting, init_args: {{clip_max: 1.5}}}}
+    - {{class_path: ImportanceReweighting, init_args: {{clip_max: 1.5}}}}
     - {{class_path: RolloutProgress}}
     - {{class_path: RolloutCheckpoint}}
 """

@@ -29,7 +29,7 @@ def naive_warning(module: Any) -> str:
     if not learns_from_less(module) or any(callback.corrects for callback in rollout_callbacks(module)):
         return ""
     generator = module.generator
-    correct = "SparsityAwareRejection and ImportanceReweighting with clip_max=1.5 in trainer.callbacks"
+    correct = "ImportanceReweighting with clip_max=1.5 in trainer.callbacks"
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
     learned = "LearnedEvictionGRPO with Drawn around the compressor"

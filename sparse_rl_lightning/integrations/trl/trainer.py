@@ -59,7 +59,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         *given: Arguments of ``GRPOTrainer``.
         compressor: Compressor of the rollout's cache.
         corrections: Corrections for drawing with another policy than the learner's, e.g.
-            ``[SparsityAwareRejection(), ImportanceReweighting()]``. What they reject counts as zeros, as in the paper.
+            ``[ImportanceReweighting(clip_max=1.5)]``. What they reject counts as zeros, as in the paper.
         replay: Whether the learner, and with ``beta`` the reference policy, attend as the sampler did.
         rollout: Memory and speed of rollouts.
         **named: Arguments of ``GRPOTrainer``.
@@ -97,7 +97,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         self.eos_token_ids = self.sampler.end_token_ids  # TRL tells by them what was cut off
         if compressor.evicts and not (corrections or replay):
             evicts = f"{type(compressor).__name__} evicts"
-            correct = "corrections=[SparsityAwareRejection(), ImportanceReweighting(clip_max=1.5)]"
+            correct = "corrections=[ImportanceReweighting(clip_max=1.5)]"
             warnings.warn(naive_training(evicts, correct, "replay=True"), stacklevel=2)
 
     @contextmanager
