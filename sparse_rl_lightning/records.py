@@ -243,7 +243,7 @@ class Rollout:
             if value is None:
                 continue
             if getattr(self, name) is None:
-                setattr(self, name, value.new_full(self.sequences.shape, float(name != "old_logprobs")))
+                setattr(self, name, self.completion_mask.to(value.dtype) * (name != "old_logprobs"))
             own = getattr(self, name)[..., : value.shape[-1]] if value.ndim > 1 else getattr(self, name)
             own[index] = value  # the part may have less padding
 

@@ -116,5 +116,5 @@ def test_a_protected_prompt_helps_neither_chance_nor_the_others() -> None:
 def test_replay_is_as_exact_as_the_results_say() -> None:
     every = [cell.replay_difference or 0.0 for part in PARTS for cell in cells(part).values()]
     page = (ROOT / "docs/results.md").read_text("utf-8")
-    (said,) = re.findall(r"differ from the sampler's by at most (\S+), in float32", page)
+    (said,) = re.findall(r"differ from the sampler's by at most (\S+), in\s+float32", page)
     assert max(every) <= float(said) < 1.5 * max(every)

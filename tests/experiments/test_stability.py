@@ -207,7 +207,7 @@ def test_a_record_of_other_code_is_shown_and_measured_anew(tmp_path: Path) -> No
         shown = Results(Archive(kept), tmp_path)
         shown.archive.admit([run])
         assert shown.archive.of(run) is not None
-        assert "1 of them ran with rewards, tasks or compressors that have changed since" in command.note(shown, [run])
+        assert "1 of them ran with a configuration or code that has changed since" in command.note(shown, [run])
 
 
 def test_runs_of_other_code_are_never_in_a_table_with_those_of_todays(tmp_path: Path) -> None:
