@@ -230,6 +230,11 @@ def test_runs_of_other_code_are_never_in_a_table_with_those_of_todays(tmp_path: 
     assert None not in map(archive.of, (own, other))
 
 
+def test_every_study_is_shown_beside_those_that_it_shares_tables_with() -> None:
+    """One that is missing there would show no run of other code."""
+    assert sorted(name for names in command.BESIDE_EACH_OTHER for name in names) == sorted(studies.GROUPS)
+
+
 def finished(path: Path) -> Results:
     return Results(Archive(path / "kept.jsonl"), path)
 
