@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,8 @@ REAL = [path for path in NOTEBOOKS if path.stem.startswith("real_")]
 LARGEST = 200_000
 """Bytes of a notebook with its outputs."""
 SECONDS = 3600
+LOGGED = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\].*\n", re.MULTILINE)
+"""Lines of DeepSpeed's log, which goes to stdout."""
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, seconds: int = SECONDS) -> None:
@@ -39,6 +42,13 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, seconds: int = SECOND
     client.execute()
 
 
+def shown(output: nbformat.NotebookNode) -> bool:
+    """Whether an output is kept; lines of logs leave it."""
+    if output.output_type == "stream":
+        output.text = "" if output.name == "stderr" else LOGGED.sub("", output.text)
+    return output.output_type != "stream" or bool(output.text)
+
+
 def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """The notebook as it is stored."""
     for cell in notebook.cells:
@@ -47,9 +57,7 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             continue
         cell.execution_count = None
         kept: list[nbformat.NotebookNode] = []
-        for output in cell.outputs:
-            if output.output_type == "stream" and output.name == "stderr":
-                continue
+        for output in filter(shown, cell.outputs):
             if output.output_type != "stream":
                 output.metadata = {}
             if output.output_type == "execute_result":
