@@ -111,7 +111,7 @@ HEALTHY = {
     "mismatch/ratio_p05": "above 0.5",
     "mismatch/ess": "above 0.9; low means that few tokens carry the gradient",
     "mismatch/low_ratio_tokens": "below 1e-3",
-    "mismatch/low_ratio_sequences": "the rejection rate at the threshold of 1e-4",
+    "mismatch/low_ratio_sequences": "below 0.2; the rejection rate at the threshold of 1e-4",
     "sampling/importance_sampling_ratio/max": "large values are what `clip_max` is for",
     "clip_ratio/region_mean": "below 0.01 with few steps per rollout; 0.0005 in Sparse-RL's paper",
     "staleness_ratio/max": "below 10; `StepGuard` warns of more in a long step, and of 100 without weights or replay",

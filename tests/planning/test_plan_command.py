@@ -219,6 +219,9 @@ def test_the_page_shows_what_its_command_prints(folder: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert re.search(r"^total +21\.6", said, re.MULTILINE)
     assert "13.0 hours" in said
+    main("--config my.yaml --memory 24GB --model.sampling.max_completion_length=512".split())
+    assert "0.7 hours for all 400" in capsys.readouterr().out
+    assert "with 512 tokens, `plan` says 0.7 hours" in " ".join(page.split())
 
 
 @pytest.mark.thinned(3)
