@@ -50,6 +50,25 @@ def test_what_ends_elsewhere_is_told(
     assert "measure first, python -m experiments.stability --studies again" in said[-1]
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.1])
+def test_a_run_beside_its_arm_is_held_to_what_it_was(
+    shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 30 ended far above the others: coming to the same is no fault of today's code, coming nearer is."""
+    study = (replace(studies.AGAIN[1], seeds=(30, 31, 32, 33)),)
+    runs = studies.planned(study, tmp_path / "kept")
+    archive = Archive(tmp_path / "kept.jsonl")
+    for run in runs:
+        write(run, end=0.8 if run.seed == 30 else 0.4)
+        archive.of(run)
+    run = next(run for run in studies.planned(study, tmp_path / "fresh") if run.seed == 30)
+    write(run, end=0.8 - shift)
+    again = Archive(tmp_path / "fresh.jsonl").of(run)
+    monkeypatch.setattr(check, "say", lambda text: None)
+    assert again is not None
+    assert check.judged(run, again, archive, runs) == (not shift)
+
+
 def test_a_run_that_stops_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "AGAIN", (replace(studies.AGAIN[1], seeds=(30,)),))
     archive = Archive(tmp_path / "kept.jsonl")
