@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,9 +117,25 @@ fit(module(slow_on_one), 5, [Fault(), RankWatch(stuck_after=1)], data=Rows(promp
 """
 
 
-def end(fault: str, folder: Path) -> tuple[list[int], list[str]]:
+LATE = """
+import os, signal, torch
+from tiny_grpo import Rows, fit, likes_a, module
+
+def last():
+    # comes after the same hook of all callbacks
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+grpo = module(likes_a)
+grpo.on_fit_end = last
+fit(grpo, 1, [], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
+"""
+
+
+def end(script: str, folder: Path) -> tuple[list[int], list[str]]:
     """Statuses and outputs of two ranks."""
-    (folder / "script.py").write_text(SCRIPT.format(fault=fault))
+    (folder / "script.py").write_text(script)
     processes = start([sys.executable, str(folder / "script.py")], folder, 2)
     try:
         statuses = [process.wait(180) for process in processes]
@@ -133,7 +150,7 @@ def end(fault: str, folder: Path) -> tuple[list[int], list[str]]:
 @pytest.mark.slow
 def test_waiting_for_ever_is_told_and_waiting_long_is_not(tmp_path: Path) -> None:
     """Both rollouts with a slow reward come through, four waits long; then one rank runs a collective of its own."""
-    statuses, texts = end("torch.distributed.barrier()", tmp_path)
+    statuses, texts = end(SCRIPT.format(fault="torch.distributed.barrier()"), tmp_path)
     assert statuses == [STATUS, STATUS], texts
     for rank, text in enumerate(texts):
         assert "Ranks wait for each other for ever" in text
@@ -153,7 +170,15 @@ def test_waiting_for_ever_is_told_and_waiting_long_is_not(tmp_path: Path) -> Non
     ],
 )
 def test_the_others_name_rank_and_cause(fault: str, status: int, said: str, tmp_path: Path) -> None:
-    statuses, texts = end(fault, tmp_path)
+    statuses, texts = end(SCRIPT.format(fault=fault), tmp_path)
     assert statuses == [STATUS, status], texts
     assert said.format(folder=tmp_path) in texts[0]
     assert "Traceback" not in texts[0], "a collective that fails for want of another rank is no news"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_after_its_last_step_is_named(tmp_path: Path) -> None:
+    """Export, report and the check of the last checkpoint are collectives, too."""
+    statuses, texts = end(LATE, tmp_path)
+    assert statuses == [STATUS, -signal.SIGKILL], texts
+    assert "Rank 1 has died. Rank 0 stops as well" in texts[0]

@@ -73,9 +73,9 @@ class RankWatch(Callback):
         if self._watch is not None:
             be_patient(trainer.strategy)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sign off: from now on ranks may end in any order."""
-        if self._watch is not None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Sign off: from now on ranks may end in any order, when no callback's ``on_fit_end`` waits for others."""
+        if self._watch is not None and stage == "fit":
             self._watch.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
