@@ -80,24 +80,28 @@ def kept_cards() -> list[list[str]]:
     return rows
 
 
+def figures(plan: str) -> list[str]:
+    """Peak, the cache and a full one in GB, the time of a rollout and of learning from it, and hours, by a plan."""
+    patterns = (
+        r"Fits: ([\d.]+) GB", r"The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB",
+        r".* tokens: rollout (.*), rescoring .*, learner (.*);$", r".* ([\d.]+) hours for all",
+    )  # fmt: skip
+    found = [re.search(rf"^(?:# )?{pattern}", plan, re.MULTILINE) for pattern in patterns]
+    assert all(found)
+    return [text for one in found if one is not None for text in one.groups()]
+
+
 def card_row(model: str, memory: str, path: Path) -> list[str]:
     """Have a configuration written for a model and a card, and return what it sets and what is predicted of it."""
     with redirect_stdout(StringIO()):
         main(["--model", model, "--memory", memory, "--length", str(LENGTH), "--output", str(path)])
-    job, head = job_of(["--config", str(path)]), path.read_text("utf-8")
-    peak, times = re.search(r"^# Fits: ([\d.]+) GB", head, re.M), re.search(r"long: rollout (.*);$", head, re.M)
-    caches = re.search(r"^# The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB", head, re.M)
-    hours = re.search(r"^# .* ([\d.]+) hours for all", head, re.M)
-    assert peak
-    assert times
-    assert caches
-    assert hours
-    rollout, _, learning = times[1].replace("rescoring ", "").replace("learner ", "").split(", ")
+    job = job_of(["--config", str(path)])
+    peak, *caches, rollout, learning, hours = figures(path.read_text("utf-8"))
     trains, bits = "all weights" if job.blueprint.adapters is None else "adapters", job.blueprint.quantization
     again, rows = AGAIN[job.learner.gradient_checkpointing], job.micro_batch.rows
     return [
         model, memory, f"{trains} on {bits}" if bits else trains, str(job.compressor.schedule.plain),
-        str(job.rollout.num_slots), *caches.groups(), f"{rows} at a time{again}", peak[1], rollout, learning, hours[1],
+        str(job.rollout.num_slots), *caches, f"{rows} at a time{again}", peak, rollout, learning, hours,
     ]  # fmt: skip
 
 

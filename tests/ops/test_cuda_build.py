@@ -146,7 +146,8 @@ def test_the_cuda_library_builds_and_loads_on_any_torch(tmp_path: Path) -> None:
     )
     code = (
         "from sparse_rl_lightning import ops; from sparse_rl_lightning.ops.schemas import SCHEMAS; "
-        "from sparse_rl_lightning.ops.architectures import built_architectures; print(built_architectures()); "
+        "from sparse_rl_lightning.ops.architectures import built_architectures; from pathlib import Path; "
+        "print(built_architectures(Path(ops.__file__).parents[1])); "
         "print(ops.__file__, ops.MISSING, all(ops.has_kernel(n, d) for n in SCHEMAS for d in ('cpu', 'cuda')))"
     )
     environment["SPARSE_RL_NATIVE"] = "1"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.predictions import COLUMNS, LENGTH, card_row, kept_cards
+from docs.predictions import CARDS, COLUMNS, LENGTH, card_row, figures, kept_cards
 from sparse_rl_lightning.cli import main as train
 from sparse_rl_lightning.cli.plan import job_of, main
 from sparse_rl_lightning.planning import card_of
@@ -25,6 +25,13 @@ def test_every_model_has_every_card() -> None:
     wanted = {(f"Qwen/Qwen3-{size}B", f"{memory}GB") for size in ("1.7", "4", "8") for memory in (24, 48, 80, 141)}
     assert {(model, memory) for model, memory, *_ in ROWS} == {*wanted, ("Qwen/Qwen2.5-7B", "80GB")}
     assert {len(row) for row in ROWS} == {len(COLUMNS)}
+
+
+def test_the_figures_of_a_plan_are_found() -> None:
+    page = (CARDS.parent / "one_card.md").read_text("utf-8")
+    shown = page.partition("```text\nGB per GPU")[2].partition("```")[0]
+    expected = ["18.1", "9.7", "61.0", "49.8 s", "31.1 s", "4.9"]
+    assert figures(shown) == figures(re.sub("^", "# ", shown, flags=re.MULTILINE)) == expected
 
 
 @pytest.mark.slow
