@@ -259,6 +259,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_weights_that_would_mean_another_policy_are_refused(name: str, command: str, tmp_path: Path) -> None:
     before, after, said = REFUSED[name]
+    if name in ("alpha", "adapter's alpha", "rank"):
+        pytest.importorskip("peft", reason="peft is an extra")
     before = {"steps_per_generation": 1, **before}
     train(tmp_path, 1, before)
     path, grpo = tmp_path / "last.ckpt", made(**after)
@@ -296,6 +298,7 @@ def test_the_reference_of_a_penalty_is_the_policy_that_the_run_began_with(tmp_pa
 
 
 def test_lora_has_its_reference_in_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
     penalty = {"loss": GRPOLoss(beta=0.1), "steps_per_generation": 1}
     started, other = (policies.LoadedPolicy(*TinyPolicy(**TINY, seed=seed).load()) for seed in (0, 1))
     train(tmp_path, 1, {**penalty, "policy": LoraPolicy(started, r=2)})

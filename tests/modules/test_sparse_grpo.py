@@ -73,6 +73,7 @@ def test_a_penalty_begins_at_zero_in_any_precision(precision: str) -> None:
 
 
 def test_adapters_with_a_penalty_load_on_several_ranks() -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
     grpo = module(beta=0.1)
     grpo.policy_source = LoraPolicy(grpo.policy_source, r=2)
     grpo._world_size = 2

@@ -178,6 +178,7 @@ def test_adapters_that_would_train_nothing_are_refused() -> None:
 
 
 def test_dropout_on_packed_experts_is_refused_in_words() -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
     with pytest.raises(UserError, match=r"peft refuses.*lora_dropout.*without lora_dropout if experts are packed"):
         add_adapter(family("qwen3_moe"), "all-linear", 0, r=4, lora_dropout=0.1)
 

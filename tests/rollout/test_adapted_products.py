@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +22,8 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projecti
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder
 from tests.pretend_gpu import PretendGPU
 from tests.rollout_cases import PROMPTS, adapt, assert_same, policy
+
+peft = pytest.importorskip("peft", reason="peft is an extra")
 
 WIDTHS = (24, 8, 8)
 
@@ -39,7 +40,7 @@ def layers(dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
     """Those with adapters, whose output is not zero."""
     torch.manual_seed(0)
     config = {"r": 4, "lora_alpha": 6, "target_modules": r"layer\.\d"} | options
-    own = inject_adapter_in_model(LoraConfig(**config), Layers().to(dtype)).eval()
+    own = peft.inject_adapter_in_model(peft.LoraConfig(**config), Layers().to(dtype)).eval()
     for name, parameter in own.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
@@ -125,7 +126,7 @@ def test_the_adapter_in_use_is_looked_up_again() -> None:
     product = adapted(modules, torch.float32)
     assert product is not None
     for module in modules:
-        module.update_layer("other", 2, 2, config=LoraConfig(r=2, init_lora_weights=False))
+        module.update_layer("other", 2, 2, config=peft.LoraConfig(r=2, init_lora_weights=False))
         module.set_adapter("other")
     product.refresh()
     check(product, modules, calls=False)
@@ -138,7 +139,7 @@ def merge(modules: list[Any]) -> None:
 
 def add_another(modules: list[Any]) -> None:
     for module in modules:
-        module.update_layer("other", 2, 2, config=LoraConfig(r=2))
+        module.update_layer("other", 2, 2, config=peft.LoraConfig(r=2))
         module.set_adapter(["default", "other"])
 
 
@@ -266,7 +267,7 @@ def test_what_graphs_could_not_follow_makes_another_decoder(monkeypatch: pytest.
     module.merge()
     assert not decoder.serves(model, decoder.geometry, False)
     module.unmerge()
-    module.update_layer("other", 2, 2, config=LoraConfig(r=2))
+    module.update_layer("other", 2, 2, config=peft.LoraConfig(r=2))
     decoder = NativeDecoder(model, decoder.geometry)
     module.set_adapter(["default", "other"])
     assert not decoder.serves(model, decoder.geometry, False)
