@@ -86,9 +86,12 @@ def figures(plan: str) -> list[str]:
         r"Fits: ([\d.]+) GB", r"The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB",
         r".* tokens: rollout (.*), rescoring .*, learner (.*);$", r".* ([\d.]+) hours for all",
     )  # fmt: skip
-    found = [re.search(rf"^(?:# )?{pattern}", plan, re.MULTILINE) for pattern in patterns]
-    assert all(found)
-    return [text for one in found if one is not None for text in one.groups()]
+    said: list[str] = []
+    for pattern in patterns:
+        found = re.search(rf"^(?:# )?{pattern}", plan, re.MULTILINE)
+        assert found, pattern
+        said += found.groups()
+    return said
 
 
 def card_row(model: str, memory: str, path: Path) -> list[str]:

@@ -13,6 +13,7 @@ import io
 import re
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nbformat
@@ -42,11 +43,13 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, seconds: int = SECOND
     client.execute()
 
 
-def shown(output: nbformat.NotebookNode) -> bool:
-    """Whether an output is kept; lines of logs leave it."""
-    if output.output_type == "stream":
-        output.text = "" if output.name == "stderr" else LOGGED.sub("", output.text)
-    return output.output_type != "stream" or bool(output.text)
+def without_logs(outputs: Iterable[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookNode]:
+    """The outputs but for stderr, lines of logs, and what is empty without them."""
+    for output in outputs:
+        if output.output_type == "stream":
+            output.text = "" if output.name == "stderr" else LOGGED.sub("", output.text)
+        if output.get("text") != "":
+            yield output
 
 
 def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -57,7 +60,7 @@ def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             continue
         cell.execution_count = None
         kept: list[nbformat.NotebookNode] = []
-        for output in filter(shown, cell.outputs):
+        for output in without_logs(cell.outputs):
             if output.output_type != "stream":
                 output.metadata = {}
             if output.output_type == "execute_result":
