@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sparse_rl_lightning.replay import replay_logprobs
     from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "DistillSparse",
