@@ -42,13 +42,24 @@ class LayerState:
     query_positions: Tensor  # (S, A) their positions, -1 where the sequence has fewer tokens so far
     sequence_keys: Tensor  # (S,) int64, a random key per sequence, the same in any batch and slot
     prompt_keys: Tensor  # (S,) int64, a random key per prompt, the same for all its samples
-    layer_index: int
+    layer: int | str  # index of the layer, or why it cannot be read: as layer_index
     scale: float  # factor on q.k before the softmax
     inv_freq: Tensor  # (r / 2,) rotary frequencies of the first r channels, as in Compressor.needs_rotation
     attention_scaling: float  # factor that transformers applies to cos and sin (YaRN, longrope), usually 1
     state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, N) float32, as in Compressor.state_fields
     head_state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, C) float32, as in head_state_fields
     turns: Tensor | None = None  # (S, H, N) as in Rollout, undefined where not valid; if observations are protected
+
+    @property
+    def layer_index(self) -> int:
+        """Index of the layer in the model.
+
+        Raises:
+            ValueError: If the compressor does not declare ``needs_layer_index``.
+        """
+        if isinstance(self.layer, str):
+            raise UserError(self.layer)
+        return self.layer
 
     @property
     def group_size(self) -> int:

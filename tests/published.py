@@ -47,7 +47,7 @@ def whole_prompt(keys: Tensor, values: Tensor, queries: Tensor, num_queries: int
         query_positions=ring.expand(slots, num_queries),
         sequence_keys=torch.arange(slots),
         prompt_keys=torch.arange(slots),
-        layer_index=0,
+        layer=0,
         scale=dim**-0.5,
         inv_freq=base.inv_freq,
         attention_scaling=1.0,

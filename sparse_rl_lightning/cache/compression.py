@@ -182,7 +182,6 @@ class Compression:
     num_layers: int
     _made_for: tuple[object, ...] = field(init=False, repr=False, compare=False)
     _scores_natively: bool = field(init=False, repr=False, compare=False)
-    _one_by_one: bool = field(default=False, init=False, repr=False, compare=False)  # once it had to be
 
     def __post_init__(self) -> None:
         self._made_for = settings_of(self.compressor)
@@ -265,25 +264,12 @@ class Compression:
 
     def _plan(self, cache: SlotCache, event: CompressionEvent, native: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scores (L, B, H, N) and budgets (L, B, H) of all layers, several of them at once where that can be."""
-        is_lasting = True
-        if native is not None or not self._one_by_one:
-            try:
-                return self._plan_blocks(cache, event, native)
-            except Exception as error:  # it may have asked which layer it is; whatever else is wrong shows below
-                is_lasting = not isinstance(error, torch.OutOfMemoryError)
-        plan = self._plan_blocks(cache, event, native, one_by_one=True)
-        self._one_by_one = is_lasting  # this helped; an error that has other causes is raised again
-        return plan
-
-    def _plan_blocks(
-        self, cache: SlotCache, event: CompressionEvent, native: Tensor | None, one_by_one: bool = False
-    ) -> tuple[Tensor, Tensor]:
         heads, device, has_scores = cache.geometry.num_kv_heads, cache.key_pool.device, native is not None
         # layers may differ in width: zeros up to the widest, beyond every layer's live entries
         shape = (self.num_layers, len(event.budgets), heads, event.chosen.width or max(cache.most_entries))
         scores, refused = torch.zeros(shape, dtype=torch.float32, device=device), list[Tensor]()
         budgets = torch.empty(shape[:-1], dtype=torch.int32, device=device)
-        for layers, rows in blocks(cache, shape[1], has_scores, one_by_one):
+        for layers, rows in blocks(cache, shape[1], has_scores, self.compressor.needs_layer_index and not has_scores):
             part, own = event.part(rows), (slice(layers.start, layers.stop), slice(rows.start, rows.stop))
             state = block_state(cache, layers, part.chosen, has_scores)
             into = scores[own][..., : state.valid.shape[-1]]

@@ -1,13 +1,12 @@
 """What a compressor sees: the entries of some slots, one layer at a time, several layers at once, or prompts.
 
 Slots and layers are independent of each other, so the same slots in several layers are to a compressor just more slots.
-That saves a launch of everything per layer; what depends on the number of the layer is asked layer by layer.
+That saves a launch of everything per layer; who declares that it looks at the layer's index sees one at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +22,8 @@ BLOCK_BYTES_ON_DEVICE = 2**28
 BYTES_BESIDE_SCORES = 32  # positions, token and masks of an entry whose score is known
 
 
-class SeveralLayersError(Exception):
-    """A compressor has looked at the number of its layer while it was shown several at once."""
-
-
-class _SeveralLayers:
-    """Stands for the layer's number in a state of several layers: whoever computes with it is told."""
-
-    def _told(self, *_: Any) -> NoReturn:
-        raise SeveralLayersError
-
-    __index__ = __int__ = __float__ = __bool__ = __hash__ = __str__ = __format__ = __neg__ = __abs__ = _told
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __getattr__ = __getitem__ = _told
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _told
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __and__ = __rand__ = _told
-
-
-SEVERAL: Any = _SeveralLayers()
+SEVERAL = "these rows are of several layers, so that there is no layer.layer_index"
+"""What a state of several layers has in place of its layer's index."""
 
 
 def blocks(cache: SlotCache, num_slots: int, has_scores: bool, one_by_one: bool) -> Iterator[tuple[range, range]]:
@@ -94,7 +78,7 @@ def block_state(cache: SlotCache, layers: range, chosen: SlotSelection, has_scor
     head_numbers = chosen.of_layers(cache.head_state[within]) if size.head_state_fields else None
     positions = positions.long()
     return _state(
-        cache, layers[0] if len(layers) == 1 else SEVERAL, chosen.places.repeat(len(layers)),
+        cache, layers, chosen.places.repeat(len(layers)),
         chosen.of_layers(queries[within]), keys, values, positions, valid, numbers, head_numbers,
         chosen.turns_of(positions),
     )  # fmt: skip
@@ -123,12 +107,13 @@ def prompt_state(
     own = prompts.places[on_device]
     head_numbers = cache.head_state[layer, own] if cache.size.head_state_fields else None
     return _state(
-        cache, layer, own, cache.queries[layer, own], keys, values, index.expand(shape), valid, numbers, head_numbers
-    )
+        cache, range(layer, layer + 1), own, cache.queries[layer, own], keys, values, index.expand(shape), valid,
+        numbers, head_numbers,
+    )  # fmt: skip
 
 
 def _state(
-    cache: SlotCache, layer: int, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
+    cache: SlotCache, layers: range, slots: Tensor, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
     valid: Tensor, numbers: Tensor | None, head_numbers: Tensor | None, turns: Tensor | None = None,
 ) -> LayerState:  # fmt: skip
     """The state of rows (S,) of slots, which may be repeated."""
@@ -144,7 +129,7 @@ def _state(
         token_ids=cache.tokens[slots[:, None, None], positions.clamp(0, cache.tokens.shape[1] - 1)],
         prompt_lengths=cache.prompt_lengths[slots], queries=queries, query_positions=query_positions,
         sequence_keys=cache.sequence_keys[slots], prompt_keys=cache.prompt_keys[slots],
-        layer_index=layer if layer is SEVERAL else g.full_layers[layer],
+        layer=g.full_layers[layers.start] if len(layers) == 1 else SEVERAL,
         scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
         state={} if numbers is None else columns(numbers, size.state_fields),
         head_state={} if head_numbers is None else head_columns(head_numbers, size.head_state_fields), turns=turns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -23,6 +23,9 @@ from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Rotation: TypeAlias = Literal[False, "partial", "whole"]
 """What a method wants of rotary positions, as in :attr:`Compressor.needs_rotation`."""
+
+
+UNDECLARED = "{0}.score reads layer.layer_index, but does not declare it: write needs_layer_index = True in class {0}."
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,8 @@ class Compressor(Budgeted):
     """Whether :meth:`update_state` reads ``update.hidden_states``."""
     needs_output_norms = False
     """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
+    needs_layer_index = False
+    """Whether :meth:`score` reads ``layer.layer_index``: layers are then scored one at a time, not several at once."""
     scores_are_logits = False
     """Whether scores have a scale of their own, which ``Drawn`` leaves as it is."""
 
@@ -275,6 +280,8 @@ class Compressor(Budgeted):
         return scores
 
     def _shaped_score(self, layer: LayerState) -> Tensor:
+        if not self.needs_layer_index:
+            layer = replace(layer, layer=UNDECLARED.format(type(self).__name__))
         scores = self.score(layer)
         if scores.shape != layer.valid.shape:
             raise UserError(

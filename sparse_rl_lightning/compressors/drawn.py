@@ -36,6 +36,8 @@ class Drawn(Wrapped):
         ValueError: If the temperature is negative, or the method never evicts.
     """
 
+    needs_layer_index = True  # draws are keyed by it
+
     def __init__(self, compressor: Compressor, temperature: float = 0.3) -> None:
         check_number("temperature", temperature, least=0, owner="Drawn")
         if not compressor.evicts:
@@ -109,6 +111,6 @@ def _probe(compressor: Drawn) -> LayerState:
         lengths=torch.full((1, 1), count), token_ids=torch.zeros(shape, dtype=torch.int64),
         prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, 1, queries, 2, requires_grad=True),
         query_positions=(count - 1 - torch.arange(queries))[None], sequence_keys=torch.zeros(1, dtype=torch.int64),
-        prompt_keys=torch.zeros(1, dtype=torch.int64), layer_index=-1, scale=1.0, inv_freq=torch.zeros(0),
+        prompt_keys=torch.zeros(1, dtype=torch.int64), layer=-1, scale=1.0, inv_freq=torch.zeros(0),
         attention_scaling=1.0, state={name: torch.zeros(shape, requires_grad=True) for name in compressor.state_fields},
     )  # fmt: skip

@@ -96,6 +96,7 @@ class LearnedScore(Compressor):
     """
 
     needs_hidden_states = True
+    needs_layer_index = True
     scores_are_logits = True
     num_queries = 0
 

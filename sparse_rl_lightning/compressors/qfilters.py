@@ -31,6 +31,7 @@ class QFilters(Compressor):
     """
 
     num_queries = 0
+    needs_layer_index = True
 
     def __init__(self, budget: int | LengthSchedule, statistics: str | QueryStatistics, **sizes: Any) -> None:
         super().__init__(budget, **sizes)

@@ -29,6 +29,7 @@ class RandomEviction(Compressor):
     """
 
     num_queries = 0
+    needs_layer_index = True
 
     def __init__(self, budget: int | LengthSchedule, *, redraw: bool = False, **sizes: Any) -> None:
         super().__init__(budget, **sizes)

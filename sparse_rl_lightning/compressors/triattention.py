@@ -40,6 +40,7 @@ class TriAttention(Compressor):
     """
 
     num_queries = 0
+    needs_layer_index = True
     needs_rotation = "whole"
 
     def __init__(

@@ -18,6 +18,9 @@ SIZES = (
     "protect_observations",
 )  # fmt: skip
 
+NEEDS = "needs_attention", "needs_hidden_states", "needs_output_norms", "needs_layer_index"
+"""Declarations that a compressor around others passes on."""
+
 
 class Wrapped(Compressor):
     """A compressor around others: their budget and sizes, the queries each asks for, and their running numbers.
@@ -31,9 +34,8 @@ class Wrapped(Compressor):
     def __init__(self, compressors: Sequence[Compressor]) -> None:
         super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in SIZES})
         self._parts = list(compressors)
-        self.needs_attention |= any(part.needs_attention for part in compressors)
-        self.needs_hidden_states |= any(part.needs_hidden_states for part in compressors)
-        self.needs_output_norms |= any(part.needs_output_norms for part in compressors)
+        for need in NEEDS:
+            setattr(self, need, any(getattr(method, need) for method in (self, *compressors)))
         rotations = {self.needs_rotation, *(part.needs_rotation for part in compressors)}
         self.needs_rotation = "whole" if "whole" in rotations else "partial" if "partial" in rotations else False
 

@@ -125,7 +125,7 @@ class _Watch:
             keys=key[entries], values=value[entries], valid=valid, positions=positions, lengths=valid.sum(dim=-1),
             token_ids=self.rollout.sequences[rows[:, None, None], positions], prompt_lengths=prompts, queries=queries,
             query_positions=places.clamp(min=-1), sequence_keys=numbers[rows, 1], prompt_keys=numbers[rows, 0],
-            layer_index=layer, scale=scale, inv_freq=key.new_zeros(0), attention_scaling=1.0,
+            layer=layer, scale=scale, inv_freq=key.new_zeros(0), attention_scaling=1.0,
             state={name: worth[entries] for name, worth in self._constant_state(layer, key, value).items()},
             turns=None if turns is None else turns[rows[:, None, None], positions],
         )  # fmt: skip

@@ -23,7 +23,7 @@ TURN_START, TURN_LENGTH = 6, 3
 PER_SLOT = [
     f.name
     for f in fields(LayerState)
-    if f.name not in ("layer_index", "scale", "inv_freq", "attention_scaling", "state", "head_state")
+    if f.name not in ("layer", "scale", "inv_freq", "attention_scaling", "state", "head_state")
 ]
 """The fields of a LayerState whose first dimension is the slot, except running state."""
 
@@ -95,7 +95,7 @@ def random_layer(
         query_positions=ring,
         sequence_keys=torch.tensor([2**62 + 1, -5, 77]),
         prompt_keys=torch.tensor([3, 2**61, -8]),
-        layer_index=1,
+        layer=1,
         scale=HEAD_DIM**-0.5,
         inv_freq=10000.0 ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float32) / HEAD_DIM),
         attention_scaling=1.0,

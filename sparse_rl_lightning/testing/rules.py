@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.wrapped import Wrapped
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.policies.tiny import tiny_model
 from sparse_rl_lightning.records import NEVER, LayerState
@@ -92,6 +93,19 @@ def shape(compressor: Compressor) -> str | None:
     if scores.shape != layer.valid.shape:
         return f"score returned shape {tuple(scores.shape)} for slots, KV heads, entries = {tuple(layer.valid.shape)}"
     return None if scores.is_floating_point() else f"score returned {scores.dtype}"
+
+
+@_rule(
+    "Declare it, and layers are scored one at a time. All other methods score several layers at once, as more slots, "
+    "and such a call has no index."
+)
+def layer_index(compressor: Compressor) -> str | None:
+    """Who reads the index of the layer must declare it."""
+    try:
+        compressor._shaped_score(fill_free_memory(_layer(compressor), 0.0))
+    except UserError as error:
+        return f"{error}{users_line(error)}"
+    return None
 
 
 @_rule(

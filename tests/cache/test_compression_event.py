@@ -34,11 +34,18 @@ class ByLayer(Compressor):
     """A user's method that looks at the number of its layer, in Python."""
 
     num_queries = 0
+    needs_layer_index = True
 
     def score(self, layer: LayerState) -> Tensor:
         """Large or small values, by turns."""
         sign = -1.0 if layer.layer_index % 2 else 1.0
         return sign * layer.values.float().masked_fill(~layer.valid.unsqueeze(-1), 0.0).square().sum(dim=-1)
+
+
+class Undeclared(ByLayer):
+    """The same without saying so."""
+
+    needs_layer_index = False
 
 
 class LargestValue(SnapKV):
@@ -276,47 +283,53 @@ def test_ops_score_where_tokens_are_protected_or_heads_differ(
     assert (slots.cache.death != NEVER).any()
 
 
-@pytest.mark.parametrize(("method", "calls"), [(LargestValue, 1), (ByLayer, LAYERS + 1)])
-def test_layers_are_scored_together_unless_their_number_matters(
-    method: type[Compressor], calls: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "one_by_one"),
+    [
+        (LargestValue(**SIZES), False),
+        (ByLayer(**SIZES), True),
+        (c.Combined([LargestValue(**SIZES), c.KNorm(**SIZES)]), False),
+        (c.Combined([LargestValue(**SIZES), ByLayer(**SIZES)]), True),
+        (c.Combined([c.Combined([LargestValue(**SIZES), c.RandomEviction(**SIZES)])]), True),
+        (c.Drawn(LargestValue(**SIZES)), True),
+    ],
+    ids=str,
+)
+def test_layers_are_scored_together_unless_their_index_is_asked_for(
+    method: Compressor, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, proper = list[int](), method.score
+    rows, proper = list[int](), type(method).score
 
     def score(self: Compressor, layer: LayerState) -> Tensor:
-        rows.append(len(layer.keys))
+        if self is method:
+            rows.append(len(layer.keys))
         return proper(self, layer)
 
-    slots = Slots(method(**SIZES), torch.float32, torch.float32, seed=3)
-    monkeypatch.setattr(method, "score", score)
-    for event in range(2):
+    slots = Slots(method, torch.float32, torch.float32, seed=3)
+    monkeypatch.setattr(type(method), "score", score)
+    for _ in range(2):
         while not (due := slots.step()):
             pass
         rows.clear()
         slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
-        if calls == 1:
-            assert rows == [LAYERS * len(due)]
-        else:  # the first event finds out
-            assert rows == [LAYERS * len(due)] * (event == 0) + [len(due)] * LAYERS
+        assert rows == ([len(due)] * LAYERS if one_by_one else [LAYERS * len(due)])
 
 
-def test_too_little_memory_for_all_layers_at_once_is_of_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, proper = list[int](), LargestValue.score
-
-    def score(self: Compressor, layer: LayerState) -> Tensor:
-        rows.append(len(layer.keys))
-        if len(rows) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return proper(self, layer)  # type: ignore[arg-type]
-
-    slots = Slots(LargestValue(**SIZES), torch.float32, torch.float32, seed=3)
-    monkeypatch.setattr(LargestValue, "score", score)
-    together = []
-    for _ in range(2):
-        while not (due := slots.step()):
-            pass
+@pytest.mark.parametrize(
+    "method",
+    [
+        Undeclared(**SIZES),
+        c.Drawn(Undeclared(**SIZES)),
+        c.Combined([c.RandomEviction(**SIZES), Undeclared(**SIZES)]),  # which is shown one layer at a time
+    ],
+    ids=str,
+)
+def test_an_index_that_is_read_undeclared_ends_with_the_class(method: Compressor) -> None:
+    slots = Slots(method, torch.float32, torch.float32, seed=3)
+    while not (due := slots.step()):
+        pass
+    with pytest.raises(ValueError, match=r"^Undeclared.score reads .*: write needs_layer_index = True in class Undecl"):
         slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
-        together.append(LAYERS * len(due))
-    assert rows == [together[0], *[together[0] // LAYERS] * LAYERS, together[1]]
 
 
 @pytest.mark.parametrize("name", ["rkv", "keydiff", "cur", "combined", "by layer"])

@@ -186,7 +186,7 @@ def test_random_draws_one_lot_per_sequence_layer_head_and_position() -> None:
     lots = lot.score(same)
     assert lots.unique().numel() == 6  # three sequences of two heads
     assert bool((lots == lots[..., :1]).all())
-    assert not bool((lot.score(replace(same, layer_index=2)) == lots).any())
+    assert not bool((lot.score(replace(same, layer=2)) == lots).any())
     assert not bool((lot.score(replace(same, positions=same.positions + 1)) == lots).any())
 
 

@@ -133,6 +133,11 @@ class OneHead(Compressor):
         return layer.keys.norm(dim=-1)[:, 0]
 
 
+class ByLayer(KNorm):
+    def score(self, layer: LayerState) -> Tensor:
+        return super().score(layer) * (1 + layer.layer_index)
+
+
 class WholeNumbers(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         return layer.positions
@@ -292,6 +297,7 @@ BROKEN = [
     (HeadFieldsAsATuple, "declarations", "head_state_fields is .*not a method", "head_state_fields"),
     (OneHead, "shape", r"shape \(3, 14\) for slots, KV heads, entries = \(3, 2, 14\)", "one floating-point number"),
     (WholeNumbers, "shape", "torch.int64", "floating-point"),
+    (ByLayer, "layer index", r"ByLayer.score reads layer.layer_index.* \(test_contract.py:\d+\)", "Declare it"),
     (NewestByPlace, "ring of queries", r"with the ring turned by 1 of 3 places, scores change", "newest_queries"),
     (ZScore, "numbers", "NaN for 56 of 56 live entries with equal keys", "divisions by zero"),
     (UnmaskedMean, "free memory", "with nan in free memory.* became nan", "masked_fill"),

@@ -172,7 +172,7 @@ def attention_layer(architecture: str) -> tuple[Any, Tensor, Tensor, Tensor, Lay
         queries = kvpress.utils.get_prerope_query_states(module, hidden)
         keys = module.k_norm(keys) if hasattr(module, "k_norm") else keys
     keys, queries = (rotate(t, positions[:, None], rotary.inv_freq) for t in (keys, queries))
-    layer = replace(whole_prompt(keys, values, queries, LENGTH - 4), inv_freq=rotary.inv_freq, layer_index=1)
+    layer = replace(whole_prompt(keys, values, queries, LENGTH - 4), inv_freq=rotary.inv_freq, layer=1)
     return module, hidden, keys, values, layer
 
 

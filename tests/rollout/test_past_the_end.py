@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -66,15 +68,15 @@ def test_looking_seldom_refuses_what_looking_always_refuses(
 def test_a_conversation_without_room_is_not_compressed_again() -> None:
     """The first compression is due where the last token by length has been drawn."""
 
-    class Picky(SnapKV):
-        """Bears prompts alone."""
+    class PromptsAlone(SnapKV):
+        """Refuses all that was drawn."""
 
         def score(self, layer: LayerState) -> Tensor:
             if bool((layer.positions.masked_fill(~layer.valid, 0) >= 40).any()):
-                raise IndexError("drawn")
+                raise UserError("drawn")
             return super().score(layer)
 
-    sampler, length = RolloutSampler(policy(None), Picky(**SIZES), num_slots=1), SIZES["buffer"] + 1
+    sampler, length = RolloutSampler(policy(None), PromptsAlone(**SIZES), num_slots=1), SIZES["buffer"] + 1
     session = RolloutSession(sampler, SamplingParams(max_completion_length=length), 40, turns=True)
     session.add([[30] * 40], range(1))
     session.advance()
@@ -82,22 +84,42 @@ def test_a_conversation_without_room_is_not_compressed_again() -> None:
     assert session.take([0]).completion_lengths.tolist() == [length]
 
 
-def test_whatever_a_compressor_raises_is_looked_into_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Picky(SnapKV):
-        """Bears the end token nowhere."""
+class Picky(SnapKV):
+    """Bears the end token nowhere."""
 
-        def score(self, layer: LayerState) -> Tensor:
-            if bool(((layer.token_ids == 5) & layer.valid).any()):
-                raise IndexError("token 5")
-            return super().score(layer)
+    def __init__(self, error: type[Exception], **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.error, self.raised = error, 0
 
+    def score(self, layer: LayerState) -> Tensor:
+        if bool(((layer.token_ids == 5) & layer.valid).any()):
+            self.raised += 1
+            raise self.error("token 5")
+        return super().score(layer)
+
+
+def test_a_refusal_of_a_compressor_is_looked_into_first(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(num_generations=8, max_completion_length=60, seed=2)
     rollouts = []
     for every in (1, 8):
         monkeypatch.setattr(LOOK, {"cpu": every})
-        rollouts.append(RolloutSampler(policy(5), Picky(**SIZES)).generate(PROMPTS, params))
+        rollouts.append(RolloutSampler(policy(5), Picky(UserError, **SIZES)).generate(PROMPTS, params))
     assert bool(rollouts[0].finished.any())
     assert torch.equal(rollouts[0].sequences, rollouts[1].sequences)
     assert torch.equal(rollouts[0].evictions.death, rollouts[1].evictions.death)
-    with pytest.raises(IndexError, match="token 5"):
-        RolloutSampler(policy(None), Picky(**SIZES)).generate(PROMPTS, params)
+    with pytest.raises(UserError, match="token 5"):
+        RolloutSampler(policy(None), Picky(UserError, **SIZES)).generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("eos_token_id", [5, None])
+def test_any_other_error_of_a_score_ends_the_run_at_its_line(
+    error: type[Exception], eos_token_id: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOOK, {"cpu": 8})
+    picky = Picky(error, **SIZES)
+    sampler = RolloutSampler(policy(eos_token_id), picky)
+    with pytest.raises(error, match="token 5") as raised:
+        sampler.generate(PROMPTS, SamplingParams(num_generations=8, max_completion_length=60, seed=2))
+    assert raised.traceback[-1].path == Path(__file__)
+    assert picky.raised == 1

@@ -280,6 +280,8 @@ def test_compressors_see_full_layers_with_their_own_rotation_and_number() -> Non
     seen: list[tuple[int, float]] = []
 
     class Looks(SnapKV):
+        needs_layer_index = True
+
         def score(self, layer: LayerState) -> torch.Tensor:
             seen.append((int(layer.layer_index), float(layer.inv_freq[1])))
             return super().score(layer)

@@ -321,13 +321,13 @@ class Scheduler:
     def _compress(self, full: list[int]) -> bool:
         """Compress these slots; returns whether a sequence was closed, which is checked only after an error.
 
-        A compressor may refuse tokens that a sequence has drawn past its end, which are discarded anyway: on an error,
-        finished sequences are closed first, and the others are compressed again.
+        A compressor may refuse tokens that a sequence has drawn past its end, which are discarded anyway: finished
+        sequences are then closed first, and the others are compressed.
         """
         try:
             self.compress(full, self.running)
-        except Exception:
-            # nothing has finished, so the error is about a sequence that is still running
+        except UserError:
+            # nothing has finished, so it is about a sequence that is still running
             if not self._close():
                 raise
             own = {slot: one for slot, one in self.in_slots.items() if one.num_fed < one.last}  # still running
