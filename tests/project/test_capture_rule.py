@@ -62,7 +62,7 @@ EVENT = Rule(
     left_out=frozenset({"retrieval/logprobs.py", "ops/library.py"}),
 )
 EXCEPTIONS: dict[str, tuple[int, str]] = {  # of an event: how many, and why; compression on the device empties it
-    "cache/compression.py:Compression._plan_blocks": (1, "compressors in Python: whether a layer cannot be cut"),
+    "cache/compression.py:Compression._plan": (1, "compressors in Python: whether a layer cannot be cut"),
     "cache/compression.py:Compression.compress": (1, "the longest head, if heads differ"),
     "cache/compression.py:native_scores": (1, "on a CPU only"),
     "compressors/base.py:Compressor._refuse": (4, "only after an error"),

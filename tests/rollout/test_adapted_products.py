@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -254,6 +256,71 @@ def test_graphs_follow_adapters_that_are_trained_and_switched() -> None:
                         parameter.mul_(1.5)
         assert len(gpu.captures.graphs) == 1
     assert len({float(logprobs.sum()) for logprobs in found}) == 3
+
+
+def rescale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+def hook_norm(model: Any, added: float) -> None:
+    """In place of the hook before, so that there is one as before."""
+    norm = model.model.layers[1].post_attention_layernorm
+    norm._forward_hooks.clear()
+    norm.register_forward_hook(lambda module, inputs, out: out + added)
+
+
+def turn_faster(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 3
+
+
+def widen(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 5.0
+
+
+SWITCHED: list[Callable[[Any], None]] = [lambda model: model.disable_adapters(), lambda model: model.enable_adapters()]
+OTHERS: list[Callable[[Any], None]] = [
+    partial(hook_norm, added=0.1),
+    partial(hook_norm, added=0.5),
+    turn_faster,
+    widen,
+]
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "changes"),
+    [
+        ({"use_dora": True}, {}, [*SWITCHED, rescale]),
+        ({"lora_bias": True}, {}, [*SWITCHED, rescale]),
+        ({"target_modules": ["q_proj", "v_proj"]}, {}, [*SWITCHED, rescale]),  # beside a layer without one
+        ({}, {"decoder": "transformers"}, [*SWITCHED, rescale]),  # which calls every module
+        (None, {}, OTHERS),
+        (None, {"decoder": "transformers"}, OTHERS),
+    ],
+    ids=["DoRA", "bias", "some layers", "own forward pass", "others", "others, own forward pass"],
+)
+def test_graphs_do_not_outlive_what_python_said(
+    lora: dict[str, Any] | None, options: Any, changes: list[Callable[[Any], None]]
+) -> None:
+    model, params = policy(initializer_range=0.2), SamplingParams(max_completion_length=3, seed=1)
+    if lora is not None:
+        own = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8} | lora
+        add_adapter(model, own.pop("target_modules"), seed=0, **own)
+        for parameter in adapters(model):
+            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    logprobs = list[Tensor]()
+    with PretendGPU() as gpu:
+        sampler = RolloutSampler(gpu.copy_of(model), FullKV(), num_slots=2, cuda_graphs="require", **options)
+        for change in [lambda model: None, *changes]:
+            for one in (model, sampler.model):
+                change(one)
+            want = RolloutSampler(model, FullKV(), num_slots=2, **options).generate(PROMPTS[:2], params)
+            for _ in range(2):  # the second one replays
+                assert_same(sampler.generate(PROMPTS[:2], params).to("cpu"), want)
+            logprobs.append(want.sampler_logprobs)
+        assert len(gpu.captures.graphs) == 1 + len(changes)
+    assert all(not torch.equal(one, other) for one, other in pairwise(logprobs))
 
 
 def test_what_graphs_could_not_follow_makes_another_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,8 @@ class Adapted(Projection):
     def refresh(self) -> None:
         """Copy the current weights of layers and adapters, unless the layers are to be called."""
         modules: Sequence[Any] = self.modules
-        found = [one for one in map(adapter_of, modules) if one is not None]
-        if len(found) < len(modules):
+        found = plain_adapters(modules)
+        if not found:
             self._own, self._adapters = [], None
             return
         for own in self._own:
@@ -109,14 +109,19 @@ def adapted(modules: Sequence[nn.Module], dtype: torch.dtype) -> Adapted | None:
 
 def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """The bytes of what :func:`adapted` copies of these modules on a GPU; 0 if they are other ones or are called."""
-    found = [one for one in map(adapter_of, modules) if one is not None] if _are_layers(modules) else []
-    if not found or len(found) < len(modules):
+    found, layers = plain_adapters(modules), cast("Any", modules)
+    if not found:
         return 0
-    layers: Any = modules
     own, kind = sum(copied_bytes([layer.base_layer], dtype) for layer in layers), adapter_dtype(found, dtype)
     outputs, rank = sum(one.up.out_features for one in found), sum(one.up.in_features for one in found)
     down = copied_bytes([one.down for one in found], kind)
     return own + down + outputs * (rank * kind.itemsize + accumulation_dtype(kind).itemsize)
+
+
+def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
+    """The adapter of each module, if all are peft's LoRA layers that need not be called; else none."""
+    found = [one for one in map(adapter_of, modules) if one is not None] if _are_layers(modules) else []
+    return found if len(found) == len(modules) else []
 
 
 def adapter_of(layer: Any) -> Adapter | None:

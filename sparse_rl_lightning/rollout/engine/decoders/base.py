@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.cache.linear_states import Run
@@ -19,10 +19,11 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.modes import PRODUCTS
 
 ROW_MULTIPLE = 8  # float32 products give a row the same bits in any batch when the number of rows is a multiple of 8
 
-ADAPTERS = "_active_adapter", "merged_adapters"  # attributes of peft's layers
+FOLLOWED = "scaling", "_disable_adapters"  # attributes of peft's layers, where copies follow them
 
 DecoderKind = Literal["native", "transformers"]  # how a model's layers are run
 
@@ -73,7 +74,7 @@ class Decoder(ABC):
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
         check_weights(model)
         self.model, self.geometry, self.in_float32 = model, geometry, in_float32
-        self._signature = signature(model)
+        self._signature = signature(model, self.followed)
 
     @abstractmethod
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -91,6 +92,11 @@ class Decoder(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V); a row's bits do not depend on the number of rows."""
+
+    @property
+    def followed(self) -> Sequence[nn.Module]:
+        """The layers whose adapters are copied, so that a refresh follows when they are switched or rescaled."""
+        return ()
 
     @abstractmethod
     def refresh(self) -> None:
@@ -112,10 +118,10 @@ class Decoder(ABC):
         """Prepare for positions up to a length, which does not shrink."""
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
-        """Whether the model is unchanged: the same modules, hooks and forwards, weights at the same addresses."""
+        """Whether the model is unchanged but for the content of its weights, as :func:`signature` says."""
         own = self.geometry
         same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
-        return model is self.model and same and self._signature == signature(model)
+        return model is self.model and same and self._signature == signature(model, self.followed)
 
 
 def head_product(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -135,20 +141,36 @@ def per_head(projections: Sequence[Any], geometry: CacheGeometry) -> list[Tensor
     return [product.view(shape).to(accumulation_dtype(g.dtype)) for product in products]
 
 
-def signature(model: PreTrainedModel) -> tuple[object, ...]:
-    """A signature that changes if modules or forwards are replaced or wrapped, hooks come or go, or weights move.
+def signature(model: PreTrainedModel, followed: Sequence[nn.Module] = ()) -> tuple[object, ...]:
+    """Everything that a pass reads besides the content of tensors: what graphs and copies of weights cannot follow.
 
-    So it does with what CUDA graphs could not follow: peft's adapters merged or others in use, and autocast.
+    These are the modules and all that Python knows of them (forwards, hooks, plain attributes such as an epsilon or an
+    adapter's scaling and switch), the addresses of their tensors, the configuration, autocast, and what products round
+    to: a graph has no Python, so it repeats what modules and hooks did when it was captured.
+
+    Args:
+        model: The model.
+        followed: Layers of peft whose adapters may be switched and rescaled.
     """
-    modules = (
-        (
-            id(m), id(vars(m).get("forward")), len(m._forward_hooks), len(m._forward_pre_hooks),
-            *(str(vars(m).get(name)) for name in ADAPTERS),
-        )
+    copied = {id(module) for module in followed}
+    modules = [
+        (id(m), *((name, _recorded(value)) for name, value in vars(m).items()
+                  if name != "training" and not (id(m) in copied and name in FOLLOWED)))
         for m in model.modules()
-    )  # fmt: skip
-    weights = (parameter.data_ptr() for parameter in model.parameters())
-    return (*modules, *weights, torch.is_autocast_enabled("cuda"))
+    ]  # fmt: skip
+    precisions = (backend.fp32_precision for backend in PRODUCTS)
+    return (*modules, _recorded(vars(model.config)), torch.is_autocast_enabled("cuda"), *precisions)
+
+
+def _recorded(value: Any) -> object:
+    """Numbers and texts as they are, the address of a tensor, the identity of any other object."""
+    if isinstance(value, dict):
+        return tuple((name, _recorded(entry)) for name, entry in value.items())
+    if isinstance(value, list | tuple | set):
+        return tuple(map(_recorded, value))
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value if isinstance(value, int | float | str) else id(value)
 
 
 def check_weights(model: PreTrainedModel) -> None:

@@ -28,7 +28,7 @@ from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.patched import is_changed, is_patched, refusal, uncompiled
-from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted, adapted_bytes
+from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted, adapted_bytes, plain_adapters
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
@@ -98,6 +98,13 @@ class NativeDecoder(Decoder):
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
+
+    @property
+    def followed(self) -> list[nn.Module]:
+        """The layers of peft that are not called."""
+        decoder: Any = self.model.get_decoder()
+        groups = [group for layer in decoder.layers for group in _groups(layer)]
+        return [layer for group in groups if plain_adapters(group) for layer in group]
 
     def _joined(self, modules: Group) -> Projection:
         dtype = self.geometry.dtype
