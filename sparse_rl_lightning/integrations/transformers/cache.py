@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper
 from typing import Any, cast
 
 import torch
@@ -42,7 +42,8 @@ KEYWORDS = ("cache", "past_key_values")
 """Names of a cache in calls of a model and of ``generate``: that of transformers 5.24 and the older one."""
 KEYWORD = next(name for name in KEYWORDS if name in {field.name for field in fields(CausalLMOutputWithPast)})
 """The one that the installed release has."""
-IGNORED = {*KEYWORDS, "use_cache", "position_ids", "logits_to_keep", "return_dict", "token_type_ids"}
+KNOWN = {*KEYWORDS, "use_cache", "position_ids", "logits_to_keep", "return_dict"}
+IGNORED = {"token_type_ids", "tokenizer"}  # ``generate`` hands on the tokenizer of its stop strings
 
 
 class CompressedCache(Cache):
@@ -82,7 +83,7 @@ class CompressedCache(Cache):
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Answer a forward call of the model: prompts (B, P) in the first, then a token for each row (B, 1).
 
         Args:
@@ -94,24 +95,30 @@ class CompressedCache(Cache):
             Logits (B, 1, V), float32, after the last token of each row.
 
         Raises:
-            ValueError: If more than one token follows a prompt, the padding is not on the left, the model's context is
-                exceeded, or an argument asks for what the engine does not compute.
+            ValueError: If more than one token follows a prompt, the padding is not on the left or not that of the
+                prompt, the model's context is exceeded, or an argument asks for what the engine does not compute.
         """
-        asked = [name for name, value in others.items() if not (name in IGNORED or value is None or value is False)]
-        if input_ids is None or asked:
-            raise UserError(f"A CompressedCache needs input_ids, and does not compute {', '.join(asked) or 'without'}.")
-        if others.get("use_cache") is False:
+        asked = {name: value for name, value in others.items() if value is not None and name not in IGNORED}
+        unknown = [name for name, value in asked.items() if name not in KNOWN and value is not False]
+        if input_ids is None or unknown:
+            wrong = ", ".join(unknown) or "without"
+            raise UserError(f"A CompressedCache needs input_ids, and does not compute {wrong}.")
+        if asked.get("use_cache") is False:
             raise UserError("A CompressedCache needs use_cache=True, in generate or in the model's generation_config.")
+        if "logits_to_keep" in asked and asked["logits_to_keep"] != 1:
+            keep = asked["logits_to_keep"]
+            raise UserError(f"A CompressedCache gives the last token's logits alone: logits_to_keep=1, got {keep}.")
         with sampling_mode(self.sampler.model):
+            shown = self._shown(input_ids, attention_mask, asked.get("position_ids"))
             if self._scheduler is None:
-                _check_positions(others.get("position_ids"), input_ids, attention_mask)
-                self._read(_without_padding(input_ids, attention_mask))
+                self._read([row[own].tolist() for row, own in zip(input_ids, shown, strict=True)])
             else:
                 self._feed(input_ids)
         self._num_tokens += input_ids.shape[1]
         logits = self._engine.logits[: len(input_ids), None].clone()
         own: dict[str, Any] = {KEYWORD: self}
-        return CausalLMOutputWithPast(logits=logits, **own)
+        out = CausalLMOutputWithPast(logits=logits, **own)
+        return out if asked.get("return_dict", True) else out.to_tuple()
 
     # ---------------------------------------------------------------- what was evicted, and how much is held
 
@@ -177,6 +184,37 @@ class CompressedCache(Cache):
         assert isinstance(engine, _LogitsEngine)
         return engine
 
+    def _shown(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Which of these tokens (B, Q) are not padding, which comes first and stays as the prompts' mask says.
+
+        Raises:
+            ValueError: If there are too many tokens, or mask (B, T) or positions say otherwise.
+        """
+        index = torch.arange(self._num_tokens + ids.shape[1], device=ids.device)
+        if self._scheduler is None:
+            padding = ids.new_zeros(len(ids)) if mask is None else (mask == 0).sum(dim=1)
+        else:
+            fed = [sequence.num_fed for _, sequence in sorted(self._scheduler.running.items())]
+            if ids.shape != (len(fed), 1):
+                raise UserError(
+                    f"A CompressedCache takes one token for each of its {len(fed)} rows after the prompt, got "
+                    f"input_ids of shape {tuple(ids.shape)}: give every call of generate a new cache, or call reset()."
+                )
+            padding = self._num_tokens - torch.tensor(fed, device=ids.device)
+        own = index - padding[:, None]  # each token's position, below 0 for padding
+        if mask is not None and (mask.shape != (len(ids), len(index)) or bool((mask.bool() != (own >= 0)).any())):
+            raise UserError(
+                "A CompressedCache needs prompts padded on the left, as generate does, and shows a row its own tokens "
+                f"later on, all of them: attention_mask of shape {(len(ids), len(index))}, zeros for that padding "
+                f"alone, got one of shape {tuple(mask.shape)}."
+            )
+        own = own[:, -ids.shape[1] :]
+        if positions is not None and (
+            positions.shape[-1] != ids.shape[1] or bool(((positions != own) & (own >= 0)).any())
+        ):
+            raise UserError("A CompressedCache counts positions from each row's first token: leave out position_ids.")
+        return own >= 0
+
     def _read(self, prompts: Sequence[list[int]]) -> None:
         """Read the prompts, row i into slot i."""
         sampler, longest = self.sampler, max(map(len, prompts))
@@ -197,13 +235,7 @@ class CompressedCache(Cache):
 
     def _feed(self, ids: Tensor) -> None:
         """Feed each row its next token."""
-        running = self._running.running
-        if ids.shape != (len(running), 1):
-            raise UserError(
-                f"A CompressedCache takes one token for each of its {len(running)} rows after the prompt, got "
-                f"input_ids of shape {tuple(ids.shape)}: give every call of generate a new cache, or call reset()."
-            )
-        longest = max(one.num_fed for one in running.values())
+        longest = max(one.num_fed for one in self._running.running.values())
         if longest + 1 >= self._running.cache.size.max_length:
             self._grow(longest)
         cache = self._running.cache
@@ -263,39 +295,19 @@ def answer_with_cache(model: PreTrainedModel) -> None:
     """Wrap the model's ``forward``, once: calls with a :class:`CompressedCache` are answered by the cache."""
     if not isinstance(model.forward, CacheAwareForward):
         # a partial of a bound method is copied along with the model; a closure would keep calling this one
-        vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward), model.forward)
+        vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward, model), model.forward)
 
 
-def _answer(own: Any, *args: Any, **kwargs: Any) -> Any:
+def _answer(own: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = given_cache(kwargs)
-    return cache.forward(*args, **kwargs) if isinstance(cache, CompressedCache) else own(*args, **kwargs)
+    if not isinstance(cache, CompressedCache):
+        return own(*args, **kwargs)
+    return cache.forward(*args, **kwargs) if cache.sampler.model is model else cache.update()
 
 
 def given_cache(kwargs: dict[str, Any]) -> Any:
     """The cache among the arguments of a call, under either name."""
     return next((kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None), None)
-
-
-def _check_positions(positions: Tensor | None, ids: Tensor, mask: Tensor | None) -> None:
-    """Refuse positions other than those of tokens without padding, which are the engine's."""
-    if positions is not None:
-        real = torch.ones_like(ids) if mask is None else mask.long()
-        own = real.cumsum(dim=1) - 1
-        if positions.shape[-1] != ids.shape[1] or bool(((positions - own) * real).any()):
-            raise UserError("A CompressedCache counts positions from each row's first token: leave out position_ids.")
-
-
-def _without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The tokens of each row."""
-    if mask is None:
-        return ids.tolist()
-    keep = mask.bool()
-    if keep.shape != ids.shape or not bool((keep == keep.cummax(dim=1).values).all()):
-        raise UserError(
-            f"A CompressedCache needs prompts padded on the left, as generate does: attention_mask of shape "
-            f"{tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}, zeros first."
-        )
-    return [row[own].tolist() for row, own in zip(ids, keep, strict=True)]
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
@@ -327,14 +339,8 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
     before, own = vars(model).get("generate"), cast("Callable[..., Any]", model.generate)
     config: Any = model.generation_config
     implementation, config.cache_implementation = config.cache_implementation, None  # generate takes one or the other
-
-    @wraps(own)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if given_cache(kwargs) is None:
-            kwargs[KEYWORD] = CompressedCache(compressor, model, **options)
-        return own(*args, **kwargs)
-
-    vars(model)["generate"] = generate
+    generate = partial(_generate, own, model, compressor, options)  # goes along with a copy of the model
+    vars(model)["generate"] = update_wrapper(generate, own)
     try:
         yield
     finally:
@@ -343,3 +349,12 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
             del vars(model)["generate"]
         else:
             vars(model)["generate"] = before
+
+
+def _generate(
+    own: Callable[..., Any], model: PreTrainedModel, compressor: Compressor, options: dict[str, Any], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    if given_cache(kwargs) is None:
+        kwargs[KEYWORD] = CompressedCache(compressor, model, **options)
+    return own(*args, **kwargs)

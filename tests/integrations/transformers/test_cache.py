@@ -144,6 +144,39 @@ def test_a_copy_of_the_model_answers_with_its_own_weights() -> None:
             weight.mul_(1.1)
     assert generated(other, CompressedCache(RKV(**SMALL), other)) == sampled(other, RKV(**SMALL))
     assert generated(other, DynamicCache()) != generated(model, DynamicCache())
+    for one, another in ((model, other), (other, model)):
+        with pytest.raises(UserError, match="belongs to the model that it was made with"):
+            generated(one, CompressedCache(RKV(**SMALL), another))
+
+
+def test_a_copy_within_the_context_generates_with_its_own_weights() -> None:
+    model = small_model()
+    with compressed_generation(model, RKV(**SMALL)):
+        other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    assert generated(other, None) == sampled(other, RKV(**SMALL)) != sampled(model, RKV(**SMALL))
+    assert generated(model, None) == generated(model, DynamicCache())
+
+
+def test_stop_strings_of_generate_end_rows() -> None:
+    tokenizer = character_tokenizer("0123456789+= abcdefghij")
+    model = small_model(vocab_size=len(tokenizer))
+    ids = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    text = tokenizer.decode(model.generate(ids, **options, **{KEYWORD: CompressedCache(FullKV(), model)})[0, 3:])
+    options |= {"stop_strings": [text[9:11]], "tokenizer": tokenizer}
+    want = model.generate(ids, **options, **{KEYWORD: DynamicCache()})
+    assert torch.equal(model.generate(ids, **options, **{KEYWORD: CompressedCache(FullKV(), model)}), want)
+    assert want.shape[1] < 3 + 30
+
+
+def test_a_tuple_is_returned_where_one_is_asked_for() -> None:
+    model, ids = small_model(), torch.tensor([PROMPTS[1]])
+    logits, cached = model(ids, return_dict=False, **{KEYWORD: CompressedCache(FullKV(), model)})
+    torch.testing.assert_close(logits, model(ids, return_dict=False)[0][:, -1:], atol=1e-5, rtol=1e-5)
+    assert isinstance(cached, CompressedCache)
 
 
 def test_what_is_wrapped_around_it_later_is_refused_as_ever() -> None:
@@ -233,10 +266,21 @@ def test_what_cannot_be_is_refused() -> None:
         model(ids, position_ids=torch.arange(17)[None] * 3, **{KEYWORD: own})
     with pytest.raises(UserError, match="a slot for each of 2 rows"):
         model(ids, **{KEYWORD: CompressedCache(RKV(**SMALL), model, num_slots=1)})
-    model(ids, **{KEYWORD: own})
+    with pytest.raises(UserError, match="logits_to_keep=1, got 0"):
+        model(ids, logits_to_keep=0, **{KEYWORD: own})
+    mask = (torch.arange(17) >= torch.tensor([[0], [4]])).long()
+    model(ids, attention_mask=mask, logits_to_keep=1, **{KEYWORD: own})
     for wrong in (ids, ids[:1, :1]):
         with pytest.raises(UserError, match="one token for each of its 2 rows"):
             model(wrong, **{KEYWORD: own})
+    later, token = torch.nn.functional.pad(mask, (0, 1), value=1), ids[:, :1]
+    hides = later * (torch.arange(18) != 9)
+    for unlike in (hides, later * 0 + 1, later[:, 1:], later[:, :1], torch.nn.functional.pad(mask, (0, 1))):
+        with pytest.raises(UserError, match="shows a row its own tokens later on, all of them"):
+            model(token, attention_mask=unlike, **{KEYWORD: own})
+    with pytest.raises(UserError, match="leave out position_ids"):
+        model(token, attention_mask=later, position_ids=torch.tensor([[17], [17]]), **{KEYWORD: own})
+    model(token, attention_mask=later, position_ids=torch.tensor([[17], [13]]), **{KEYWORD: own})
     with pytest.raises(UserError, match="needs use_cache=True, in generate or in the model's generation_config"):
         call(model, CompressedCache(RKV(**SMALL), model), use_cache=False)
     with pytest.raises(UserError, match="belongs to the model"):
