@@ -36,23 +36,20 @@ class SideBySide:
     """
 
     def __init__(self, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
-        self._parts, self.dtype = [one[:2] for one in adapters], dtype
+        self.dtype = dtype
         joined = nn.Linear(1, 1, bias=False, device="meta")  # from what all downs give to what all ups give
         joined.weight = nn.Parameter(_block_diagonal(adapters).to(dtype), requires_grad=False)
         self._joined, self._sizes = joined, [one.up.out_features for one in adapters]
         self._down, self._up = join([one.down for one in adapters], dtype), join([joined], dtype)
         self._scaling = joined.weight.new_zeros(sum(self._sizes), dtype=accumulation_dtype(dtype))
+        self.refresh(adapters)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """Add what the adapters make of an input (R, in) to the layers' own results (R, sum of outputs), in place."""
         return out.addcmul_(self._up(self._down(x.to(self.dtype))), self._scaling)
 
-    def serves(self, adapters: Sequence[Adapter], dtype: torch.dtype) -> bool:
-        """Whether it was made for these modules and this type; their scalings may be others."""
-        return self.dtype == dtype and self._parts == [one[:2] for one in adapters]
-
     def refresh(self, adapters: Sequence[Adapter]) -> None:
-        """Copy the current weights and scalings."""
+        """Copy the current weights and scalings of the same adapters."""
         self._joined.weight.copy_(_block_diagonal(adapters))
         for one, part in zip(adapters, torch.split(self._scaling, self._sizes), strict=True):
             part.fill_(one.scaling)
@@ -61,50 +58,40 @@ class SideBySide:
 
 
 class Adapted(Projection):
-    """Layers of peft with the same input, each with one LoRA adapter, which may be switched off.
+    """Layers of peft with the same input, each with one plain LoRA adapter, which may be switched off and rescaled.
 
-    Which it is, is looked up at every refresh. Layers with anything else (several adapters, DoRA, merged weights,
-    active dropout) are called as they are.
+    All else that changes an adapter changes the model's signature, and products are made anew.
     """
 
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__(modules)
-        self.dtype = dtype
-        self._own: list[Projection] = []  # nothing is copied of layers that are called
-        self._adapters: SideBySide | None = None
-        self.refresh()
+        self.dtype, adapters = dtype, plain_adapters(modules)
+        # on a GPU they stay apart: to lie side by side, the weights of a plain model are copied, which takes half as
+        # much memory as the model. Frozen ones are there to save memory.
+        layers = [module.base_layer for module in modules]
+        groups = [layers] if layers[0].weight.device.type == "cpu" else [[layer] for layer in layers]
+        self._own = [join(group, dtype) for group in groups]
+        self._adapters = SideBySide(adapters, adapter_dtype(adapters, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
-        if not self._own:
-            return super().__call__(x)
         x = x.to(self.dtype)
         parts = [own(x) for own in self._own]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return out if self._adapters is None else self._adapters.add(out, x)
+        return self._adapters.add(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), x)
 
     def refresh(self) -> None:
-        """Copy the current weights of layers and adapters, unless the layers are to be called."""
-        modules: Sequence[Any] = self.modules
-        found = plain_adapters(modules)
-        if not found:
-            self._own, self._adapters = [], None
-            return
+        """Copy the current weights of layers and adapters."""
         for own in self._own:
             own.refresh()
-        self._own = self._own or _own_products([module.base_layer for module in modules], self.dtype)
-        device, dtype = found[0].down.weight.device.type, adapter_dtype(found, self.dtype)
-        if device == "cpu" and not any(one.scaling for one in found):  # a graph computes what its capture saw
-            self._adapters = None
-            return
-        if self._adapters is None or not self._adapters.serves(found, dtype):
-            self._adapters = SideBySide(found, dtype)
-        self._adapters.refresh(found)
+        self._adapters.refresh(plain_adapters(self.modules))
 
 
 def adapted(modules: Sequence[nn.Module], dtype: torch.dtype) -> Adapted | None:
-    """Products of these modules if they are peft's LoRA layers."""
-    return Adapted(modules, dtype) if _are_layers(modules) else None
+    """Products of these modules if they are peft's LoRA layers and need not be called.
+
+    They are called with several adapters, DoRA, biases, merged weights or active dropout.
+    """
+    return Adapted(modules, dtype) if plain_adapters(modules) else None
 
 
 def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
@@ -155,13 +142,3 @@ def _are_layers(modules: Sequence[nn.Module]) -> bool:
 def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
     weight: Tensor = torch.block_diag(*(one.up.weight.detach() for one in adapters))  # type: ignore[no-untyped-call]
     return weight
-
-
-def _own_products(layers: Sequence[nn.Module], dtype: torch.dtype) -> list[Projection]:
-    """The products of the layers without adapters.
-
-    On a GPU they stay apart: to lie side by side, the weights of a plain model are copied, which takes half as much
-    memory as the model. Frozen ones are there to save memory.
-    """
-    on_cpu = next(layers[0].parameters()).device.type == "cpu"
-    return [join(layers, dtype)] if on_cpu else [join([layer], dtype) for layer in layers]

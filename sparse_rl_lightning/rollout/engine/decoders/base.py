@@ -158,8 +158,8 @@ def signature(model: PreTrainedModel, followed: Sequence[nn.Module] = ()) -> tup
                   if name != "training" and not (id(m) in copied and name in FOLLOWED)))
         for m in model.modules()
     ]  # fmt: skip
-    precisions = (backend.fp32_precision for backend in PRODUCTS)
-    return (*modules, _recorded(vars(model.config)), torch.is_autocast_enabled("cuda"), *precisions)
+    autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return (*modules, _recorded(vars(model.config)), *autocast, *(backend.fp32_precision for backend in PRODUCTS))
 
 
 def _recorded(value: Any) -> object:
