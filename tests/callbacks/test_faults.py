@@ -214,6 +214,23 @@ def test_completions_that_were_all_cut_off_are_told() -> None:
     assert float(trainer.callback_metrics["kept_fraction"]) == 0
 
 
+@pytest.mark.parametrize(("ended", "masked"), [(1, False), (2, False), (1, True)])
+def test_answers_that_hardly_ever_end_are_told_once(ended: int, masked: bool) -> None:
+    """Of 16 completions one or two end; where the loss leaves the others out, that is told instead."""
+
+    class Endless(Recorder):
+        def on_rollout_drawn(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
+            scored.rollout.finished[:] = torch.arange(len(scored.rollout)) < ended
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(module(mask_truncated_completions=masked), 4, [Endless(), EmptyRollouts(warn_after=2)])
+    found = [str(one.message) for one in told if "max_completion_length" in str(one.message)]
+    assert len(found) == (ended == 1)
+    if ended == 1:
+        assert ("The loss saw" in found[0]) == masked != ("cut off at 12 tokens, 94% in the last one" in found[0])
+
+
 def test_rollouts_that_keep_something_are_not_counted() -> None:
     trainer = fit(module(), 2, [SparsityAwareRejection(threshold=0.8)])
     assert float(trainer.callback_metrics["rejection_rate"]) > 0

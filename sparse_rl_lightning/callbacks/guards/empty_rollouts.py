@@ -25,6 +25,13 @@ ALIKE = (
     "too hard, an answer is cut off, or the reward does not find it; at its highest, the task is learned. Other "
     "prompts, more num_generations or a higher temperature bring differences."
 )
+CUT_SHARE = 0.9
+"""Share of the completions that were cut off, from which answers hardly ever end."""
+ENDLESS = (
+    "In each of the last {count} rollouts at least 90% of the completions were cut off at {length} tokens, {share:.0%} "
+    "in the last one: what the reward looks for may come later. Raise max_completion_length, or name the tokens or "
+    "strings that end an answer (end_tokens, stop_strings)."
+)
 UNREWARDED = (
     "The others got no reward: the reward functions returned None for them or failed. Look at "
     "rewards/{function}/failed and at the columns that the functions read."
@@ -38,11 +45,12 @@ class EmptyRollouts(RolloutCallback):
     cut off. A policy that learns from the few remaining samples can forget what it knew in a few steps. Steps on no
     tokens have a policy loss of zero, so only momentum, weight decay and the KL penalty move the weights. The count so
     far is logged as ``empty_rollouts``. Where a prompt's samples all have one reward there is no advantage, and no
-    policy gradient. Modules that roll out add this callback themselves.
+    policy gradient; where nine in ten completions are cut off, rewards may see no answers. Modules that roll out add
+    this callback themselves.
 
     Args:
-        warn_after: Number of rollouts in a row that are empty, have few tokens, or have equal rewards, after which to
-            warn, once per streak.
+        warn_after: Number of rollouts in a row that are empty, have few tokens, equal rewards, or completions that are
+            cut off, after which to warn, once per streak.
         few: Share of the completion tokens below which they are few.
 
     Raises:
@@ -53,17 +61,22 @@ class EmptyRollouts(RolloutCallback):
         check_number("warn_after", warn_after, least=1, owner="EmptyRollouts")
         check_number("few", few, least=0, most=1, owner="EmptyRollouts")
         self.warn_after, self.few = warn_after, few
-        self.count = self.in_a_row = self.few_in_a_row = self.alike_in_a_row = 0
+        self.count = self.in_a_row = self.few_in_a_row = self.alike_in_a_row = self.cut_in_a_row = 0
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
-        whole, finished, rewarded, kept, differing, total, judged = _numbers(trainer, module, scored)
+        whole, finished, rewarded, kept, differing, total, judged, cut, drawn = _numbers(trainer, module, scored)
         self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
         self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
         self.alike_in_a_row = self.alike_in_a_row + 1 if judged and not differing else 0
+        is_endless = cut >= CUT_SHARE * drawn and not module.loss.mask_truncated_completions  # of these CUT_OFF tells
+        self.cut_in_a_row = self.cut_in_a_row + 1 if is_endless else 0
         self.count += kept == 0
         if self.alike_in_a_row == self.warn_after:
             warn_of_run(trainer, ALIKE.format(count=self.warn_after, reward=total / judged))
+        if self.cut_in_a_row == self.warn_after:
+            length = module.generator.sampling.max_completion_length
+            warn_of_run(trainer, ENDLESS.format(share=cut / drawn, length=length, count=self.warn_after))
         empty = self.in_a_row == self.warn_after
         if empty or self.few_in_a_row == self.warn_after:
             seen = "no token" if empty else f"less than {self.few:.0%} of the tokens"
@@ -80,7 +93,7 @@ class EmptyRollouts(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
-        names = ("count", "in_a_row", "few_in_a_row", "alike_in_a_row")
+        names = ("count", "in_a_row", "few_in_a_row", "alike_in_a_row", "cut_in_a_row")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -90,9 +103,10 @@ class EmptyRollouts(RolloutCallback):
 
 
 def _numbers(trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> list[float]:
-    """Numbers of all ranks: of tokens, of prompts whose rewards differ, the sum of the rewards, and their number.
+    """Numbers of all ranks: of tokens, of prompts whose rewards differ, of rewards, and of completions.
 
-    Tokens are those of completions, those that count, those with a reward, and those not rejected.
+    Tokens are those of completions, those that count, those with a reward, and those not rejected. Of rewards there are
+    sum and number, of completions those that were cut off, and all.
     """
     rollout = scored.rollout
     mask = module.loss.mask(rollout)
@@ -103,7 +117,8 @@ def _numbers(trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> 
     tokens = [part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]
     groups = rewards.view(len(scored.rows), -1)
     differing = groups.nan_to_num(nan=-torch.inf).amax(dim=1) > groups.nan_to_num(nan=torch.inf).amin(dim=1)
-    numbers = [*tokens, differing.sum(), rewards.nansum(), is_judged.sum()]
+    cut = ~rollout.finished
+    numbers = [*tokens, differing.sum(), rewards.nansum(), is_judged.sum(), cut.sum(), torch.ones_like(cut).sum()]
     counts = torch.stack([number.to(mask.device).float() for number in numbers])
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))

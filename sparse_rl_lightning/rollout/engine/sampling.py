@@ -41,7 +41,7 @@ class SamplingParams:
     """
 
     num_generations: int = 1
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     min_completion_length: int = 0
     temperature: float = 1.0
     top_k: int = 0
