@@ -7,8 +7,10 @@ import errno
 import inspect
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -25,7 +27,7 @@ from sparse_rl_lightning.files import is_silent_pipe
 from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
-    r"""\s*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
+    r"""(\s|-)*(Does\ not\ validate\ against\ any\ of\ the\ Union\ subtypes | Subtypes:\ .* | Errors:
     | -\ Expected\ a\ path\ but\ (?!\S*(/|\.ya?ml\b))\S*\ either\ not\ accessible\ or\ invalid
     | -\ Expected\ a\ <class\ 'NoneType'> | Given\ value\ type:\ .* | Given\ value:\ [\[{N].* )$""",
     re.VERBOSE,
@@ -110,8 +112,12 @@ def explain(message: str) -> str:
     >>> explain("Errors:\n  Expected a dot import path string: SnapKv").partition("A class")[0]
     "Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'? "
     """
-    lines = [line for line in message.splitlines() if not NOISE.match(line)]
-    return "\n".join([*lines, *_suggestion(message)]).strip()
+    for form, instead in INSTEAD.items():
+        if found := re.search(form, message):
+            return found.expand(instead)
+    lines = dict.fromkeys(line for line in message.splitlines() if not NOISE.match(line))
+    hint = next((make(found) for form, make in FORMS if (found := re.search(form, message))), "")
+    return "\n".join([*lines, hint]).strip()
 
 
 def told(error: Exception) -> str | None:
@@ -146,20 +152,9 @@ def is_from(error: BaseException, package: str) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
 
-def _suggestion(message: str) -> list[str]:
-    if found := re.search(r"Expected a dot import path string: (\w+)", message):
-        return [] if found[1] == "None" else [_of_class(found[1])]
-    if "expects a function or a callable class" in message and 'key "lr_scheduler"' in message:
-        return [SCHEDULES]
-    if "Expected an instantiatable class" in message:
-        return ["Give a class_path, and its options below init_args."]
-    hint = next((make(found) for form, make in FORMS if (found := re.search(form, message))), "")
-    return [hint] if hint else []
-
-
-def _of_class(name: str) -> str:
+def _of_class(found: re.Match[str]) -> str:
     """What may have been meant by the name of a class that no key of its kind has."""
-    known = known_classes()
+    name, known = found[1], known_classes()
     if name in known:  # of another kind than the key's, or the key takes any class
         return f"Here {name} is named with its module: {known[name].__module__}.{name}."
     own = f"A class of your own is named with its module, such as mine.{name}."
@@ -168,16 +163,61 @@ def _of_class(name: str) -> str:
 
 def _of_option(found: re.Match[str]) -> str:
     """What may have been meant by a key of a class, or of a group in it; the class comes first."""
-    return _did_you_mean(".".join(found.groups()[1:]), argument_names(found[1]))
+    name, known = ".".join(found.groups()[1:]), argument_names(found[1])
+    return (_elsewhere(name) if "optimizer" in known else "") or _did_you_mean(name, known)
 
 
 def _of_key(found: re.Match[str]) -> str:
     """What may have been meant by a key of the whole configuration."""
-    keys = ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path"]
-    return _did_you_mean(found[1], [*keys, *(f"trainer.{name}" for name in inspect.signature(Trainer).parameters)])
+    return _elsewhere(found[1]) or _did_you_mean(found[1], _keys())
 
 
+def _elsewhere(name: str) -> str:
+    """What may have been meant by a name that is right in another program, or at another level."""
+    last = name.rpartition(".")[2]
+    levels = [key for key in _keys() if key.endswith(f".{last}") and key != name]
+    key = ELSEWHERE.get(last) or min(levels, key=len, default="")
+    return key and f"Did you mean {key!r}?"
+
+
+def _keys() -> list[str]:
+    """The keys of a configuration, but those of classes that it names."""
+    groups = {"trainer": inspect.signature(Trainer).parameters, "model": sorted(argument_names("SparseGRPO"))}
+    inner = (f"{group}.{name}" for group, names in groups.items() for name in names)
+    return ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path", *inner]
+
+
+def _of_argument(found: re.Match[str]) -> str:
+    """Where an argument stands that a class lacks; the keys around it come before it in the message."""
+    key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', found.string[: found.start()])))
+    return f"Give it as --{key}.{found[2]}=..., or below the init_args of {found[1].rpartition('.')[2]} in a file."
+
+
+ELSEWHERE = {
+    "lr": "model.optimizer.lr", "learning_rate": "model.optimizer.lr", "weight_decay": "model.optimizer.weight_decay",
+    "lr_scheduler_type": "model.lr_scheduler", "budget": "model.compressor.budget",
+    "buffer": "model.compressor.buffer", "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "max_grad_norm": "trainer.gradient_clip_val", "output_dir": "trainer.default_root_dir", "bf16": "trainer.precision",
+    "per_device_train_batch_size": "data.prompts_per_rollout", "num_train_epochs": "trainer.max_epochs",
+    "logging_steps": "trainer.log_every_n_steps", "resume_from_checkpoint": "ckpt_path",
+}  # fmt: skip
+"""Keys by their names in TRL and at the level at which Lightning's own examples have them."""
+INSTEAD = {
+    r"arguments are required: (\w+)\.data, \w+\.model": (
+        r"Name a configuration: sparse-rl \1 --config FILE, such as configs/quickstart.yaml in a checkout of the "
+        "repository."
+    ),
+    r"Subclasses are disabled for GRPOLoss, thus '([\w.]+)'|Parser key \"loss\":\s+Unable to load config '([\w.]+)'": (
+        r"model.loss=\1\2: a configuration sets options of GRPOLoss (--model.loss.epsilon=0.1) and names no class "
+        "there. A loss of your own is self.loss of a subclass of SparseGRPO, which --model names: "
+        "docs/own_correction.md."
+    ),
+}
+"""Forms of jsonargparse's messages that say what its code has met, and what to say instead."""
 FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
+    (r"Expected a dot import path string: (?!None\b)(\w+)", _of_class),
+    (r'(?s)(?=.*key "lr_scheduler").*expects a function or a callable class', lambda _: SCHEDULES),
+    (r"Expected an instantiatable class", lambda _: "Give a class_path, and its options below init_args."),
     (r"class_path '([\w.]+)':\s+Option '(\w+)\+?' is not accepted", _of_option),
     (r"class_path '([\w.]+)':\s+Group '(\w+)' does not accept option '([\w.]+)\+?'", _of_option),
     (r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", _of_option),
@@ -186,6 +226,18 @@ FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
         lambda found: f"What belongs to a class stands below its init_args, {found[1]!r} too.",
     ),
     (r"does not accept option '([\w.]+)\+?'", _of_key),
+    (r"class_path '([\w.]+)':\s+the following arguments are required: (\w+)", _of_argument),
+    (r"unrecognized arguments: --([\w.]+)", _of_key),
+    (r"unrecognized arguments: (\S+\.ya?ml)", lambda found: f"Did you mean --config {found[1]}?"),
+    (
+        r"File does not exist: '((.+)/(.+))'",
+        lambda found: _did_you_mean(found[3], (path.name for path in Path(found[2]).glob("*.y*ml"))),
+    ),
+    (r"module '([\w.]+)' has no attribute '(\w+)'", lambda found: _did_you_mean(found[2], dir(sys.modules[found[1]]))),
+    (
+        r"argument --(model|data): expected one argument",
+        lambda found: f"--{found[1]}.help=NAME, such as SparseGRPO, lists the keys of a class and of its groups.",
+    ),
     (r"No module named '[\w.]+'", lambda _: LOOKED_FOR),
     (r"int too large to convert to float", lambda found: "A number has more digits than a float holds, 308."),
 ]

@@ -54,10 +54,10 @@ class SparseRLFSDP2(ShardedStrategy, ModelParallelStrategy):
 
 def not_fsdp(given: str, *, is_flat: bool) -> str:
     """The error message for a strategy that shards fully but is not this one: it is FSDP1 if weights become flat."""
-    why = "whose checkpoints are unpickled whoever wrote them, and broken by a run that is killed while saving"
+    why = "its checkpoints are unpickled whoever wrote them, and broken by a run that is killed while saving"
     if is_flat:
-        why = "which flattens weights (FSDP1), where rollouts cannot read them"
-    return f"{given} is not ours, {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
+        why = "FSDP1 flattens weights, so rollouts cannot read them"
+    return f"{given}: {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
 
 
 SparseRLFSDP2.register_strategies(StrategyRegistry)

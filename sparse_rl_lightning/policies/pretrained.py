@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import warnings
@@ -35,6 +36,8 @@ LARGEST_JSON = 2**30
 """Bytes of a model's configuration, tokenizer or index of weights."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
 """Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
+MAKERS = {r"runs/(warmup\w*)/": r"sparse-rl fit --config configs/\1.yaml", r"runs/models/smollm2": "make real-model"}
+"""What writes the folders of models that the configurations in the repository name."""
 
 
 def load_pretrained(
@@ -73,6 +76,7 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation
     ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
     """
     where = f"policy: {path!r}"
+    check_there(path)
     with without_reports():
         try:
             check_files(path)
@@ -92,6 +96,23 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation
     check_whole(loaded[1], where)
     check_finite(model.named_parameters(), where)
     return model
+
+
+def check_there(path: str) -> None:
+    """Refuse a path that can be no hub name and leads to no model.
+
+    Raises:
+        ValueError: If there is no ``config.json``; what writes it is named where that is known.
+    """
+    folder = os.path.expanduser(path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(folder).exists()
+    if not looks_local or (Path(folder) / "config.json").is_file():
+        return
+    makers = [
+        f"; {found.expand(say)} writes this one" for form, say in MAKERS.items() if (found := re.match(form, path))
+    ]
+    remedy = f"Give a Hugging Face folder or a hub name such as 'Qwen/Qwen2.5-1.5B'{''.join(makers)}."
+    raise UserError(f"policy: no model at {path!r} (no config.json there). {other_weights(folder) or remedy}")
 
 
 def check_files(path: str) -> None:
@@ -188,6 +209,8 @@ def reason(path: str, error: Exception) -> str:
         return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
         return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
+    if isinstance(error, OSError) and not Path(path).exists():
+        text = f"There is no such folder here, and no model of this name was found: {text}"
     if isinstance(error, OSError) and (others := other_weights(path)):
         return others
     if isinstance(error, SafetensorError):

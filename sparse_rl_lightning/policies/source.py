@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
-from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained, other_weights
+from sparse_rl_lightning.policies.pretrained import check_finite, check_there, load_pretrained
 from sparse_rl_lightning.policies.quantized import dequantize
 
 
@@ -77,7 +77,6 @@ class PretrainedPolicy(PolicySource):
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, from safetensors only."""
         check_attention(self.attn_implementation)
-        looks_local = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
         path = os.path.expanduser(self.path)
         if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
             raise UserError(
@@ -85,12 +84,7 @@ class PretrainedPolicy(PolicySource):
                 "(peft: PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(...)), or train it "
                 "on from Python: LoadedPolicy(PeftModel.from_pretrained(model, folder, is_trainable=True), tokenizer)."
             )
-        if looks_local and not (Path(path) / "config.json").is_file():
-            remedy = other_weights(path) or (
-                "Give a Hugging Face folder or a hub name such as 'Qwen/Qwen2.5-1.5B'; for the quickstart run "
-                "configs/warmup.yaml first."
-            )
-            raise UserError(f"policy: no model at {self.path!r} (no config.json there). {remedy}")
+        check_there(self.path)
         return load_pretrained(path, "float32" if self._widens else self.dtype, self.attn_implementation)
 
 

@@ -242,8 +242,11 @@ TOKENIZERS = [
 
 PLACES = [
     Case("model.policy=./nowhere", "policy: no model at './nowhere' (no config.json there)", 1),
-    Case("model.policy=nobody/nothing", "policy: 'nobody/nothing' cannot be loaded.", 1, slow=True),
-    Case("model.policy=runs/warmup/policy", "for the quickstart run configs/warmup.yaml first.", 1, slow=True),
+    Case(
+        "model.policy=nobody/nothing", "There is no such folder here, and no model of this name was found", 1, slow=True
+    ),
+    Case("model.policy=runs/warmup_x/policy", "sparse-rl fit --config configs/warmup_x.yaml writes this", 1, slow=True),
+    Case("model.policy=runs/models/smollm2-135m-instruct", "; make real-model writes this one.", 1, slow=True),
 ]
 
 PLANNED = [  # sparse-rl plan, of a folder whose config.json is so

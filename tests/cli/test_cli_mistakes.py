@@ -9,6 +9,7 @@ import pytest
 from jsonargparse import ArgumentError
 from tiny_run import config, run_console, write
 
+from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.messages import ClearParser, explain
 from sparse_rl_lightning.cli.yaml_files import UnusableYAML, read
 from sparse_rl_lightning.errors import UserError
@@ -62,6 +63,30 @@ def test_only_errors_meant_for_users_count_as_messages(
     else:
         with pytest.raises((ValueError, RuntimeError), match=r"budget|invalid literal|teardown"):
             run_console(monkeypatch, "fit")
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_command_without_a_configuration_says_how_one_is_named(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_console(monkeypatch, command) == 2
+    assert f"error: Name a configuration: sparse-rl {command} --config FILE, such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "kinds"), [
+    ([], ["CSVLogger"]),
+    (["--trainer.logger+=TensorBoardLogger"], ["CSVLogger", "TensorBoardLogger"]),
+    (["--trainer.logger=TensorBoardLogger"], ["TensorBoardLogger"]),
+])  # fmt: skip
+def test_a_logger_that_is_added_does_not_take_the_place_of_the_first(
+    given: list[str], kinds: list[str], folder: Path
+) -> None:
+    values = config(max_steps=1)
+    values["trainer"].pop("logger", None)
+    save_dir = ["--trainer.logger.save_dir=tb"] if given else []
+    trainer = main(["fit", "--config", write(values), *given, *save_dir]).trainer
+    assert [type(logger).__name__ for logger in trainer.loggers] == kinds
+    assert bool(list(folder.glob("**/metrics.csv"))) == ("CSVLogger" in kinds)
 
 
 def test_messages_of_the_parser_lose_their_noise() -> None:

@@ -42,9 +42,7 @@ def test_lightnings_own_deepspeed_is_refused_with_the_name_of_ours(given: str, u
 
 @pytest.mark.parametrize("given", ["fsdp_cpu_offload", '{"class_path": "lightning.pytorch.strategies.FSDPStrategy"}'])
 def test_lightnings_own_fsdp_too(given: str, folder: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"is not ours, which flattens weights .*Use --trainer.strategy=sparse_rl_fsdp2"
-    ):
+    with pytest.raises(ValueError, match=r"FSDP1 flattens weights, .*Use --trainer.strategy=sparse_rl_fsdp2"):
         main(["fit", "--config", write(config()), f"--trainer.strategy={given}"])
 
 

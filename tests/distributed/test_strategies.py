@@ -95,10 +95,10 @@ def test_fully_sharded_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "why"),
-    [(FSDPStrategy(), "which flattens weights"), (ModelParallelStrategy(), "whose checkpoints are unpickled")],
+    [(FSDPStrategy(), "FSDP1 flattens weights"), (ModelParallelStrategy(), "its checkpoints are unpickled")],
     ids=["FSDP1", "FSDP2"],
 )
 def test_lightnings_own_are_refused(strategy: Strategy, why: str) -> None:
-    said = f"trainer.strategy={type(strategy).__name__} is not ours, {why}.* Use --trainer.strategy=sparse_rl_f"
+    said = f"trainer.strategy={type(strategy).__name__}: {why}.* Use --trainer.strategy=sparse_rl_f"
     with pytest.raises(ValueError, match=said):
         check_strategy(strategy)
