@@ -159,7 +159,7 @@ PUBLISHED = [
     callbacks.SequenceMIS, callbacks.SequenceMaskTIS, callbacks.MIS,
 ]  # fmt: skip
 TAIL = [callbacks.AcceptanceMonitor, callbacks.TailGuard, callbacks.MismatchSplit]
-_LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback]
+_LISTED = [*OWN, *CORRECTIONS, *PUBLISHED, *TAIL, callbacks.RolloutCallback, callbacks.CorrectionCallback]
 READING = [thing for name in callbacks.__all__ if (thing := getattr(callbacks, name)) not in _LISTED]
 
 CALLBACK_GROUPS: list[Group] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutCallback
 from sparse_rl_lightning.callbacks.corrections.presets import (
     CIS,
     MIS,
@@ -39,6 +39,7 @@ __all__ = [
     "TIS",
     "AcceptanceMonitor",
     "CompletionsTable",
+    "CorrectionCallback",
     "DryRun",
     "EmptyRollouts",
     "ExportPolicy",

@@ -5,7 +5,7 @@ Who needs log-probs early, corrections and the report of a rollout are called fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -62,8 +62,8 @@ class RolloutCallback(Callback):
     def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Called once for every sequence, when it has dense log-probs and advantages, before its first loss.
 
-        Edit ``part.keep`` and ``part.weights`` by multiplying, so that callbacks combine. The part is the whole rollout
-        if :meth:`needs_rescoring` asks for that, and otherwise may be a micro-batch.
+        Edit ``part.keep`` and ``part.weights`` (1 before the first callback) by multiplying, so that callbacks combine.
+        The part is the whole rollout if :meth:`needs_rescoring` asks for that, and otherwise may be a micro-batch.
         """
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
@@ -91,10 +91,12 @@ class RolloutModule(Protocol):
     learner: Learner
     loss: GRPOLoss
     val_sampling: SamplingParams
+    group_size: int
+    """The number of samples of each prompt that are trained on."""
     keeps_evictions: bool
     """Whether the loss reads the record of evictions."""
-    learns_as_sampled: bool
-    """Whether the loss replays what every sequence was drawn from, so that nothing is left to correct."""
+    corrects: bool
+    """Whether the loss accounts for sequences drawn from less than the whole cache: by replay, or a correction."""
     learns_from_rejected: bool
     """Whether sequences that callbacks reject as a whole are trained all the same, under replay."""
     block: RolloutBlock | None
@@ -201,11 +203,21 @@ def rescores_all(module: RolloutModule) -> bool:
     )
 
 
-@torch.no_grad()
 def correct(module: RolloutModule, part: Rollout) -> None:
     """Let callbacks reject and reweight sequences that have dense log-probs."""
-    for callback in rollout_callbacks(module):
-        callback.correct(module.trainer, module, part)
+    correct_by(rollout_callbacks(module), cast(LightningModule, module)._trainer, module, part)
+
+
+@torch.no_grad()
+def correct_by(callbacks: Sequence[RolloutCallback], trainer: Any, module: Any, part: Rollout) -> None:
+    """Let these callbacks edit a part whose weights are 1; weights that all of them leave alone are None again."""
+    ones = None
+    if part.weights is None and any(callback.corrects for callback in callbacks):
+        ones = part.weights = part.completion_mask.to(part.sampler_logprobs.dtype)
+    for callback in callbacks:
+        callback.correct(trainer, module, part)
+    if part.weights is ones and ones is not None and ones._version == 0:
+        part.weights = None
 
 
 def report(module: RolloutModule, scored: ScoredRollout) -> None:
@@ -249,8 +261,7 @@ class CorrectionCallback(RolloutCallback):
     weighs = False
     """Whether it multiplies ``weights``, which only one callback may do: two would weight by the ratio twice."""
 
-    def __init__(self) -> None:
-        self._warned = False
+    _warned = False  # of truncated distributions
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second correction of the same kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -331,6 +331,22 @@ class PolicyModule(LightningModule):
         plain = self.policy_source.exported(policy) if kind is None else self.policy_source.exported(policy, kind)
         ends = default_end_token_ids(policy, self.tokenizer, tell=False)
         save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)
+
+    @classmethod
+    def load_from_checkpoint(cls, *given: Any, **named: Any) -> Self:  # type: ignore[override]  # Lightning's own
+        """A module with a checkpoint's weights, as Lightning's, from plain data; the module's arguments are given.
+
+        Raises:
+            ValueError: If one of them is missing: a checkpoint does not hold them.
+        """
+        try:
+            return super().load_from_checkpoint(*given, **{"weights_only": True, **named})
+        except TypeError as error:
+            raise UserError(
+                f"{cls.__name__}.load_from_checkpoint: {error}. A checkpoint holds weights and no arguments of the "
+                "module: name those that it was made with, such as policy=... and compressor=... . For the policy "
+                "alone, `sparse-rl export` writes a folder that from_pretrained reads."
+            ) from error
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The logits (B, T, V) of the dense policy, for experiments."""

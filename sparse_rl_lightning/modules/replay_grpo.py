@@ -65,7 +65,7 @@ class ReplayGRPO(SparseGRPO):
         self.replay_objective = replay_objective
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss reads only old log-probs
-        self.learns_as_sampled = replay_objective in ("sparse", "mixed")
+        self.corrects = self.corrects or replay_objective in ("sparse", "mixed")
         self.learns_from_rejected = replay_objective in ("mixed", "rejected")
         self.learner = replace(self.learner, replays=replay_objective == "sparse")
 

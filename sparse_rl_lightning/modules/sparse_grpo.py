@@ -85,8 +85,8 @@ class SparseGRPO(PolicyModule):
     )  # fmt: skip
     resumed_parts = ("sparse_rl",)
 
-    keeps_evictions = learns_as_sampled = learns_from_rejected = False
-    """Whether the loss reads evictions; replays all sequences by them; trains what is rejected as a whole by them."""
+    keeps_evictions = corrects = learns_from_rejected = False
+    """Whether the loss reads evictions; accounts for them; trains what is rejected as a whole by them."""
 
     def __init__(
         self,

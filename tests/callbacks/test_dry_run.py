@@ -12,12 +12,19 @@ from tiny_grpo import Recorder, Rows, fit, likes_a, module, weights
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.callbacks import DryRun, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import (
+    CorrectionCallback,
+    DryRun,
+    ImportanceReweighting,
+    RolloutCallback,
+    SparsityAwareRejection,
+)
 from sparse_rl_lightning.callbacks.guards.dry_run import oldest_go
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, StreamingLLM
-from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.modules import GRPOLoss, ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.records import NEVER, LayerState
+from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.records import NEVER, LayerState, LossOutput, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -87,6 +94,77 @@ def test_a_run_is_bitwise_the_same_with_it_and_without(name: str) -> None:
     assert torch.equal(*results)
     assert torch.equal(states[0][0], states[1][0])
     assert states[0][1] == states[1][1]
+
+
+class Never(PolicySource):
+    """Weights that nobody may ask for."""
+
+    def load(self) -> Any:
+        raise AssertionError("the policy is loaded")
+
+
+class Misspells(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.weights = part.weights * (part.old_logprobs - part.sampler_logprob)  # type: ignore[attr-defined]
+
+
+class OfAnotherShape(RolloutCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.keep &= part.rewards > 0.5  # type: ignore[operator]
+
+
+class Sign(GRPOLoss):
+    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Any) -> LossOutput:
+        return super().__call__(part, logprobs.values, denominators)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mine", [Misspells(), OfAnotherShape(), Sign()], ids=lambda mine: type(mine).__name__)
+@pytest.mark.parametrize("objective", ["SparseGRPO", "ReplayGRPO"])
+def test_a_correction_that_cannot_work_ends_the_run_before_the_policy_is_loaded(mine: Any, objective: str) -> None:
+    grpo = module(kind=ReplayGRPO if objective == "ReplayGRPO" else SparseGRPO, beta=0.1, top_p=0.9, top_logprobs=3)
+    grpo.policy_source = Never()
+    if isinstance(mine, GRPOLoss):
+        grpo.loss = mine
+    with pytest.raises((AttributeError, RuntimeError)) as error:
+        fit(grpo, 1, [mine] if isinstance(mine, Callback) else [])
+    assert f"trial of {type(mine).__name__} on a made-up rollout" in error.value.__notes__[0]
+    with pytest.raises(AssertionError, match="the policy is loaded"):  # which is left out where it is not wanted
+        fit(grpo, 1, [DryRun(enabled=False), *([mine] if isinstance(mine, Callback) else [])])
+
+
+class NeedsAll(CorrectionCallback):
+    """Uses whatever a real rollout has, and keeps what it saw."""
+
+    def __init__(self, copies: bool) -> None:
+        self.seen: list[int] = []
+        self.stream = None if copies else (one for one in ())  # which cannot be copied
+
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        self.seen.append(len(part))
+        assert isinstance(module, SparseGRPO)
+        assert part.weights is not None
+        noise = torch.rand(part.weights.shape, device=module.device)
+        part.weights = part.weights * (1 + 0.1 * noise) * self.log_ratio(part).exp()
+        part.advantages = module.advantages(part.rewards)
+        module.log("mine", part.weights.sum())
+        assert part.evictions is not None
+        assert part.evictions.death.shape[1:] == (len(part), part.evictions.num_heads, part.sequences.shape[1])
+        part.keep[:] &= part.completion_mask & (module.policy.config.vocab_size > 0)  # type: ignore[index]
+
+    def needs_rescoring(self, module: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_trial_of_a_correction_leaves_no_trace(copies: bool) -> None:
+    results = []
+    for enabled in (None, False):
+        torch.manual_seed(0)
+        grpo, mine = module(top_p=0.9), NeedsAll(copies)
+        fit(grpo, 2, [DryRun(enabled=enabled), mine])
+        assert mine.seen == [16, 16]
+        results.append(weights(grpo))
+    assert torch.equal(*results)
 
 
 class Watched(StreamingLLM):

@@ -17,9 +17,10 @@ from sparse_rl_lightning.callbacks import (
     StepGuard,
 )
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
-from sparse_rl_lightning.callbacks.corrections.naive import naive_warning
+from sparse_rl_lightning.callbacks.corrections.naive import learns_from_less, naive_warning
+from sparse_rl_lightning.callbacks.outputs.run_facts import describe
 from sparse_rl_lightning.compressors import Drawn, FullKV, SnapKV
-from sparse_rl_lightning.modules import LearnedEvictionGRPO, ReplayGRPO
+from sparse_rl_lightning.modules import LearnedEvictionGRPO, ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.retrievers import Centroid
 from tests.tiny_grpo import fit, module
 
@@ -84,6 +85,28 @@ def test_what_accounts_for_the_cache_is_not_warned_of(name: str) -> None:
 @pytest.mark.parametrize("correction", [TIS(), ImportanceReweighting(clip_max=1.5), Own()])
 def test_any_correction_counts(correction: RolloutCallback) -> None:
     assert warned([correction]) == ""
+
+
+class CorrectsItself(SparseGRPO):
+    """Its loss compares with the sampler, as far as the library can know."""
+
+    corrects = True
+
+
+class Edits(RolloutCallback):
+    """Corrects in another hook."""
+
+    corrects = True
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), [(CorrectsItself, []), (SparseGRPO, [Edits()])])
+def test_what_says_that_it_corrects_is_believed_by_log_and_report(kind: Any, callbacks: list[Any]) -> None:
+    grpo = module(kind=kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*naive training")
+        fit(grpo, 1, callbacks)
+    assert describe(grpo)["corrections"] == (type(callbacks[0]) if callbacks else kind).__name__
+    assert learns_from_less(grpo) == bool(callbacks)  # whose weights tell
 
 
 def test_other_modules_may_have_the_guard() -> None:

@@ -400,6 +400,30 @@ def test_a_correction_that_leaves_sequences_as_they_are_does_not_silence_them() 
     assert own.advantages.equal(torch.where(halved, 2 * seen.advantages, seen.advantages))
 
 
+class Doubles(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.weights = part.weights * 2  # type: ignore[operator]
+
+
+class TriplesInPlace(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.weights *= 3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_weights_are_there_to_be_multiplied_and_only_kept_if_they_are(steps: int) -> None:
+    """Rejection alone leaves none, which the loss need not read."""
+    for callbacks, want in (
+        ([SparsityAwareRejection(threshold=0.8)], None),
+        ([Doubles(), SparsityAwareRejection(), TriplesInPlace()], 6.0),
+        ([TriplesInPlace()], 3.0),
+    ):
+        grpo = module(steps_per_generation=steps)
+        fit(grpo, steps, callbacks)
+        rollout = grpo.block.rollout  # type: ignore[union-attr]
+        assert rollout.weights is None if want is None else rollout.weights.equal(want * rollout.completion_mask)
+
+
 class Unedited(RolloutCallback):
     """Keeps the advantages of a rollout's rewards."""
 

@@ -19,9 +19,9 @@ def naive_training(sampling: str, *cures: str) -> str:
 
 
 def learns_from_less(module: Any) -> bool:
-    """Whether a module trains on samples of less than the whole cache that its loss does not replay."""
+    """Whether a module trains on samples of less than the whole cache, and its loss does not account for that."""
     generator = getattr(module, "generator", None)  # any module may be asked about
-    return isinstance(generator, Generator) and generator.is_sparse and not module.learns_as_sampled
+    return isinstance(generator, Generator) and generator.is_sparse and not module.corrects
 
 
 def naive_warning(module: Any) -> str:

@@ -102,7 +102,6 @@ class _Both(CorrectionCallback):
     weighs = True
 
     def __init__(self, rejection: SparsityAwareRejection, reweighting: ImportanceReweighting) -> None:
-        super().__init__()
         self.parts = (rejection, reweighting)
 
     def needs_rescoring(self, module: RolloutModule) -> bool:

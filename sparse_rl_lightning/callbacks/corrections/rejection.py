@@ -51,7 +51,6 @@ class SparsityAwareRejection(CorrectionCallback):
         level: Literal["token", "sequence", "geometric"] = "token",
         baseline: Baseline = "all",
     ) -> None:
-        super().__init__()
         self.threshold, self.level, self.baseline = threshold, level, baseline
         check_choice("baseline", baseline, Baseline, "SparsityAwareRejection")
         self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)

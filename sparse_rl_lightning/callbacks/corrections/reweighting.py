@@ -54,7 +54,6 @@ class ImportanceReweighting(CorrectionCallback):
         normalize: Normalization = "none",
         normalize_clip_max: float | None = None,
     ) -> None:
-        super().__init__()
         importance_weights(*NO_TOKENS, mode, clip_min, clip_max)
         check_choice("normalize", normalize, Normalization)
         if normalize_clip_max is not None:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_module
+from sparse_rl_lightning.callbacks.guards.correction_trial import try_corrections
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.errors import UserError
@@ -38,10 +39,11 @@ class DryRun(Callback):
     In this order: an optimizer step on zero gradients (its state is kept for the rest of the trial), full slots with
     the longest training prompt up to the first compression, and the learner's forward and backward pass on a
     micro-batch of longest sequences. Weights, optimizer, buffers, gradients and random state are then restored: a run
-    is bitwise the same with this callback and without it. Modules that roll out add it themselves.
+    is bitwise the same with this callback and without it. Before the policy is loaded, corrections and a loss of your
+    own run once on a small rollout that is made up. Modules that roll out add this callback themselves.
 
     Args:
-        enabled: Whether to run the trial; null for GPUs only.
+        enabled: Whether to run the trial; null for GPUs only, but for the made-up rollout.
 
     Raises:
         ValueError: At the start of ``fit``, if the memory does not suffice; the message says what to lower.
@@ -51,9 +53,9 @@ class DryRun(Callback):
         self.enabled = enabled
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse modules that do not roll out."""
+        """Refuse modules that do not roll out; try the user's own corrections before the policy is loaded."""
         if stage == "fit" and self.enabled is not False:
-            rollout_module(pl_module, self)
+            try_corrections(trainer, rollout_module(pl_module, self))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the trial, if enabled."""

@@ -66,11 +66,15 @@ class EmptyRollouts(RolloutCallback):
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Count, and warn."""
         whole, finished, rewarded, kept, differing, total, judged, cut, drawn = _numbers(trainer, module, scored)
-        self.in_a_row = self.in_a_row + 1 if kept == 0 else 0
-        self.few_in_a_row = self.few_in_a_row + 1 if 0 < kept < self.few * whole else 0
-        self.alike_in_a_row = self.alike_in_a_row + 1 if judged and not differing else 0
-        is_endless = cut >= CUT_SHARE * drawn and not module.loss.mask_truncated_completions  # of these CUT_OFF tells
-        self.cut_in_a_row = self.cut_in_a_row + 1 if is_endless else 0
+        goes_on = {
+            "in_a_row": kept == 0,
+            "few_in_a_row": 0 < kept < self.few * whole,
+            "alike_in_a_row": judged and not differing,
+            # where the loss leaves out what was cut off, CUT_OFF tells of it
+            "cut_in_a_row": cut >= CUT_SHARE * drawn and not module.loss.mask_truncated_completions,
+        }
+        for name, is_so in goes_on.items():
+            setattr(self, name, getattr(self, name) + 1 if is_so else 0)
         self.count += kept == 0
         if self.alike_in_a_row == self.warn_after:
             warn_of_run(trainer, ALIKE.format(count=self.warn_after, reward=total / judged))

@@ -34,7 +34,7 @@ def describe(module: RolloutModule) -> dict[str, str]:
     policy, generator = module.policy, module.generator
     rule = generator.options.downsampling
     samples = str(generator.sampling.num_generations) + (f", of which {type(rule).__name__} drops some" if rule else "")
-    corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
+    corrections = [type(each).__name__ for each in (module, *rollout_callbacks(module)) if each.corrects]
     return {
         "policy": f"{type(policy).__name__}, {count_weights(policy) / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),

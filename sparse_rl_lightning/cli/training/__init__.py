@@ -33,6 +33,7 @@ class SparseRLCLI(LightningCLI):
         args = settings.get("args")
         words = args if isinstance(args, list) else sys.argv[1:] if args is None else []
         self._first_word = words[0] if words else ""
+        self._num_loggers = sum(word.startswith("--trainer.logger+") for word in words)
         super().__init__(*classes, **settings)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, and called on the instance
@@ -67,7 +68,7 @@ class SparseRLCLI(LightningCLI):
                 is listed twice, or strategy and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
-        checks.name_logger(config)
+        checks.name_logger(config, self._num_loggers)
         for check in (checks.check_callbacks, checks.check_launch, checks.check_folders):
             check(config)
         checks.check_checkpoint(config, self.subcommand or "fit")

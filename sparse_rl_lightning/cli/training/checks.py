@@ -208,14 +208,19 @@ def checkpoint_folders(config: Any) -> Iterator[str]:
             yield default_folder(config.trainer.default_root_dir)
 
 
-def name_logger(config: Any) -> None:
-    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured."""
+def name_logger(config: Any, num_added: int = 0) -> None:
+    """Write ``metrics.csv`` to ``default_root_dir``, the folder named after the run, if no logger is configured.
+
+    Loggers that the command line adds (``--trainer.logger+=``), so many of them, do not take its place.
+    """
     trainer = config.trainer
-    is_open = trainer.logger is None or trainer.logger is True
+    added = trainer.logger if isinstance(trainer.logger, list) and len(trainer.logger) == num_added else []
+    is_open = trainer.logger is None or trainer.logger is True or added
     if trainer.default_root_dir and is_open and not trainer.barebones:
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
         arguments = {"save_dir": folder or ".", "name": name}
-        trainer.logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}
+        own = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace(arguments))
+        trainer.logger = [own, *added] if added else own
 
 
 def _holds_checkpoints(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from sparse_rl_lightning.callbacks.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback, correct_by
 from sparse_rl_lightning.callbacks.corrections.naive import naive_training
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.corrections import normalize_weights
@@ -259,11 +259,9 @@ class Corrections:
         for callback in self.callbacks:
             callback.setup(*self._asked, "fit")
 
-    @torch.no_grad()
     def __call__(self, rollout: Rollout) -> None:
         """Reject and weigh the sequences of a rollout with dense log-probs."""
-        for callback in self.callbacks:
-            callback.correct(*self._asked, rollout)
+        correct_by(self.callbacks, *self._asked, rollout)
 
 
 def factors(part: Rollout) -> Tensor:

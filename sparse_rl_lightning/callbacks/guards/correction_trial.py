@@ -1,0 +1,96 @@
+"""A trial of a user's corrections on a made-up rollout, so that a mistake ends the run before the policy is loaded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Trainer
+
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, correct_by, rollout_callbacks
+from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, Rollout
+
+NOTE = (
+    "This was a trial of {} on a made-up rollout, before the policy is loaded. If it works on real rollouts, DryRun "
+    "with enabled: false in trainer.callbacks leaves the trial out."
+)
+
+
+class _NotLoaded(Exception):
+    """Stands for the policy and the tokenizer, and is raised by whatever is asked of them."""
+
+    def __getattr__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self
+
+    __call__ = __getattr__
+
+
+def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
+    """Run corrections and a loss that are not of this library on a made-up rollout: copies, which log nothing.
+
+    Raises:
+        Exception: What one of them raises, with a note.
+    """
+    trial: Any = copy.copy(module)
+    vars(trial).update(
+        policy=_NotLoaded(), tokenizer=_NotLoaded(), log=lambda *_, **__: None,
+        log_dict=lambda *_, **__: None, _trainer=trainer, _device=trainer.strategy.root_device,
+    )  # fmt: skip
+    random = random_state()
+    for piece in (*rollout_callbacks(module), module.loss):
+        if type(piece).__module__.startswith("sparse_rl_lightning.") or not getattr(piece, "corrects", True):
+            continue
+        try:
+            mine = copy.deepcopy(piece, {id(trainer): trainer, id(module): trial})
+        except Exception:  # it holds something that cannot be copied, and its state must stay as it is
+            continue
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                _run(trainer, trial, mine, made_up_rollout(trial))
+        except _NotLoaded:
+            continue
+        except Exception as error:
+            error.add_note(NOTE.format(type(piece).__name__))
+            raise
+    restore_random_state(random)
+
+
+def _run(trainer: Trainer, trial: Any, piece: Any, part: Rollout) -> None:
+    if isinstance(piece, RolloutCallback):
+        return correct_by([piece], trainer, trial, part)
+    denominators = piece.denominators(part, trial.generator.sampling.max_completion_length)
+    piece(part, part.sampler_logprobs.clone().requires_grad_(), denominators)
+
+
+def made_up_rollout(module: RolloutModule) -> Rollout:
+    """The samples of two prompts, with what corrections see in most runs."""
+    sampling, count = module.generator.sampling, 2 * module.group_size
+    length = count + 5  # no other size, so that what does not fit cannot be broadcast
+    sample, place, used = torch.arange(count), torch.arange(length), torch.ones(count)
+    mask = (place > 2) & (place < 5 + sample[:, None] % 4)
+    sparse = -mask.float()
+    top = sparse[..., None].expand(-1, -1, max(1, sampling.top_logprobs))
+    return Rollout(
+        sequences=torch.ones_like(mask, dtype=torch.int64),
+        prompt_lengths=torch.full((count,), 3),
+        completion_mask=mask,
+        finished=used.bool(),
+        sampler_logprobs=sparse,
+        behavior_logprobs=sparse if sampling.truncates else None,
+        topk_ids=top.int().abs() if sampling.top_logprobs else None,
+        topk_logprobs=top if sampling.top_logprobs else None,
+        evictions=(
+            None if module.generator.retriever else EvictionRecord.from_dense(torch.full((1, count, 1, length), NEVER))
+        ),
+        kv=KVUsage(used, used, used, used, 0, 0, 0),
+        keys=torch.zeros(count, 2, dtype=torch.int64),
+        old_logprobs=sparse * 1.1,
+        ref_logprobs=sparse if module.loss.beta > 0 else None,
+        replay_logprobs=sparse if module.keeps_evictions else None,
+        rewards=sample / count,
+        advantages=sample / count - 0.5,
+        keep=mask.clone(),
+    ).to(module.device)
