@@ -51,7 +51,8 @@ trainer:
 
 A file that begins with `base: other.yaml` has the keys of that file, found beside it, and overrides them with its own:
 mappings are merged, lists replaced, and `callbacks+` appends ([example](quickstart.md#change-something)). Without a
-`logger`, `CSVLogger` writes `metrics.csv` into a `version_*` folder of `trainer.default_root_dir`.
+`logger`, `CSVLogger` writes `metrics.csv` into a `version_*` folder of `trainer.default_root_dir`; a logger takes its
+place, or is added to it ([loggers](lightning.md#loggers)).
 
 Beside them there are two keys of the whole process: `seed_everything` (default 0), and `num_threads`, the CPU threads
 of torch (default: torch's own choice). A `seed` that is null takes that of `seed_everything`, in Python that of

@@ -209,13 +209,12 @@ def reason(path: str, error: Exception) -> str:
         return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
         return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
-    if isinstance(error, OSError) and not Path(path).exists():
-        text = f"There is no such folder here, and no model of this name was found: {text}"
     if isinstance(error, OSError) and (others := other_weights(path)):
         return others
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
-    return text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
+    missing = "" if Path(path).exists() else "There is no such folder here. As a name on the hub: "
+    return missing + text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
 
 
 def other_weights(path: str) -> str:

@@ -274,7 +274,7 @@ FILES = [
     Case("config=config.yaml", slow=True),
     Case("config=.", 'Parser key "config": Path is not a file', 2, slow=True),
     Case("config=nowhere.yaml", "nowhere.yaml", 2, slow=True),
-    Case("config=./confg.yaml", "Did you mean 'config.yaml'?", 2),
+    Case("config=./config_.yaml", "Did you mean 'config.yaml'?", 2),
     Case("a file in place of an option", "Did you mean --config other.yaml?", 2, "other.yaml", slow=True),
     Case("a model's options without `init_args`", "What belongs to a class stands below its init_args", 2,
          edit=lambda v: v["model"].update(v["model"].pop("init_args"))),

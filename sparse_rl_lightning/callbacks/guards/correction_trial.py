@@ -68,8 +68,8 @@ def _run(trainer: Trainer, trial: Any, piece: Any, part: Rollout) -> None:
 def made_up_rollout(module: RolloutModule) -> Rollout:
     """The samples of two prompts, with what corrections see in most runs."""
     sampling, count = module.generator.sampling, 2 * module.group_size
-    length = count + 5  # no other size, so that what does not fit cannot be broadcast
-    sample, place, used = torch.arange(count), torch.arange(length), torch.ones(count)
+    # a length that is no other size: what does not fit cannot be broadcast
+    sample, place, used = torch.arange(count), torch.arange(count + 5), torch.ones(count)
     mask = (place > 2) & (place < 5 + sample[:, None] % 4)
     sparse = -mask.float()
     top = sparse[..., None].expand(-1, -1, max(1, sampling.top_logprobs))
@@ -83,7 +83,9 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
         topk_ids=top.int().abs() if sampling.top_logprobs else None,
         topk_logprobs=top if sampling.top_logprobs else None,
         evictions=(
-            None if module.generator.retriever else EvictionRecord.from_dense(torch.full((1, count, 1, length), NEVER))
+            None
+            if module.generator.retriever
+            else EvictionRecord.from_dense(torch.full((1, count, 1, len(place)), NEVER))
         ),
         kv=KVUsage(used, used, used, used, 0, 0, 0),
         keys=torch.zeros(count, 2, dtype=torch.int64),

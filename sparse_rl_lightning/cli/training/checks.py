@@ -218,9 +218,9 @@ def name_logger(config: Any, num_added: int = 0) -> None:
     is_open = trainer.logger is None or trainer.logger is True or added
     if trainer.default_root_dir and is_open and not trainer.barebones:
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
-        arguments = {"save_dir": folder or ".", "name": name}
-        own = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace(arguments))
-        trainer.logger = [own, *added] if added else own
+        arguments = Namespace(save_dir=folder or ".", name=name)
+        csv = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=arguments)
+        trainer.logger = [csv, *added] if added else csv
 
 
 def _holds_checkpoints(folder: Path) -> bool:
