@@ -29,6 +29,7 @@ from docs.quoted import (
     gpu_cells_table,
     gpu_larger_table,
     gpu_memory_table,
+    gpu_modeled_table,
     gpu_table,
     learner_table,
     memory_table,
@@ -145,11 +146,11 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "larger": gpu_larger_table,
         "memory": gpu_memory_table,
         "cells": gpu_cells_table,
+        "modeled": gpu_modeled_table,
     },
     "design.md": {"": learner_table},
     "from_trl.md": {"": trainer_table},
     "results.md": {"memory": memory_table},
-    "../README.md": {"memory": memory_table},
 }
 PAGES = (*WHOLE, *PARTS)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks.common.tables import Table
 from benchmarks.compressors import records
 from benchmarks.compressors.pages import ACCURACY, HALF, SPEED, TAIL, by_budget
+from benchmarks.rollout.modeled import Steps, modeled
 from sparse_rl_lightning.quality.cells import Cell
 
 FOLDER = Path(__file__).parent
@@ -125,6 +126,13 @@ def gpu_memory_table() -> str:
     rows = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")
     head = ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV")
     return columns(rows, head)
+
+
+def gpu_modeled_table() -> str:
+    """Whole rollouts that were not timed, added up from measured steps."""
+    cells = measured("../benchmarks/results/gpu-cells-1.5b.md", "Steps at given lengths")
+    many = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")
+    return modeled(Steps.of([*cells, *({**row, "batch": row["slots"], "length": "0"} for row in many[1:])])).untitled
 
 
 def gpu_cells_table() -> str:
