@@ -23,7 +23,7 @@ class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
 
     Lightning and DeepSpeed both divide the loss by the accumulated micro-batches; here only Lightning does. The
     checkpoint is a folder that appears under its name once all of it has been written, see
-    :mod:`sparse_rl_lightning.checkpoints`. Needs ``pip install 'sparse-rl-lightning[deepspeed]'``. By name on the
+    :mod:`sparse_rl_lightning.checkpoints`. Needs the extra ``deepspeed``. By name on the
     command line: ``--trainer.strategy=sparse_rl_deepspeed_stage_2``, with stages 1 to 3 and ``_offload`` after 2, 3.
 
     Args:

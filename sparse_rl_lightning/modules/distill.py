@@ -71,7 +71,7 @@ class DistillSparse(SparseGRPO):
     retriever the learner chooses pages again, by the same rule and without gradient through the choice. Nothing is
     rejected or reweighted in this loss, since it is for the policy that drew the tokens. One optimizer has both in two
     parameter groups; its schedule counts the steps of both. Export writes the dense policy, and the adapter in
-    ``sparse_adapter/``. Needs ``pip install 'sparse-rl-lightning[lora]'``.
+    ``sparse_adapter/``. Needs the extra ``lora``.
 
     Besides SparseGRPO's metrics it logs, in the adapter's steps: ``distill/loss``, ``distill/kl`` (nats per token) and
     ``distill/clip_ratio``.

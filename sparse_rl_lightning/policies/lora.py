@@ -23,7 +23,7 @@ class LoraPolicy(PolicySource):
 
     Frozen weights stay in the type of their folder, adapters are float32. The reference policy of the KL penalty is the
     same model with its adapters switched off, without a second copy.
-    Export writes a plain model with the adapters merged. Needs ``pip install 'sparse-rl-lightning[lora]'``.
+    Export writes a plain model with the adapters merged. Needs the extra ``lora``.
 
     Args:
         policy: Base policy: a Hugging Face folder or hub name, or a source of models.
@@ -32,8 +32,8 @@ class LoraPolicy(PolicySource):
         lora_dropout: Dropout on the adapters' input; has no effect with the module's ``disable_dropout``.
         target_modules: Names of the linear layers that get an adapter, ``all-linear`` for all but the output head:
             in mixtures of experts also the router and, r for every expert, the packed experts.
-        quantization: The frozen linear layers in 4 bits (``nf4``, QLoRA, arXiv 2305.14314; needs ``pip install
-            'sparse-rl-lightning[quantization]'``) or in 8 (``int8``), for sampler and learner alike. Null leaves them.
+        quantization: The frozen linear layers in 4 bits (``nf4``, QLoRA, arXiv 2305.14314; needs the extra
+            ``quantization``) or in 8 (``int8``), for sampler and learner alike. Null leaves them.
         seed: Seed of the adapters' initial weights, null for that of ``seed_everything``.
     """
 

@@ -57,9 +57,8 @@ class PretrainedPolicy(PolicySource):
             below adapters, of a reference policy or in an evaluation, and under DeepSpeed's mixed precision, which
             keeps float32 weights itself.
         attn_implementation: The learner's attention, ``sdpa``, ``eager`` or, on a GPU with weights or autocast in a
-            16-bit type, ``flash_attention_2`` (``pip install 'sparse-rl-lightning[flash-attn]'``). By default ``sdpa``,
-            or ``eager`` for models of which transformers has no other (gpt-oss). The sampler always uses the library's
-            own.
+            16-bit type, ``flash_attention_2`` (the extra ``flash-attn``). By default ``sdpa``, or ``eager`` for models
+            of which transformers has no other (gpt-oss). The sampler always uses the library's own.
     """
 
     def __init__(self, path: str, dtype: str = "auto", attn_implementation: str | None = None) -> None:
