@@ -2,7 +2,7 @@
 
     python -m docs.address https://example.org/owner/name
 
-These are the URLs of ``pyproject.toml``, ``CITATION.cff``, the line of the README that clones, and the links of the
+These are the URLs of ``pyproject.toml``, ``CITATION.cff``, a line of the README that clones, and the links of the
 site to its sources. What has an address already is changed to the new one.
 """
 
@@ -34,8 +34,9 @@ def citation(text: str, address: str) -> str:
 
 
 def readme(text: str, address: str) -> str:
-    """``README.md`` with the repository in the command that clones it."""
-    return re.sub(r"git clone \S+", f"git clone {address}", text)
+    """``README.md`` with a command that clones the repository where it spoke of a checkout."""
+    clone = f"git clone {address} sparse-rl-lightning && cd sparse-rl-lightning\n"
+    return re.sub(r"# in a checkout of this repository\n|git clone .*\n", clone, text)
 
 
 def site(text: str, address: str) -> str:

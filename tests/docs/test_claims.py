@@ -1,0 +1,338 @@
+"""Numbers that the front pages claim are those of kept lines, by arithmetic of this file, and none is left over.
+
+What a page says of results stands here as a sentence whose numbers are computed; what it says of conditions stands here
+as it is. Without both, a page has no number.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_readme import find_blocks
+
+from benchmarks import REAL
+from benchmarks.common.pages import END, mark
+from docs import language
+from docs.quoted import measured
+from experiments import real, stability  # noqa: F401
+from experiments.real import __main__ as real_study
+from experiments.real import results as real_results
+from experiments.stability import __main__ as small_study
+from experiments.stability import results as small_results
+from experiments.stability.records import Archive
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, KEPT = ROOT / "docs", ROOT / "benchmarks" / "results"
+README, INDEX = ROOT / "README.md", DOCS / "index.md"
+QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 12: 2.201}  # Student's t, 97.5 %, n - 1 degrees
+HALF, QUARTER, TIGHT, MILD = "72", "32", "30", "34"  # budgets
+FULL = "dense"  # the full cache
+BySeed = Mapping[int, float]
+
+# ---------------------------------------------------------------- kept lines
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (KEPT / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+@cache
+def ends(study: str, arm: str, budget: str, cached: str, last: int) -> dict[int, float]:
+    """Mean of the last evaluations by seed, of the runs in a study's folder."""
+    pattern = re.compile(rf"{re.escape(study)}/{re.escape(arm)}-budget-{budget}-steps-\d+-seed-(\d+)")
+    found: dict[int, float] = {}
+    for line in lines("real" if last == 1 else "stability"):
+        if match := pattern.fullmatch(line["key"]):
+            found[int(match[1])] = statistics.fmean(row[cached] for row in line["evaluations"][-last:])
+    return found
+
+
+def real_end(arm: str, budget: str, cached: str, method: str = "snapkv") -> dict[int, float]:
+    own = "72-32" if arm == "dense" else budget
+    runs = ends(f"{method}-4-x-8-1-steps-5e-4", arm, own, cached, 1)
+    return {seed: end for seed, end in runs.items() if 20 <= seed <= 24}
+
+
+def small_end(arm: str, budget: str, cached: str) -> dict[int, float]:
+    runs = ends("sum-snapkv-16-x-8-4-steps-2e-4", arm, MILD if arm == "dense" else budget, cached, 3)
+    return {seed: end for seed, end in runs.items() if 30 <= seed <= 35}
+
+
+def before(seed: int) -> float:
+    """Accuracy of the policy that a run of the small study began with."""
+    key = f"sum-snapkv-16-x-8-4-steps-2e-4/naive-budget-30-steps-960-seed-{seed}"
+    (line,) = (line for line in lines("stability") if line["key"] == key)
+    return float(line["evaluations"][0][FULL])
+
+
+def older(row: str) -> dict[int, float]:
+    """Ends with today's reward in the older seeds, which are kept in a table alone."""
+    (found,) = (own for own in measured("measured/stability.md", "Which reward") if own["seed"] == row)
+    return {seed: float(found[str(seed)]) for seed in range(10, 16)}
+
+
+def mean(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval."""
+    known = list(values)
+    return statistics.fmean(known), QUANTILES[len(known)] * statistics.stdev(known) / math.sqrt(len(known))
+
+
+def lead(own: BySeed, other: BySeed) -> tuple[float, float]:
+    """Points by which runs end ahead of those of the same seeds."""
+    assert own.keys() == other.keys()
+    assert own
+    return mean(100 * (own[seed] - other[seed]) for seed in own)
+
+
+def points(found: tuple[float, float], signed: bool = False) -> str:
+    return f"{found[0] if signed else abs(found[0]):{'+' if signed else ''}.1f} ± {found[1]:.1f}"
+
+
+def collapses(runs: BySeed) -> int:
+    """Runs that are left with less than a quarter of the accuracy before."""
+    return sum(end < before(seed) / 4 for seed, end in runs.items())
+
+
+# ---------------------------------------------------------------- what the pages say
+
+
+def facts() -> dict[str, str]:
+    """Every measured number of the front pages, as it is written there."""
+    full, slots = measured("../benchmarks/results/equal-memory-cpu.md", "Equal memory")
+    steps = measured("../benchmarks/results/equal-memory-cpu.md", "Training steps per hour")
+    whole = measured("../benchmarks/results/gpu-whole-1.5b.md", "Whole rollouts, Qwen2.5-1.5B")
+    modeled = measured("measured/gpu.md", "Longer rollouts")[-2:]
+    (lengths,) = re.findall(r"lengths: mean (\d+)", (KEPT / "gpu-whole-1.5b.md").read_text("utf-8"))
+    naive = {**small_end("naive", TIGHT, FULL), **older("naive, reward of now")}
+    rejecting = {**small_end("sparse-rl", TIGHT, FULL), **older("Sparse-RL, reward of now")}
+    loss, wide = lead(real_end("reweighting-only", HALF, FULL), real_end("dense", HALF, FULL))
+    trained = [line["rejected"] for line in lines("rejected") if line["policy"] != "before training"]
+    too_many = mean(100 * line["a step too many"] for line in trained)
+    assert collapses(rejecting) == 0
+    assert max(line["right answers"] for line in trained) < 0.01
+    assert lead(small_end("replay", TIGHT, FULL), small_end("dense", TIGHT, FULL))[0] > 0
+    assert (steps[1]["learned"], steps[1]["cache"]) == ("32 of 32", slots["cache"])
+    return {
+        "more": f"{int(slots['sequences in flight']) / int(full['sequences in flight']):.0f}",
+        "tokens": f"{round(int(full['tokens of a completion'].replace(',', '')), -2):,}",
+        "faster": slots["times as fast"],
+        "step": steps[1]["times as many"],
+        "whole": whole[1]["times as fast as FullKV"],
+        "mean": lengths,
+        "least": modeled[0]["mean completion"],
+        "most": modeled[1]["mean completion"],
+        "least_gain": modeled[0]["as paged"],
+        "most_gain": modeled[1]["as paged"],
+        "collapsed": f"{collapses(naive)} of {len(naive)}",
+        "ahead": points(lead(rejecting, naive)),
+        "milder": {0: "none"}[collapses(small_end("naive", MILD, FULL))],
+        "replay": points(lead(small_end("replay", TIGHT, TIGHT), small_end("sparse-rl", TIGHT, TIGHT))),
+        "too_many": f"{too_many[0]:.0f} ± {too_many[1]:.0f} %",
+        "loss": f"{wide - loss:.0f}",
+        "gain": f"{wide + loss:.0f}",
+    }
+
+
+HEAD = (
+    "The same KV memory holds {more} times as many sequences of {tokens} tokens.",
+    "They generate {faster} times as many tokens per second on a CPU; a whole training step is predicted {step} times",
+    "On an H200 a rollout of {mean}-token completions was {whole} times as fast.",
+    "At {least} to {most} tokens {least_gain} to {most_gain} times a paged cache's speed is modeled.",
+    "Under a tight cache a small policy collapsed in {collapsed} uncorrected runs.",
+)
+CLAIMS: dict[Path, tuple[str, ...]] = {
+    README: (
+        *HEAD,
+        "Under the tight cache it ends {replay} points ahead of Sparse-RL.",
+        "Of the rejected sequences, {too_many} take a step too many, and hardly any is right.",
+        "with four steps per rollout, in {collapsed} runs. Sparse-RL ends {ahead} points ahead.",
+        "Under the milder cache {milder} of six collapses.",
+        "bounded weights may lose {loss} points or gain {gain}.",
+    ),
+    INDEX: (*HEAD, "Under the tighter cache replay ends {replay} points ahead of Sparse-RL."),
+}
+CONDITIONS = (
+    "with models of 0.6 M and 135 M parameters", "passed its tests on two GPUs", "Two short trainings ran on a GPU",
+    "five seeds cannot tell", "change the class and add two arguments", "have one 24 GB card",
+    "Qwen3-1.7B on one 24 GB card", "by method, under two caches", "A policy of 0.6 M parameters",
+    "of about 46), six seeds",
+)  # fmt: skip
+ONLY: dict[Path, tuple[str, ...]] = {
+    README: (
+        "Python 3.11+", "Apache-2.0", "On SmolLM2-135M-Instruct", "SmolLM2 learns", "after twelve rollouts, five seeds",
+        "half of the 95 % interval", "five seeds cannot tell", "bounds its weights at 1.5", "A dozen compressors",
+        "Two comparisons were primary", "Several ranks (DDP, ZeRO, FSDP2) are tested only as two CPU processes",
+        "Apache-2.0",
+    ),
+    INDEX: ("are new | install, then the quickstart (five minutes, CPU)", "in five minutes on a CPU"),
+}  # fmt: skip
+NUMBER = re.compile(
+    r"\d[\d.,]*|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|fourteen|twenty|dozen|hundred)\b", re.I
+)
+
+
+def prose(text: str) -> str:
+    """A page without blocks of code, tables that programs write, and targets of links, in one line."""
+    text = language.by_hand(text)
+    for block in find_blocks(text):
+        text = text.replace(block.code, "")
+    text = language.LINK.sub(r"\1", text)
+    return " ".join(re.sub(r"```[\w{}]*|[*`]", "", text).split())
+
+
+def faults(page: Path, text: str, known: Mapping[str, str]) -> list[str]:
+    """Claims that a page does not make in these words and numbers, and numbers that are no claim's."""
+    left, found = prose(text), []
+    said = [claim.format(**known) for claim in CLAIMS[page]]
+    for phrase in sorted([*said, *CONDITIONS, *ONLY[page]], key=len, reverse=True):
+        if phrase not in left:
+            found.append(f"not said: {phrase}")
+        left = left.replace(phrase, "|", 1)
+    return found + [f"of no kept line: {left[max(0, m.start() - 40) : m.end() + 20]}" for m in NUMBER.finditer(left)]
+
+
+@pytest.mark.parametrize("page", CLAIMS, ids=lambda page: page.name)
+def test_front_pages_claim_what_kept_lines_carry(page: Path) -> None:
+    assert faults(page, page.read_text("utf-8"), facts()) == []
+
+
+@pytest.mark.parametrize("page", CLAIMS, ids=lambda page: page.name)
+def test_a_changed_digit_is_found(page: Path) -> None:
+    known, text = facts(), prose(page.read_text("utf-8"))
+    assert faults(page, text, known) == []
+    digits = [match.start() for match in re.finditer(r"\d", text)]
+    assert len(digits) > 30
+    for place in digits:
+        changed = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
+        assert faults(page, changed, known), text[place - 20 : place + 10]
+    assert faults(page, f"{text} And 7 more.", known)
+    assert faults(page, text.replace("collapsed in", "fell in"), known)
+
+
+def test_the_front_table_is_of_kept_lines() -> None:
+    """The README's table of the real model, by this file's own arithmetic."""
+    rows = {row["–"]: row for row in measured("../README.md", "What was found")}
+    assert list(rows) == ["naive", "reweighting only", "Sparse-RL", "replay"]
+    columns = {"half, full cache": (HALF, FULL), "quarter, full cache": (QUARTER, FULL)}
+    for name, row in rows.items():
+        for title, (budget, cached) in {**columns, "quarter, compressed": (QUARTER, QUARTER)}.items():
+            own, dense = (real_end(arm, budget, cached) for arm in (name.lower().replace(" ", "-"), "dense"))
+            assert row[title] == points(lead(own, dense), signed=True), (name, title)
+    under = {name: statistics.fmean(real_end(name, QUARTER, QUARTER).values()) for name in ("dense", "sparse-rl")}
+    assert under["dense"] > under["sparse-rl"]
+
+
+# ---------------------------------------------------------------- tables and intervals of the pages behind them
+
+
+@cache
+def written() -> dict[tuple[str, str], str]:
+    """Every table of both studies by page and mark, from all kept lines, whatever the code of their runs."""
+    archives = [Archive(KEPT / f"{name}.jsonl") for name in ("real", "stability")]
+    for archive in archives:
+        archive._admitted.update(archive.records)
+    large = real_results.Results(archives[0], ROOT / "runs", REAL, "cpu")
+    small = small_results.Results(archives[1], ROOT / "runs")
+    pages = {"overview": "docs/results.md", "readme": "README.md"}
+    found = {
+        (pages.get(name, "docs/measured/real.md"), mark("experiments.real", name)): text
+        for name, text in real_results.blocks(large, real_study.GROUPS).items()
+    }
+    blocks = {**small_study.blocks(small), "overview": small_results.overview(small).untitled}
+    for name, text in blocks.items():
+        found[pages.get(name, "docs/measured/stability.md"), mark("experiments.stability", name)] = text
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_tables_of_both_studies_are_those_of_their_lines() -> None:
+    for (page, begin), text in written().items():
+        shown = (ROOT / page).read_text("utf-8").partition(begin)[2].partition(END)[0].strip()
+        assert shown == text, f"{page}, {begin}"
+
+
+LEAD = re.compile(r"ahead of (.+?)(?:, (full cache|compressed.*))?")
+PAIR = re.compile(r"(\d+(?:\.\d+)?) ± (\d+(?:\.\d+)?)")
+BEHIND = ("results.md", "choosing.md", "corrections.md", "limitations.md", "measured/real.md", "measured/stability.md")
+
+
+def compared(page: str, heading: str) -> dict[tuple[str, ...], bool]:
+    """Whether the interval excludes zero, by place, cache and pair of arms, each pair once."""
+    found: dict[tuple[str, ...], bool] = {}
+    for row in measured(page, heading):
+        name = row["–"].removesuffix(", replay")
+        for title, cell in row.items():
+            match = LEAD.fullmatch(title)
+            if match and "±" in cell and match[1] != name:
+                ahead, half = map(float, cell.split(" ± "))
+                place = row.get("slot", row.get("cache", ""))
+                found[(place, match[2] or "", *sorted((match[1], name)))] = abs(ahead) > half
+    return found
+
+
+def test_comparisons_are_counted() -> None:
+    """All but the primary one of each study are secondary."""
+    told = {row["study"]: row for row in measured("results.md", "Which tests")}
+    primary = ("full cache", "Sparse-RL", "naive"), ("", "H2O, by age", "LearnedScore, replay + learned eviction")
+    studies = (
+        ("measured/real.md", "The comparison", ("a quarter", *primary[0])),
+        ("measured/stability.md", "With today's reward", ("30 + 4", *primary[0])),
+        ("measured/real.md", "Evictions that learn", ("", *primary[1])),
+    )
+    for (study, row), (page, heading, tested) in zip(told.items(), studies, strict=True):
+        found = compared(page, heading)
+        found.pop(tested)
+        said = [row[name] for name in ("comparisons", "exclude zero", "by chance alone")]
+        assert said == [str(len(found)), str(sum(found.values())), f"{len(found) / 20:.0f}"], study
+
+
+def pairs(text: str) -> set[tuple[str, str]]:
+    return set(PAIR.findall(text.replace("+", "")))
+
+
+@pytest.mark.parametrize("page", BEHIND)
+def test_intervals_in_prose_stand_in_a_table_or_are_recomputed(page: str) -> None:
+    tables = "".join(path.read_text("utf-8") for path in DOCS.glob("measured/*.md"))
+    known = pairs(" ".join(line for line in tables.splitlines() if line.startswith("|")))
+    naive, rejecting = (older(f"{arm}, reward of now") for arm in ("naive", "Sparse-RL"))
+    learned = lead(real_end("replay", QUARTER, FULL, "learnedscore"), real_end("dense", QUARTER, FULL))
+    own, other = (real_end(arm, QUARTER, FULL) for arm in ("sparse-rl", "naive"))
+    others = lead(*({seed: end for seed, end in runs.items() if seed != 20} for runs in (own, other)))
+    for found in (learned, lead(rejecting, naive), others):
+        known |= pairs(points(found))
+    known |= pairs(facts()["ahead"])
+    assert sorted(pairs(prose((DOCS / page).read_text("utf-8"))) - known) == []
+
+
+# ---------------------------------------------------------------- the script that is shown
+
+
+def test_the_script_shown_is_one_and_its_names_are_there() -> None:
+    """Both front pages show the same change of a TRL script, whose two sides import what they use."""
+    (shown,) = {
+        block.code
+        for page in (README, INDEX)
+        for block in find_blocks(page.read_text("utf-8"))
+        if block.language == "diff"
+    }
+    for kept, dropped in (("-", "+"), ("+", "-")):
+        side = "\n".join(line[1:] for line in shown.splitlines() if not line.startswith(dropped))
+        tree = ast.parse(side)
+        imported = {
+            name.name: getattr(importlib.import_module(node.module or ""), name.name)
+            for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+        }  # fmt: skip
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {"trainer"}
+        assert used - imported.keys() == {"reward", "dataset"}, kept
+    tokens = int(*re.findall(r"at most (\d+) tokens", shown))
+    assert tokens == sum(map(int, re.findall(r"RKV\(budget=(\d+), buffer=(\d+)\)", shown)[0]))
