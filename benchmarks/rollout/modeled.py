@@ -50,8 +50,10 @@ class Steps:
                 full.setdefault(batch, []).append((batch * length, float(row["ms per step"])))
             elif row["cache"].endswith(SLOTS):
                 slots[batch] = float(row["ms per step"])
-        slopes = {batch: (max(own)[1] - min(own)[1]) / (max(own)[0] - min(own)[0]) for batch, own in full.items()}
-        base = {batch: min(own)[1] - slopes[batch] * min(own)[0] for batch, own in full.items()}
+        slopes = {
+            batch: (max(steps)[1] - min(steps)[1]) / (max(steps)[0] - min(steps)[0]) for batch, steps in full.items()
+        }
+        base = {batch: min(steps)[1] - slopes[batch] * min(steps)[0] for batch, steps in full.items()}
         return cls(*(sorted(points.items()) for points in (slots, base, slopes)))
 
     def full(self, batch: int, tokens: float) -> float:
@@ -63,23 +65,23 @@ class Steps:
         return between(self.slots, batch)
 
 
-def between(points: Points, place: float) -> float:
+def between(points: Points, batch: float) -> float:
     """A line through the two nearest points, also above the last; the first below it."""
-    above = next((n for n, (x, _) in enumerate(points) if x >= place), len(points) - 1)
-    if place <= points[0][0]:
+    above = next((n for n, (x, _) in enumerate(points) if x >= batch), len(points) - 1)
+    if batch <= points[0][0]:
         return points[0][1]
     (left, low), (right, high) = points[above - 1 : above + 1]
-    return low + (high - low) * (place - left) / (right - left)
+    return low + (high - low) * (batch - left) / (right - left)
 
 
 def completions(count: int, mean: float, longest: int) -> list[int]:
     """Log-normal lengths of this mean, the same at every call, in an order that does not depend on them."""
     normal = NormalDist(0, SIGMA)
-    shape = [math.exp(normal.inv_cdf((place + 0.5) / count)) for place in range(count)]
+    shape = [math.exp(normal.inv_cdf((rank + 0.5) / count)) for rank in range(count)]
     low, high = 0.0, float(longest)
     for _ in range(60):
         scale = (low + high) / 2
-        lengths = [min(longest, max(1, round(scale * one))) for one in shape]
+        lengths = [min(longest, max(1, round(scale * factor))) for factor in shape]
         low, high = (scale, high) if fmean(lengths) < mean else (low, scale)
     Random(0).shuffle(lengths)
     return lengths
@@ -93,16 +95,16 @@ def seconds(lengths: Sequence[int], cost: Cost, slots: int, tokens: float = math
             live.append(waiting.pop())
         while _after_a_step(live) > tokens:
             waiting.append(live.pop())
-        count, now = len(live), sum(has for has, _ in live)
-        steps = min(left for _, left in live)
-        steps = steps if math.isinf(tokens) else min(steps, max(1, int(tokens - now) // count))
-        time += steps * cost(count, now + count * steps / 2) / 1000
-        live = [(has + steps, left - steps) for has, left in live if left > steps]
+        count, stored = len(live), sum(length for length, _ in live)
+        steps = min(missing for _, missing in live)
+        steps = steps if math.isinf(tokens) else min(steps, max(1, int(tokens - stored) // count))
+        time += steps * cost(count, stored + count * steps / 2) / 1000
+        live = [(length + steps, missing - steps) for length, missing in live if missing > steps]
     return time
 
 
 def _after_a_step(live: Sequence[tuple[int, int]]) -> int:
-    return sum(has + 1 for has, _ in live)
+    return sum(length + 1 for length, _ in live)
 
 
 def modeled(steps: Steps) -> Table:
@@ -112,8 +114,8 @@ def modeled(steps: Steps) -> Table:
         lengths, room = completions(count, mean, longest - PROMPT), gigabytes * 1e9 / BYTES
         most = MEASURED_SLOTS if (gigabytes, count, mean, longest) == CASES[0] else count
         reserving = seconds(lengths, steps.full, min(most, int(room / longest)))
-        paged, own = seconds(lengths, steps.full, most, room), seconds(lengths, steps.compressed, most)
-        shown = (f"{value:,}" for value in (gigabytes, count, mean, longest))
-        ratios = (f"{time / own:.1f}" for time in (reserving, paged))
-        table.add(*shown, *(f"{time:.0f}" for time in (reserving, paged, own)), *ratios)
+        paged, fixed = seconds(lengths, steps.full, most, room), seconds(lengths, steps.compressed, most)
+        sizes = (f"{value:,}" for value in (gigabytes, count, mean, longest))
+        ratios = (f"{time / fixed:.1f}" for time in (reserving, paged))
+        table.add(*sizes, *(f"{time:.0f}" for time in (reserving, paged, fixed)), *ratios)
     return table

@@ -50,16 +50,16 @@ def lines(name: str) -> list[dict[str, Any]]:
 def ends(study: str, arm: str, budget: str, cached: str, last: int) -> dict[int, float]:
     """Mean of the last evaluations by seed, of the runs in a study's folder."""
     pattern = re.compile(rf"{re.escape(study)}/{re.escape(arm)}-budget-{budget}-steps-\d+-seed-(\d+)")
-    found: dict[int, float] = {}
+    runs: dict[int, float] = {}
     for line in lines("real" if last == 1 else "stability"):
         if match := pattern.fullmatch(line["key"]):
-            found[int(match[1])] = statistics.fmean(row[cached] for row in line["evaluations"][-last:])
-    return found
+            runs[int(match[1])] = statistics.fmean(row[cached] for row in line["evaluations"][-last:])
+    return runs
 
 
 def real_end(arm: str, budget: str, cached: str, method: str = "snapkv") -> dict[int, float]:
-    own = "72-32" if arm == "dense" else budget
-    runs = ends(f"{method}-4-x-8-1-steps-5e-4", arm, own, cached, 1)
+    budgets = "72-32" if arm == "dense" else budget
+    runs = ends(f"{method}-4-x-8-1-steps-5e-4", arm, budgets, cached, 1)
     return {seed: end for seed, end in runs.items() if 20 <= seed <= 24}
 
 
@@ -77,25 +77,26 @@ def before(seed: int) -> float:
 
 def older(row: str) -> dict[int, float]:
     """Ends with today's reward in the older seeds, which are kept in a table alone."""
-    (found,) = (own for own in measured("measured/stability.md", "Which reward") if own["seed"] == row)
-    return {seed: float(found[str(seed)]) for seed in range(10, 16)}
+    (cells,) = (cells for cells in measured("measured/stability.md", "Which reward") if cells["seed"] == row)
+    return {seed: float(cells[str(seed)]) for seed in range(10, 16)}
 
 
 def mean(values: Iterable[float]) -> tuple[float, float]:
     """Mean and half the width of its 95 % interval."""
-    known = list(values)
-    return statistics.fmean(known), QUANTILES[len(known)] * statistics.stdev(known) / math.sqrt(len(known))
+    sample = list(values)
+    return statistics.fmean(sample), QUANTILES[len(sample)] * statistics.stdev(sample) / math.sqrt(len(sample))
 
 
-def lead(own: BySeed, other: BySeed) -> tuple[float, float]:
+def lead(runs: BySeed, rivals: BySeed) -> tuple[float, float]:
     """Points by which runs end ahead of those of the same seeds."""
-    assert own.keys() == other.keys()
-    assert own
-    return mean(100 * (own[seed] - other[seed]) for seed in own)
+    assert runs.keys() == rivals.keys()
+    assert runs
+    return mean(100 * (runs[seed] - rivals[seed]) for seed in runs)
 
 
-def points(found: tuple[float, float], signed: bool = False) -> str:
-    return f"{found[0] if signed else abs(found[0]):{'+' if signed else ''}.1f} ± {found[1]:.1f}"
+def points(interval: tuple[float, float], signed: bool = False) -> str:
+    middle, half = interval
+    return f"{middle:+.1f} ± {half:.1f}" if signed else f"{abs(middle):.1f} ± {half:.1f}"
 
 
 def collapses(runs: BySeed) -> int:
@@ -190,15 +191,15 @@ def prose(text: str) -> str:
     return " ".join(re.sub(r"```[\w{}]*|[*`]", "", text).split())
 
 
-def faults(page: Path, text: str, known: Mapping[str, str]) -> list[str]:
+def faults(page: Path, text: str, numbers: Mapping[str, str]) -> list[str]:
     """Claims that a page does not make in these words and numbers, and numbers that are no claim's."""
-    left, found = prose(text), []
-    said = [claim.format(**known) for claim in CLAIMS[page]]
-    for phrase in sorted([*said, *CONDITIONS, *ONLY[page]], key=len, reverse=True):
-        if phrase not in left:
-            found.append(f"not said: {phrase}")
-        left = left.replace(phrase, "|", 1)
-    return found + [f"of no kept line: {left[max(0, m.start() - 40) : m.end() + 20]}" for m in NUMBER.finditer(left)]
+    rest, wrong = prose(text), []
+    claims = [claim.format(**numbers) for claim in CLAIMS[page]]
+    for phrase in sorted([*claims, *CONDITIONS, *ONLY[page]], key=len, reverse=True):
+        if phrase not in rest:
+            wrong.append(f"not said: {phrase}")
+        rest = rest.replace(phrase, "|", 1)
+    return wrong + [f"of no kept line: {rest[max(0, m.start() - 40) : m.end() + 20]}" for m in NUMBER.finditer(rest)]
 
 
 @pytest.mark.parametrize("page", CLAIMS, ids=lambda page: page.name)
@@ -208,15 +209,15 @@ def test_front_pages_claim_what_kept_lines_carry(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CLAIMS, ids=lambda page: page.name)
 def test_a_changed_digit_is_found(page: Path) -> None:
-    known, text = facts(), prose(page.read_text("utf-8"))
-    assert faults(page, text, known) == []
+    numbers, text = facts(), prose(page.read_text("utf-8"))
+    assert faults(page, text, numbers) == []
     digits = [match.start() for match in re.finditer(r"\d", text)]
     assert len(digits) > 30
     for place in digits:
         changed = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
-        assert faults(page, changed, known), text[place - 20 : place + 10]
-    assert faults(page, f"{text} And 7 more.", known)
-    assert faults(page, text.replace("collapsed in", "fell in"), known)
+        assert faults(page, changed, numbers), text[place - 20 : place + 10]
+    assert faults(page, f"{text} And 7 more.", numbers)
+    assert faults(page, text.replace("collapsed in", "fell in"), numbers)
 
 
 def test_the_front_table_is_of_kept_lines() -> None:
@@ -226,8 +227,8 @@ def test_the_front_table_is_of_kept_lines() -> None:
     columns = {"half, full cache": (HALF, FULL), "quarter, full cache": (QUARTER, FULL)}
     for name, row in rows.items():
         for title, (budget, cached) in {**columns, "quarter, compressed": (QUARTER, QUARTER)}.items():
-            own, dense = (real_end(arm, budget, cached) for arm in (name.lower().replace(" ", "-"), "dense"))
-            assert row[title] == points(lead(own, dense), signed=True), (name, title)
+            runs, dense = (real_end(arm, budget, cached) for arm in (name.lower().replace(" ", "-"), "dense"))
+            assert row[title] == points(lead(runs, dense), signed=True), (name, title)
     under = {name: statistics.fmean(real_end(name, QUARTER, QUARTER).values()) for name in ("dense", "sparse-rl")}
     assert under["dense"] > under["sparse-rl"]
 
@@ -244,14 +245,14 @@ def written() -> dict[tuple[str, str], str]:
     large = real_results.Results(archives[0], ROOT / "runs", REAL, "cpu")
     small = small_results.Results(archives[1], ROOT / "runs")
     pages = {"overview": "docs/results.md", "readme": "README.md"}
-    found = {
+    tables = {
         (pages.get(name, "docs/measured/real.md"), mark("experiments.real", name)): text
         for name, text in real_results.blocks(large, real_study.GROUPS).items()
     }
     blocks = {**small_study.blocks(small), "overview": small_results.overview(small).untitled}
     for name, text in blocks.items():
-        found[pages.get(name, "docs/measured/stability.md"), mark("experiments.stability", name)] = text
-    return found
+        tables[pages.get(name, "docs/measured/stability.md"), mark("experiments.stability", name)] = text
+    return tables
 
 
 @pytest.mark.timeout(300)
@@ -268,32 +269,32 @@ BEHIND = ("results.md", "choosing.md", "corrections.md", "limitations.md", "meas
 
 def compared(page: str, heading: str) -> dict[tuple[str, ...], bool]:
     """Whether the interval excludes zero, by place, cache and pair of arms, each pair once."""
-    found: dict[tuple[str, ...], bool] = {}
+    leads: dict[tuple[str, ...], bool] = {}
     for row in measured(page, heading):
         name = row["–"].removesuffix(", replay")
         for title, cell in row.items():
             match = LEAD.fullmatch(title)
             if match and "±" in cell and match[1] != name:
                 ahead, half = map(float, cell.split(" ± "))
-                place = row.get("slot", row.get("cache", ""))
-                found[(place, match[2] or "", *sorted((match[1], name)))] = abs(ahead) > half
-    return found
+                slot = row.get("slot", row.get("cache", ""))
+                leads[(slot, match[2] or "", *sorted((match[1], name)))] = abs(ahead) > half
+    return leads
 
 
 def test_comparisons_are_counted() -> None:
     """All but the primary one of each study are secondary."""
-    told = {row["study"]: row for row in measured("results.md", "Which tests")}
+    counts = {row["study"]: row for row in measured("results.md", "Which tests")}
     primary = ("full cache", "Sparse-RL", "naive"), ("", "H2O, by age", "LearnedScore, replay + learned eviction")
     studies = (
         ("measured/real.md", "The comparison", ("a quarter", *primary[0])),
         ("measured/stability.md", "With today's reward", ("30 + 4", *primary[0])),
         ("measured/real.md", "Evictions that learn", ("", *primary[1])),
     )
-    for (study, row), (page, heading, tested) in zip(told.items(), studies, strict=True):
-        found = compared(page, heading)
-        found.pop(tested)
-        said = [row[name] for name in ("comparisons", "exclude zero", "by chance alone")]
-        assert said == [str(len(found)), str(sum(found.values())), f"{len(found) / 20:.0f}"], study
+    for (study, row), (page, heading, tested) in zip(counts.items(), studies, strict=True):
+        leads = compared(page, heading)
+        leads.pop(tested)
+        cells = [row[name] for name in ("comparisons", "exclude zero", "by chance alone")]
+        assert cells == [str(len(leads)), str(sum(leads.values())), f"{len(leads) / 20:.0f}"], study
 
 
 def pairs(text: str) -> set[tuple[str, str]]:
@@ -303,15 +304,13 @@ def pairs(text: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("page", BEHIND)
 def test_intervals_in_prose_stand_in_a_table_or_are_recomputed(page: str) -> None:
     tables = "".join(path.read_text("utf-8") for path in DOCS.glob("measured/*.md"))
-    known = pairs(" ".join(line for line in tables.splitlines() if line.startswith("|")))
     naive, rejecting = (older(f"{arm}, reward of now") for arm in ("naive", "Sparse-RL"))
     learned = lead(real_end("replay", QUARTER, FULL, "learnedscore"), real_end("dense", QUARTER, FULL))
-    own, other = (real_end(arm, QUARTER, FULL) for arm in ("sparse-rl", "naive"))
-    others = lead(*({seed: end for seed, end in runs.items() if seed != 20} for runs in (own, other)))
-    for found in (learned, lead(rejecting, naive), others):
-        known |= pairs(points(found))
-    known |= pairs(facts()["ahead"])
-    assert sorted(pairs(prose((DOCS / page).read_text("utf-8"))) - known) == []
+    both = (real_end(arm, QUARTER, FULL) for arm in ("sparse-rl", "naive"))
+    without = lead(*({seed: end for seed, end in runs.items() if seed != 20} for runs in both))
+    carried = pairs(" ".join(line for line in tables.splitlines() if line.startswith("|")))
+    carried |= pairs(" ".join([facts()["ahead"], *map(points, (learned, lead(rejecting, naive), without))]))
+    assert sorted(pairs(prose((DOCS / page).read_text("utf-8"))) - carried) == []
 
 
 # ---------------------------------------------------------------- the script that is shown
@@ -325,7 +324,7 @@ def test_the_script_shown_is_one_and_its_names_are_there() -> None:
         for block in find_blocks(page.read_text("utf-8"))
         if block.language == "diff"
     }
-    for kept, dropped in (("-", "+"), ("+", "-")):
+    for dropped in "+-":
         side = "\n".join(line[1:] for line in shown.splitlines() if not line.startswith(dropped))
         tree = ast.parse(side)
         imported = {
@@ -333,6 +332,6 @@ def test_the_script_shown_is_one_and_its_names_are_there() -> None:
             for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
         }  # fmt: skip
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {"trainer"}
-        assert used - imported.keys() == {"reward", "dataset"}, kept
+        assert used - imported.keys() == {"reward", "dataset"}, dropped
     tokens = int(*re.findall(r"at most (\d+) tokens", shown))
     assert tokens == sum(map(int, re.findall(r"RKV\(budget=(\d+), buffer=(\d+)\)", shown)[0]))
