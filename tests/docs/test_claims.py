@@ -242,8 +242,8 @@ def written() -> dict[tuple[str, str], str]:
     archives = [Archive(KEPT / f"{name}.jsonl") for name in ("real", "stability")]
     for archive in archives:
         archive._admitted.update(archive.records)
-    large = real_results.Results(archives[0], ROOT / "runs", REAL, "cpu")
-    small = small_results.Results(archives[1], ROOT / "runs")
+    large = real_results.Results(archives[0], ROOT / "runs" / "real", REAL, "cpu")
+    small = small_results.Results(archives[1], ROOT / "runs" / "stability")
     pages = {"overview": "docs/results.md", "readme": "README.md"}
     tables = {
         (pages.get(name, "docs/measured/real.md"), mark("experiments.real", name)): text
@@ -257,6 +257,7 @@ def written() -> dict[tuple[str, str], str]:
 
 @pytest.mark.timeout(300)
 def test_tables_of_both_studies_are_those_of_their_lines() -> None:
+    assert {page for page, _ in written()} >= {"README.md", "docs/results.md", "docs/measured/real.md"}
     for (page, begin), text in written().items():
         shown = (ROOT / page).read_text("utf-8").partition(begin)[2].partition(END)[0].strip()
         assert shown == text, f"{page}, {begin}"
