@@ -108,6 +108,54 @@ def test_the_end_of_training_is_saved_whatever_ends_it(
     assert weights(resumed).equal(weights(whole))
 
 
+SLOW = pytest.mark.slow
+VALIDATED = {"limit_val_batches": 1, "val_check_interval": 2}
+LINKED = [
+    pytest.param(5, {}, {}, id="no step of the interval"),
+    pytest.param(5, {"every_n_train_steps": 2}, {}, id="a step behind the last of the interval"),
+    pytest.param(4, {"every_n_train_steps": 2}, {}, id="the last of the interval", marks=SLOW),
+    pytest.param(5, {"every_n_train_steps": 2, "minutes": 1e-9}, {}, id="by the clock"),
+    pytest.param(5, {"every_n_train_steps": 2, "minutes": 1e-9, "save_top_k": -1}, {}, id="all are kept"),
+    pytest.param(5, {"every_n_train_steps": 2, "save_top_k": 0}, {}, id="none is kept", marks=SLOW),
+    pytest.param(5, {"every_n_train_steps": 2, "monitor": "reward", "mode": "max"}, {}, id="the best", marks=SLOW),
+    pytest.param(5, {"every_n_train_steps": 1, "monitor": "one", "save_top_k": 2}, {}, id="none is ever better"),
+    pytest.param(5, {"every_n_train_steps": 1, "monitor": "val/reward_dense"}, VALIDATED, id="of the validation"),
+    pytest.param(-1, {"every_n_train_steps": 3}, {"max_epochs": 2}, id="two epochs"),
+    pytest.param(-1, {}, {"max_epochs": 2}, id="two epochs, none due", marks=SLOW),
+    pytest.param(-1, {"every_n_epochs": 1}, {"max_epochs": 2}, id="of epochs", marks=SLOW),
+    pytest.param(5, {"every_n_train_steps": 2, "filename": "last"}, {}, id="one name for both"),
+    pytest.param(5, {"every_n_train_steps": 2, "enable_version_counter": True}, {}, id="numbered", marks=SLOW),
+]
+"""Steps, arguments of the callback and of the trainer with which ``last.ckpt`` may be a link."""
+
+
+class LogOne(Callback):
+    """Logs a number that stays as it is."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.log("one", 1.0)
+
+
+@pytest.mark.parametrize(("steps", "arguments", "limits"), LINKED)
+def test_a_link_leads_to_the_end_of_the_run(
+    steps: int, arguments: dict[str, Any], limits: dict[str, Any], tmp_path: Path
+) -> None:
+    """What the clock writes is a file, and Lightning linked it to itself, or to a checkpoint that is older."""
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    names = []
+    for kind in (True, "link"):
+        folder = tmp_path / str(kind)
+        end = fit(module(), steps, [LogOne(), RolloutCheckpoint(folder, save_last=kind, **arguments)], **options,
+                  **limits).global_step  # fmt: skip
+        assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == end
+        names.append(sorted(path.name for path in folder.glob("epoch*.ckpt")))
+    assert names[0] == names[1]
+    again = RolloutCheckpoint(folder, save_last="link", **arguments)
+    fit(module(), end + 1, [LogOne(), again], ckpt_path=folder / "last.ckpt", **options)
+    newest = max(folder.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert torch.load(newest, weights_only=True)["global_step"] == end + 1
+
+
 def test_a_link_never_leads_to_what_was_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning removed the good link first, and slurm.sh then began anew over the run."""
     writes, write = itertools.count(), durable.write_files

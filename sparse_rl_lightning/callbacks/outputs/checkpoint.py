@@ -82,7 +82,10 @@ class RolloutCheckpoint(ModelCheckpoint):
             self._saved_at = time.monotonic()
 
     def _save_last_alone(self, trainer: Trainer) -> None:
-        """Write ``last.ckpt``, and no link; a validation at this step may save another, of its score."""
+        """Write ``last.ckpt``, and no link; a validation at this step may save another, of its score.
+
+        Lightning goes on to know that it is what was saved last: an older one is not linked in its place.
+        """
         asked, before = self.save_last, self._last_global_step_saved
         self.save_last = bool(asked)
         try:
@@ -92,8 +95,9 @@ class RolloutCheckpoint(ModelCheckpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """Let ``last.ckpt`` lead to a checkpoint that is there, at once: Lightning removes the old link before."""
-        if trainer.is_global_zero and os.path.exists(filepath):  # it may not have been saved
+        """Let ``last.ckpt`` lead to another checkpoint that is there, at once: Lightning removes the old link before."""
+        is_other = os.path.realpath(filepath) != os.path.realpath(linkpath)
+        if trainer.is_global_zero and is_other and os.path.exists(filepath):  # it may not have been saved
             new = f"{linkpath}.new"
             remove(Path(new))
             os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), new)
