@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from types import UnionType
+from typing import Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 from sparse_rl_lightning.errors import FileError, UserError
 
@@ -78,6 +79,60 @@ def whole_file(path: str | Path, most: int = LARGEST) -> bytes:
     if len(content) > most:
         _refuse_size(path, most)
     return content
+
+
+def from_json(cls: type, values: Mapping[str, Any]) -> Any:
+    """An object of a dataclass that an earlier run has stored as JSON.
+
+    Raises:
+        TypeError: If a field is missing, unknown, or of another type than the class says.
+    """
+    made = cls(**values)
+    if wrong := [name for name, kind in get_type_hints(cls).items() if not is_of(getattr(made, name), kind)]:
+        raise TypeError(f"{', '.join(wrong)}: of another type")
+    return made
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value of a JSON file is of a type: numbers, texts, None, and lists and dictionaries of them.
+
+    >>> is_of({"a": [1, 2.5]}, dict[str, list[float]]), is_of("1", float | None)
+    (True, False)
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(is_of(value, choice) for choice in inner)
+    if origin is None:
+        return isinstance(value, (int, float) if kind is float else kind)
+    entries = value.values() if origin is dict and isinstance(value, dict) else ()
+    return (
+        isinstance(value, origin)
+        and all(is_of(entry, inner[0]) for entry in value)
+        and all(is_of(entry, inner[-1]) for entry in entries)
+    )
+
+
+def stored_tensors(path: Path) -> dict[str, Any] | None:
+    """The tensors of a safetensors file that an earlier run wrote; None without one, or if it is damaged."""
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except Exception:  # foreign data
+        return None
+
+
+@contextmanager
+def raising_disk_errors() -> Iterator[None]:
+    """Raise what the disk has said: torch.save, safetensors and tokenizers report a full one as errors of their own."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        if not isinstance(error, OSError) and (code := re.search(r"\(os error (\d+)\)", str(error))):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise
 
 
 def check_regular(path: str | Path, most: int | None = None, descriptor: int | None = None) -> None:
@@ -141,7 +196,8 @@ def write_files(
                 own_folder(new.parent)
             new.parent.mkdir(parents=True, exist_ok=True)
             make_empty(new)
-            writers[path](new)
+            with raising_disk_errors():
+                writers[path](new)
             if durable:
                 sync(new)
         for path, new in news.items():
@@ -174,7 +230,8 @@ def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     remove(new)  # of a process that was killed
     new.mkdir(parents=True)
     try:
-        write(new)
+        with raising_disk_errors():
+            write(new)
     except BaseException:
         remove(new)  # may be most of a full disk
         raise
@@ -198,7 +255,7 @@ def recover_folder(folder: Path) -> None:
     if not old.exists():
         return
     # by a name of its own, under which it does not come back: its removal may be interrupted as well
-    gone = tempfile.mkdtemp(prefix=_prefix_of_earlier(folder), dir=folder.parent) if folder.exists() else folder
+    gone = tempfile.mkdtemp(prefix=prefix_of_earlier(folder), dir=folder.parent) if folder.exists() else folder
     old.rename(gone)
 
 
@@ -207,23 +264,30 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def _prefix_of_earlier(folder: Path) -> str:
+def prefix_of_earlier(folder: Path) -> str:
     """How the names of folders begin that were replaced, and may be there in part."""
     return f".{folder.name}.old-"
 
 
 def _remove_earlier(folder: Path) -> None:
-    for old in folder.parent.glob(f"{glob.escape(_prefix_of_earlier(folder))}*"):
+    for old in folder.parent.glob(f"{glob.escape(prefix_of_earlier(folder))}*"):
         try:
             remove(old)
         except OSError as error:  # a network disk keeps files that a server has open
             warnings.warn(f"The earlier {folder} could not be removed: {error}. Remove {old}.", stacklevel=3)
 
 
-def writable_folder(folder: str | Path, argument: str) -> Path:
+def writable_folder(folder: str | Path, argument: str, first: str = "", names: Iterable[str] = ()) -> Path:
     """Create a folder if needed, and check now that files can be written there later.
 
-    ``argument`` is the setting's name, for the message.
+    Args:
+        folder: The folder.
+        argument: The setting's name, for the message.
+        first: Of files that we name, the one that is written first: with it the others are of an earlier call.
+        names: The others, which are something else's where the first is missing.
+
+    Raises:
+        ValueError: If it cannot be written, or a file of something else would be replaced.
     """
     try:
         path = Path(folder).expanduser()
@@ -234,19 +298,29 @@ def writable_folder(folder: str | Path, argument: str) -> Path:
         raise UserError(
             f"{argument}={str(folder)!r} cannot be written: {error}. Give a folder you may write to."
         ) from error
+    there = [name for name in names if os.path.lexists(path / name)]
+    if there and not os.path.lexists(path / first):
+        raise UserError(
+            f"{argument}={str(folder)!r} holds {', '.join(there)} and no {first}: of something else, which would be "
+            "replaced. Give another folder."
+        )
     return path
 
 
-def output_file(given: str | Path, argument: str, follows: bool = True) -> Path:
+def output_file(
+    given: str | Path, argument: str, follows: bool = True, replaces: Callable[[Path], bool] = lambda _: True
+) -> Path:
     """The file that a user names to be written, where a link leads.
 
     Args:
         given: The path.
         argument: What names it, for the message.
         follows: Whether a link is followed: not one in a folder whose files we name, which is replaced.
+        replaces: Whether a file that is there may be replaced. Commands say no to what they have not written, inputs
+            above all, unless the user says ``--overwrite``.
 
     Raises:
-        ValueError: If it is a folder, a pipe or a device, or its folder cannot be written.
+        ValueError: If it is a folder, a pipe or a device, its folder cannot be written, or it must not be replaced.
     """
     try:
         path = Path(given).expanduser()
@@ -259,6 +333,8 @@ def output_file(given: str | Path, argument: str, follows: bool = True) -> Path:
     if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
         what = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
         raise UserError(f"{argument}={str(given)!r} is {what}. Give the file to write.")
+    if path.exists() and not replaces(path):
+        raise UserError(f"{argument}={str(given)!r} exists. Give another name, or --overwrite.")
     writable_folder(path.parent, f"folder of {argument}")
     return path
 

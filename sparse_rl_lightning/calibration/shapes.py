@@ -103,7 +103,7 @@ class Hardware:
         try:
             found = json.loads(whole_file(path, 2**24))
             return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +23,7 @@ from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file, write_files, write_whole
+from sparse_rl_lightning.files import stored_tensors, whole_file, write_files, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
@@ -92,7 +92,7 @@ class Sweep:
             return
         try:
             found = dict(json.loads(whole_file(path, 2**24)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error}. Choose another folder, or remove this one.") from error
         other = [name for name in own if found.get(name) != own[name]]
         if other:
@@ -113,11 +113,12 @@ class Sweep:
         parts = []
         for part in range(self.num_parts):
             path = self.folder / name / f"part_{part:04d}.safetensors"
-            if not path.exists():
+            tensors = stored_tensors(path)
+            if tensors is None or tensors.keys() != Acceptances.__dataclass_fields__.keys():  # none, or damaged
                 found = self._draw(sampler, part, progress)
                 tensors = {key: tensor.contiguous() for key, tensor in vars(found).items()}
                 write_files({path: partial(save_file, tensors)})
-            parts.append(Acceptances(**load_file(path)))
+            parts.append(Acceptances(**tensors))
         found = Acceptances.cat(parts)
         if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
             raise UserError(

@@ -6,28 +6,16 @@ checkpoints whose name contains "last".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparse_rl_lightning.files import own_folder, remove, sync, write_files
-
-
-@contextmanager
-def raising_disk_errors() -> Iterator[None]:
-    """Raise what the disk has said: torch.save reports a full one as an internal error."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+from sparse_rl_lightning.files import own_folder, raising_disk_errors, remove, sync
 
 
 def incomplete(path: Path) -> Path:
@@ -38,11 +26,6 @@ def incomplete(path: Path) -> Path:
 def replaced(path: Path) -> Path:
     """The path to which the old ``path`` moves until it is replaced."""
     return path.parent / ".replaced" / path.name
-
-
-def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, and rename it once it is on the disk; see :func:`write_files`."""
-    write_files({path: write}, incomplete, durable=True)
 
 
 def save_tensors(state: Mapping[str, Any], path: Path) -> None:
@@ -61,10 +44,8 @@ def save_weights(weights: Mapping[str, Tensor], path: Path, step: int) -> None:
             continue  # a tied output head; transformers leaves it out as well
         seen.add(place)
         own[name] = value.detach().cpu().contiguous()
-    try:
+    with raising_disk_errors():
         save_file(own, path, metadata={"format": "pt", "global_step": str(step)})
-    except SafetensorError as error:
-        raise OSError(f"safetensors: {error}") from error
 
 
 def swap_folder(path: Path) -> None:

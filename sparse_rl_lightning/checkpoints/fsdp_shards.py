@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.nn import Module
 
-from sparse_rl_lightning.checkpoints.files import raising_disk_errors
 from sparse_rl_lightning.checkpoints.sharded import TAG, Attempt, Shards
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import raising_disk_errors
 
 MODULE, OPTIMIZER = "module", "optimizer"
 ON_CPU = StateDictOptions(cpu_offload=True)

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparse_rl_lightning.checkpoints.files import write_durably
+from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import check_regular, whole_file
+from sparse_rl_lightning.files import check_regular, whole_file, write_files
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
     """Write ``manifest.json``, signed with this user's key: SHA-256 of every file by its path, and further facts."""
     body = json.dumps({"files": digests, **facts}, sort_keys=True)
     text = json.dumps({"body": body, "signature": _sign(body)})
-    write_durably(folder / NAME, lambda new: new.write_text(text, encoding="utf-8"))
+    write_files({folder / NAME: lambda new: new.write_text(text, encoding="utf-8")}, incomplete, durable=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(whole_file(folder / NAME, 2**30))
         body, signature = str(content["body"]), str(content["signature"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
     try:
         own = _sign(body)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.problems import Problems, problem_numbers, row_number
-from sparse_rl_lightning.files import file_name, own_folder, whole_file, write_parquet, write_whole
+from sparse_rl_lightning.files import file_name, from_json, own_folder, whole_file, write_parquet, write_whole
 from sparse_rl_lightning.metrics import Accuracy, accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -154,10 +154,10 @@ class ResultFolder:
             for name in ("accuracy", "lenient"):
                 counts = stored[name]
                 counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
-                stored[name] = Accuracy(**counts)
+                stored[name] = from_json(Accuracy, counts)
             own = stored["fingerprint"]
-            found = BenchmarkResult(**stored | {"fingerprint": own if isinstance(own, dict) else {}})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            found = from_json(BenchmarkResult, stored | {"fingerprint": own if isinstance(own, dict) else {}})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         return found if (found.benchmark, found.cache) == (benchmark, cache) else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file, write_whole
+from sparse_rl_lightning.files import from_json, is_of, whole_file, write_whole
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.text import say
 
@@ -19,22 +19,28 @@ class Results:
     Args:
         path: The file, which need not be there yet.
         settings: What must be the same for cells to stand in one table, by name.
+        num_completions: Number of completions with the full cache.
 
     Raises:
-        ValueError: If the file holds cells of other settings.
+        ValueError: If the file holds cells of other settings, or is damaged.
     """
 
-    def __init__(self, path: Path, settings: dict[str, str]) -> None:
+    def __init__(self, path: Path, settings: dict[str, str], num_completions: int) -> None:
         self.path = path
         self.content: dict[str, Any] = {"settings": settings, "lengths": None, "completions": None, "cells": []}
         try:
             self.content = json.loads(whole_file(path, 2**30)) if path.exists() else self.content
             other = [name for name in settings if self.content["settings"].get(name) != settings[name]]
-            self.cells = {(own["method"], own["budget"]): Cell(**own) for own in self.content["cells"]}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            cells = [from_json(Cell, own) for own in self.content["cells"]]
+            lengths, completions = (self.content[name] or [] for name in ("lengths", "completions"))
+            is_whole = (len(lengths), len(completions)) in ((0, 0), (2, num_completions))
+            if not is_of([*lengths, *completions], list[int]) or not (is_whole or other):
+                raise ValueError("lengths are missing")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
         if other:
             raise UserError(f"{path} holds a benchmark with another {', '.join(other)}. Choose another --output.")
+        self.cells = {(cell.method, cell.budget): cell for cell in cells}
 
     def write(self, **content: Any) -> None:
         """Write everything that is known, and ``content`` beside it."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from pretend_gpu import PretendGPU
+from safetensors.torch import save
 from tiny_run import run_console
 
 from sparse_rl_lightning.acceptance import tail_target
@@ -164,6 +165,16 @@ def test_a_sweep_goes_on_where_it_was(policy: Any, tmp_path: Path) -> None:
     more = calibrate(sweep(policy, tmp_path / "cut"), METHOD, BUDGETS[:3], Binning(4, 10, 20), target=0.7, check=False)
     assert set(more.table) == set(BUDGETS[:3])
     assert kept.stat().st_mtime_ns == stamp
+
+
+def test_parts_that_are_damaged_are_made_anew(policy: Any, tmp_path: Path) -> None:
+    """As a full disk or a copy that was cut off leaves them: each ended the command until someone removed it."""
+    whole = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8).summary()
+    first, second, *_ = sorted(tmp_path.glob("*/part_*.safetensors"))
+    for content in (b"", first.read_bytes()[:-3], b"no tensors", save({"lengths": torch.zeros(1)})):
+        first.write_bytes(content)
+        second.write_bytes(content)
+        assert calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8).summary() == whole
 
 
 def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

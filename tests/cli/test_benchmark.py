@@ -216,10 +216,23 @@ def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.Mon
     assert Path("out/table.json").read_bytes() == before
     with pytest.raises(UserError, match=r"out/table.json holds a benchmark with another sampling. Choose another"):
         main([*arguments, "--samples", "2"])
-    for broken in ("[1]", '{"settings": []}', '{"settings": {}, "cells": [{"method": "KNorm"}]}'):
+    content = json.loads(before)
+    first, *_ = content["cells"]
+    for change in (
+        {"lengths": None}, {"lengths": ["9", 9]}, {"lengths": [9]}, {"completions": ["a"]}, {"cells": [None]},
+        {"completions": content["completions"][:1]}, {"cells": [first | {"tail": "0.9"}]},
+        {"cells": [first | {"intervals": {"tail": [None, 1.0]}}]}, {"cells": [first | {"budget": [1]}]},
+    ):  # fmt: skip
+        Path("out/table.json").write_text(json.dumps(content | change))
+        with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
+            main(arguments)
+    for broken in ("[1]", "", "[" * 9999, '{"settings": []}', '{"settings": {}, "cells": [{"method": "KNorm"}]}'):
         Path("out/table.json").write_text(broken)
         with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
             main(arguments)
+    Path("out/table.json").unlink()
+    with pytest.raises(UserError, match=r"--output='out' holds table.md.* and no table.json: of something else"):
+        main(arguments)
 
 
 def test_own_classes_from_the_working_directory(

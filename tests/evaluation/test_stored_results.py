@@ -114,6 +114,16 @@ def test_whatever_decides_a_result_has_it_measured_anew(change: str, stored: Pat
     assert not is_taken(tmp_path, CHANGES[change]())
 
 
+@pytest.mark.parametrize("change", [{"mean_length": "7"}, {"accuracy": {"mean": 1.0}}, {"counters": {"a": "b"}}, None])
+def test_a_damaged_result_is_measured_anew(change: Any, stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "evaluation" / "KNorm-12" / "own.json"
+    content = json.loads(path.read_text())
+    path.write_text("[" * 9999 if change is None else json.dumps(content | change))
+    assert not is_taken(tmp_path, evaluation())
+    assert is_taken(tmp_path, evaluation())
+
+
 def test_precision_counts(tmp_path: Path) -> None:
     assert not is_taken(tmp_path, evaluation())
     assert not is_taken(tmp_path, evaluation(), "bf16-mixed")

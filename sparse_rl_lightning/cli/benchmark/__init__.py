@@ -17,7 +17,7 @@ from sparse_rl_lightning.cli.calibrate import device_of, progress_bar
 from sparse_rl_lightning.cli.classes import argument_names, imported
 from sparse_rl_lightning.compressors import Compressor, FullKV, LearnedScore
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
-from sparse_rl_lightning.files import writable_folder, write_whole
+from sparse_rl_lightning.files import stored_tensors, writable_folder, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.records import Rollout, Rows
@@ -62,14 +62,14 @@ def main(args: Sequence[str]) -> list[Cell]:
         check_number(f"--{name}", getattr(given, name), least=1, or_none=True)
     check_number("--num_sinks", given.num_sinks, least=0, or_none=True)
     bench = _bench(given)
-    folder = writable_folder(given.output, "--output")
+    folder = writable_folder(given.output, "--output", "table.json", ("table.md", "table.png"))
     settings = {
         "policy": fingerprint(policy=bench.model), "data or tasks": fingerprint(rows=bench.rows),
         "tokenizer": fingerprint(tokenizer=bench.tokenizer),
         "sampling": fingerprint(params=bench.params, ends=bench.sampler(FullKV()).end_token_ids),
         "version": __version__,
     }  # fmt: skip
-    results = Results(folder / "table.json", settings)
+    results = Results(folder / "table.json", settings, len(bench.rows) * bench.params.num_generations)
     bench, mean, longest = _beside(bench, results)
     budgets, sizes = _sizes(given, mean, longest)
     for method in methods:
@@ -223,7 +223,7 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
     files = {}
     for argument in _asked(method):
         path = results.path.with_name(f"{argument}-{fingerprint(**results.content['settings'])[:16]}.safetensors")
-        if not path.exists():  # from other completions of the same prompts
+        if stored_tensors(path) is None:  # from other completions of the same prompts
             MAKERS[argument](bench.model, bench.draw(FullKV(), seed=1), path)
         files[argument] = str(path)
     if not files and not method.path.startswith(f"{PACKAGE}."):
