@@ -40,7 +40,7 @@ from sparse_rl_lightning.compressors import Drawn, LearnedScore
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.modules import SparseGRPO
-from sparse_rl_lightning.policies.sharding import whole_weights
+from sparse_rl_lightning.policies.sharding import part_of, whole_weights
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 Job = dict[str, Any]
@@ -174,6 +174,17 @@ class FullDisk(Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+class Spoil(Callback):
+    """NaN in what this rank has of a weight, behind an optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            part_of(next(pl_module.policy.parameters())).detach().view(-1)[0] = torch.nan
+
+
 class Uneven(RolloutCallback):
     """Completions of 2 tokens on one rank and of 12 on the others, by turns; the short ones lose all their tokens."""
 
@@ -284,7 +295,7 @@ def asked(job: Job) -> list[Any]:
         callbacks += [Uneven(**job["uneven"]), AcceptanceMonitor(1), MismatchSplit(1)]
     faults = {
         "terminate": Terminate, "kill": Kill, "full_disk": FullDisk, "own_folder": OwnFolder, "own_parts": OwnParts,
-        "long_steps": LongSteps,
+        "long_steps": LongSteps, "spoil": Spoil,
     }  # fmt: skip
     for name, kind in faults.items():
         if name in job:

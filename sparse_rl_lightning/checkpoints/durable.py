@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from sparse_rl_lightning.checkpoints.files import incomplete, instead_of_folder, save_tensors, save_weights
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, write_files
+from sparse_rl_lightning.policies.pretrained import check_finite
 
 POLICY = "policy."
 """Prefix of the policy's weights among the module's."""
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints so that a crash or a full disk never costs the last good one; modules use it by default.
+    """Writes checkpoints so that a crash, a full disk or NaN never costs the last good one; modules use it by default.
 
     Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
     uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until a save works.
@@ -31,7 +33,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, weights: bool = True) -> None:
         self.weights = weights
-        self._waiting: dict[Path, list[Path]] = {}  # old checkpoints to remove, by the folder where saving fails
+        self._waiting: dict[str, list[str | Path]] = {}  # old checkpoints to remove, by the folder where saving fails
 
     @property
     def is_failing(self) -> bool:
@@ -39,28 +41,32 @@ class DurableCheckpointIO(TorchCheckpointIO):
         return bool(self._waiting)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write all of it or nothing; on remote file systems as Lightning does.
+        """Write all of it or nothing, and only weights that are finite; on remote file systems as Lightning does.
 
         Raises:
             ValueError: If it could not be read again.
         """
         checkpoint = readable(checkpoint)
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        path = Path(path)
         try:
-            writers: dict[Path, Callable[[Path], object]] = {path: lambda new: save_tensors(checkpoint, new)}
-            if self.weights and (own := policy_weights(checkpoint.get("state_dict", {}))):
-                beside = weights_beside(path)
-                own_folder(beside.parent)
-                writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
-            with instead_of_folder(path):
-                write_files(writers, incomplete, durable=True)
-        except OSError as error:
+            check_finite(checkpoint.get("state_dict", {}).items(), f"step {checkpoint.get('global_step')}", "")
+            if "://" in str(path):
+                super().save_checkpoint(checkpoint, path, storage_options)
+            else:
+                self._write(checkpoint, Path(path))
+        except (OSError, UserError) as error:
             self.failed(path, error)
         else:
             self.saved(path)
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        writers: dict[Path, Callable[[Path], object]] = {path: lambda new: save_tensors(checkpoint, new)}
+        state = checkpoint.get("state_dict", {}).items()
+        if self.weights and (own := {n.removeprefix(POLICY): v for n, v in state if n.startswith(POLICY)}):
+            beside = weights_beside(path)
+            own_folder(beside.parent)
+            writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
+        with instead_of_folder(path):
+            write_files(writers, incomplete, durable=True)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = lambda storage, _: storage,
@@ -74,10 +80,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint and its weights; one that nothing has replaced yet is kept for now."""
-        if "://" in str(path):
+        if (folder := os.path.dirname(path)) in self._waiting:
+            self._waiting[folder].append(path)
+        elif "://" in str(path):
             super().remove_checkpoint(path)
-        elif Path(path).parent in self._waiting:
-            self._waiting[Path(path).parent].append(Path(path))
         else:
             try:
                 remove(Path(path))
@@ -85,29 +91,30 @@ class DurableCheckpointIO(TorchCheckpointIO):
             except OSError as error:
                 rank_zero_warn(f"The old checkpoint {path} could not be removed: {error}. The run goes on.")
 
-    def failed(self, path: Path, error: BaseException) -> None:
+    def failed(self, path: str | Path, error: BaseException) -> None:
         """Continue without this checkpoint, and warn on the first failure in a row."""
-        if path.parent not in self._waiting:
-            rank_zero_warn(
-                f"The checkpoint {path} could not be saved: {error}. The run goes on and tries again at the next one; "
-                "earlier checkpoints are kept. Make room on the disk, or correct dirpath of ModelCheckpoint."
+        folder = os.path.dirname(path)
+        if folder not in self._waiting:
+            remedy = (
+                "Make room on the disk, or correct dirpath of ModelCheckpoint."
+                if isinstance(error, OSError)
+                else "If that stays so, go back to one of them."
             )
-        self._waiting.setdefault(path.parent, [])
+            rank_zero_warn(
+                f"The checkpoint {path} could not be saved: {str(error).rstrip('. ')}. The run goes on and tries again "
+                f"at the next one; earlier checkpoints are kept. {remedy}"
+            )
+        self._waiting.setdefault(folder, [])
 
-    def saved(self, path: Path) -> None:
+    def saved(self, path: str | Path) -> None:
         """Remove the checkpoints of the same folder that were kept until a save worked."""
-        if path.parent in self._waiting:
+        if os.path.dirname(path) in self._waiting:
             rank_zero_info(f"Checkpoints are saved again: {path}")
-        for old in self._waiting.pop(path.parent, []):
-            if old != path:
+        for old in self._waiting.pop(os.path.dirname(path), []):
+            if str(old) != str(path):
                 self.remove_checkpoint(old)
 
 
 def weights_beside(path: Path) -> Path:
     """The path of the safetensors of a checkpoint file."""
     return path.parent / "weights" / f"{path.stem}.safetensors"
-
-
-def policy_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The policy's tensors in a module's state, under their own names."""
-    return {name.removeprefix(POLICY): value for name, value in state.items() if name.startswith(POLICY)}

@@ -20,7 +20,9 @@ from transformers.utils.hub import cached_file
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.policies.pretrained import check_finite
 
+SPOILED = "So nothing is written: export an earlier checkpoint, or in a wider dtype."
 OF_BOTH = "PreTrainedTokenizerFast"
 """A tokenizer.json as it is, by the name that both know; transformers 5 writes another."""
 
@@ -47,6 +49,7 @@ def save_folder(
     path = Path(folder)
     if dtype is not None:
         state = _cast(model.state_dict() if state is None else state, dtype, _kept_in_float32(model))
+        check_finite(state.items(), f"export as {str(dtype).removeprefix('torch.')}", SPOILED)
     save_weights(path, model, state, ends)
     _edit(path / "config.json", lambda given: _config(given, model.config, dtype))
     tokenizer.save_pretrained(path)

@@ -28,7 +28,8 @@ from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import own_folder, remove, sync
-from sparse_rl_lightning.policies.sharding import of_all_ranks, whole_weights, write_whole
+from sparse_rl_lightning.policies.pretrained import check_finite
+from sparse_rl_lightning.policies.sharding import of_all_ranks, part_of, whole_weights, write_whole
 
 TAG = "checkpoint"
 TRAINER, WEIGHTS = "trainer.pt", "weights.safetensors"
@@ -74,13 +75,15 @@ def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[st
         ValueError: If it could not be read again.
     """
     own = readable({key: value for key, value in checkpoint.items() if key not in LEFT_OUT})
-    attempt = Attempt(strategy)
+    attempt, step = Attempt(strategy), checkpoint["global_step"]
+    parts = ((name, part_of(weight)) for name, weight in _policy(strategy).named_parameters())
+    attempt.here(lambda: check_finite(parts, f"step {step}", ""))
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
         shards.write(new, "optimizer_states" in checkpoint, attempt)  # weights alone may be asked for
         weights = _whole_policy(strategy)
-        attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, checkpoint["global_step"]))
+        attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, step))
         attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
     if attempt.is_alive:
         digests = attempt.digests(new)
@@ -142,10 +145,10 @@ class Attempt:
     @property
     def is_alive(self) -> bool:
         """Whether all ranks have succeeded so far. Collective."""
-        mine = None if self.error is None else f"rank {self.strategy.global_rank}: {self.error}"
-        first = next((text for text in of_all_ranks(mine) if text is not None), None)
-        if first is not None and self.error is None:
-            self.error = OSError(first)
+        kind = UserError if isinstance(self.error, UserError) else OSError
+        mine = self.error and kind(f"rank {self.strategy.global_rank}: {self.error}")
+        first = next((error for error in of_all_ranks(mine) if error is not None), None)
+        self.error = self.error or first
         return first is None
 
     def on_zero(self, work: Callable[[], object]) -> None:
@@ -159,7 +162,7 @@ class Attempt:
             return
         try:
             work()
-        except OSError as error:
+        except (OSError, UserError) as error:
             self.error = error
 
     def digests(self, folder: Path) -> dict[str, str]:

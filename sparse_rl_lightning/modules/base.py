@@ -21,7 +21,7 @@ from sparse_rl_lightning.callbacks.foreign import check_foreign
 from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
-from sparse_rl_lightning.checkpoints.folders import check_dtype, save_folder
+from sparse_rl_lightning.checkpoints.folders import SPOILED, check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit, mean_over_ranks
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
@@ -32,6 +32,7 @@ from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
+from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
 from sparse_rl_lightning.rollout.prompts import default_end_token_ids
@@ -328,6 +329,7 @@ class PolicyModule(LightningModule):
     ) -> None:
         """Write a model, with whole weights if it has only parts, and the end tokens that it was trained with."""
         kind = check_dtype(dtype, "dtype")
+        check_finite(self.named_parameters() if state is None else state.items(), "export", SPOILED)
         plain = self.policy_source.exported(policy) if kind is None else self.policy_source.exported(policy, kind)
         ends = default_end_token_ids(policy, self.tokenizer, tell=False)
         save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)

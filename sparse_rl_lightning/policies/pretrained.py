@@ -170,17 +170,18 @@ def _check_generation_config(path: str) -> None:
         raise UserError(f"has a {name} that cannot be read ({reason}). Repair or remove it.") from error
 
 
-def check_finite(weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+def check_finite(
+    weights: Iterable[tuple[str, Tensor]],
+    where: str,
+    remedy: str = "They are of a run that diverged, or damaged: give others.",
+) -> None:
     """Refuse weights with NaN or infinity, which would spoil every number computed from them.
 
-    ``where`` is their origin, which begins the error message.
+    ``where`` is their origin, which begins the error message, and ``remedy`` its end.
     """
     broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
-        raise UserError(
-            f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. They are of a run that "
-            "diverged, or damaged: give others."
-        )
+        raise UserError(f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. {remedy}")
 
 
 def check_whole(found: dict[str, Any], where: str) -> None:

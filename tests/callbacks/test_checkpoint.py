@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from contextlib import nullcontext as does_not_raise
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
 from tiny_run import config, write
 
-from sparse_rl_lightning.callbacks import RolloutCheckpoint
+from sparse_rl_lightning.callbacks import ExportPolicy, RolloutCheckpoint
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
 from sparse_rl_lightning.checkpoints import durable
 from sparse_rl_lightning.cli import main
@@ -172,6 +174,46 @@ def test_a_link_never_leads_to_what_was_not_saved(tmp_path: Path, monkeypatch: p
         fit(module(), 4, [saves], **options)
     assert (tmp_path / "last.ckpt").is_symlink()
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+class Spoil(Callback):
+    """Writes NaN into one weight behind an optimizer step, and the number it had there behind the next."""
+
+    def __init__(self, step: int, heals: bool) -> None:
+        self.step, self.heals, self.was = step, heals, 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        weight = next(own for name, own in pl_module.policy.named_parameters() if "norm" in name).data
+        if trainer.global_step == self.step:
+            self.was = float(weight[0])
+            weight[0] = torch.nan
+        elif self.heals and trainer.global_step == self.step + 1:
+            weight[0] = self.was
+
+
+@pytest.mark.parametrize("kind", [True, "link"])
+@pytest.mark.parametrize("heals", [False, True])
+def test_weights_that_are_not_finite_never_replace_those_that_are(heals: bool, kind: Any, tmp_path: Path) -> None:
+    """They were saved, the last good ones were removed, and nothing could be resumed from them."""
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    saves = RolloutCheckpoint(tmp_path, every_n_train_steps=1, save_last=kind)
+    good, ends = (
+        ("4", does_not_raise()) if heals else ("2", pytest.raises(UserError, match=r"^export: 1 weights hold NaN"))
+    )
+    said = r"could not be saved: step 3: 1 weights hold NaN or infinity, for example '\S*norm\S*'\. The run goes on"
+    with ends, pytest.warns(UserWarning, match=said):
+        fit(
+            module(steps_per_generation=2),
+            4 if heals else 3,
+            [Spoil(3, heals), ExportPolicy(tmp_path / "policy"), saves],
+            **options,
+        )
+    assert [path.name for path in tmp_path.glob("epoch*.ckpt")] == [f"epoch=0-step={good}.ckpt"]
+    for path in (tmp_path / "last.ckpt", next(tmp_path.glob("epoch*.ckpt"))):
+        assert torch.load(path, weights_only=True)["global_step"] == int(good)
+    for path in (tmp_path / "weights").glob("*.safetensors"):
+        assert all(bool(value.isfinite().all()) for value in load_file(path).values())
+    assert (tmp_path / "policy").exists() == heals
 
 
 def test_a_folder_that_is_full_is_not_forgotten_for_another(tmp_path: Path) -> None:

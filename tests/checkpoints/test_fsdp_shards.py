@@ -55,6 +55,8 @@ def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: 
     assert saved.keys() == {last / name for name in (*SHARDS, TRAINER, WEIGHTS, "manifest.json")}
     with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: rank 0: .*File too large"):
         job(tmp_path / "cut", 3, ckpt_path=str(last))
+    with pytest.warns(UserWarning, match="could not be saved: step 3: 1 weights hold NaN or infinity"):
+        job(tmp_path / "cut", 3, ckpt_path=str(last), spoil=3)
     assert files(last) == saved
     assert not list((tmp_path / "cut" / ".incomplete").iterdir())
     rest = job(tmp_path / "cut", 4, ckpt_path=str(last))

@@ -93,7 +93,7 @@ def test_a_model_is_not_written_over_another(tmp_path: Path, capsys: pytest.Capt
     file = str(written(tmp_path / "tiny.gguf"))
     main([file, str(tmp_path / "folder")])
     assert "folder: llama, 0 M weights in bfloat16, tokenizer and its chat template." in capsys.readouterr().out
-    with pytest.raises(UserError, match="has a model already"):
+    with pytest.raises(UserError, match="is not empty, so it is not replaced"):
         main([file, str(tmp_path / "folder")])
 
 
@@ -112,7 +112,7 @@ def test_the_folder_is_checked_before_the_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "words").write_text("mine")
-    for name, said in {"words/inside": "cannot be written", "full": "is not empty and holds no model"}.items():
+    for name, said in {"words/inside": "cannot be written", "full": "is not empty"}.items():
         with pytest.raises(UserError, match=f"^FOLDER.*{said}"):
             main([str(tmp_path / "missing.gguf"), str(tmp_path / name)])
     assert (tmp_path / "full" / "words").read_text() == "mine"

@@ -59,6 +59,8 @@ def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: 
     with pytest.warns(UserWarning, match="could not be saved: .*File too large"):
         with file_size_limit(4096):
             job(tmp_path / "cut", 3, ckpt_path=str(last), **momentum)
+    with pytest.warns(UserWarning, match="could not be saved: step 3: 1 weights hold NaN or infinity"):
+        job(tmp_path / "cut", 3, ckpt_path=str(last), spoil=3, **momentum)
     assert {path: path.read_bytes() for path in last.rglob("*") if path.is_file()} == saved
     assert not list((tmp_path / "cut" / ".incomplete").iterdir())
     rest = job(tmp_path / "cut", 4, ckpt_path=str(last), **momentum)

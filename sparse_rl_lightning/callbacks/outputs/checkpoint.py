@@ -95,7 +95,7 @@ class RolloutCheckpoint(ModelCheckpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """Let ``last.ckpt`` lead to another checkpoint that is there, at once: Lightning removes the old link before."""
+        """Let ``last.ckpt`` lead to another file that is there, at once: Lightning removes the old link before."""
         is_other = os.path.realpath(filepath) != os.path.realpath(linkpath)
         if trainer.is_global_zero and is_other and os.path.exists(filepath):  # it may not have been saved
             new = f"{linkpath}.new"
