@@ -23,7 +23,7 @@ from sparse_rl_lightning.calibration.imitation import imitate_attention
 from sparse_rl_lightning.calibration.picture import draw
 from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics, pad, read_texts
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
-from sparse_rl_lightning.calibration.sweep import Sweep
+from sparse_rl_lightning.calibration.sweep import FINGERPRINT, Sweep
 from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.launch import set_threads
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
@@ -41,6 +41,7 @@ from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.text import say
 
 HARDWARE = "hardware.json"
+RESULTS = ("schedule.yaml", "table.csv", "calibration.json", "table.png")
 OF_SAMPLERS = (
     "num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool", "decoder", "head_in_float32", "record_routing"
 )  # fmt: skip
@@ -103,7 +104,7 @@ def calibrate(
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
         raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
-    place = writable_folder(folder, "folder")
+    place = writable_folder(folder, "folder", f"parts/{FINGERPRINT}", RESULTS)
     hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).as_stored().load()
     model.to(device_of(device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
@@ -142,15 +143,18 @@ def main(args: Sequence[str]) -> Calibration | None:
         raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
 
-def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None) -> None:
+def hardware(
+    hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None, overwrite: bool = False
+) -> None:
     """Measure memory bandwidth, matrix products and the cost of a decode step without work, and write them down.
 
     Args:
         hardware: The file to write.
         num_layers: Layers of the model that rollouts will be of.
         device: Device to use, null for a GPU where there is one.
+        overwrite: Replace the file if it exists.
     """
-    target, place = output_file(hardware, "hardware"), device_of(device)
+    target, place = output_file(hardware, "hardware", replaces=lambda _: overwrite), device_of(device)
     kind = torch.bfloat16 if place.type == "cuda" else torch.float32
     found = measure_hardware(place, kind, num_layers)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -163,7 +167,7 @@ def hardware(hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str
 
 def statistics(
     policy: str, texts: str, statistics: str, max_length: PositiveInt = MAX_LENGTH, batch_size: PositiveInt = 4,
-    method: Literal["QFilters", "TriAttention", "LearnedScore"] = "TriAttention",
+    method: Literal["QFilters", "TriAttention", "LearnedScore"] = "TriAttention", overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Gather what a compressor has to know of a policy from its own texts.
 
@@ -175,11 +179,12 @@ def statistics(
         batch_size: Texts per forward pass, and per step of the network's training.
         method: Compressor that the file is for: statistics of queries for QFilters and TriAttention alike, or a network
             that imitates the full cache's attention for LearnedScore.
+        overwrite: Replace the file if it exists.
 
     Raises:
         ValueError: If the policy or the texts cannot be read, or the file cannot be written.
     """
-    target = output_file(statistics, "statistics")
+    target = output_file(statistics, "statistics", replaces=lambda _: overwrite)
     try:
         model, tokenizer = load_pretrained(policy)
         ids, lengths = pad(read_texts(texts, tokenizer, max_length))
@@ -198,12 +203,12 @@ def statistics(
 
 def statistics_main(args: Sequence[str]) -> None:
     """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``; errors as of :func:`statistics`."""
-    auto_cli(statistics, args=list(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
+    auto_cli(statistics, args=switched(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
 
 
 def with_file(args: Sequence[str]) -> list[str]:
     """The arguments with ``hardware.json`` after ``--hardware`` if no file follows it."""
-    given = list(args)
+    given = switched(args)
     if "--hardware" not in given:  # --hardware=FILE
         return given
     place = given.index("--hardware")
@@ -213,6 +218,11 @@ def with_file(args: Sequence[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------- inside
+
+
+def switched(args: Sequence[str]) -> list[str]:
+    """The arguments with a value behind ``--overwrite``, as the parser wants one."""
+    return ["--overwrite=true" if word == "--overwrite" else word for word in args]
 
 
 def device_of(name: str | None = None) -> torch.device:
@@ -256,10 +266,10 @@ def progress_bar(total: int) -> Iterator[OnProgress]:
 
 def _tell(found: Calibration, folder: Path, title: str) -> None:
     """Print the result, and draw it if matplotlib is installed."""
-    written = ["schedule.yaml", "table.csv", "calibration.json"]
+    *written, picture = RESULTS
     try:
-        draw(found, folder / "table.png", title)
-        written.append("table.png")
+        draw(found, folder / picture, title)
+        written.append(picture)
     except ImportError:
         say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
     say(f"Ceiling {found.ceiling:.4f}, target {found.target:.4f}. Schedule: {found.schedule!r}")

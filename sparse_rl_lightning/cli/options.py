@@ -76,6 +76,7 @@ def report() -> Parser:
     )
     made.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
     made.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
+    made.add_argument("--overwrite", action="store_true", help="replace the file even if it is no such page")
     return made
 
 

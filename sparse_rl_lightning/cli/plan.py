@@ -58,9 +58,7 @@ def proposed(args: Sequence[str]) -> Plan:
     card = card_of(given.card, given.memory)
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
-    target = output_file(output, "--output")
-    if target.exists() and not given.overwrite:
-        raise UserError(f"--output={str(output)!r} exists. Give another name, or --overwrite.")
+    target = output_file(output, "--output", replaces=lambda _: given.overwrite)
     _tell(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.")
     plan = propose(given.model, card, given.length)
     write_whole(target, configuration(plan, output))

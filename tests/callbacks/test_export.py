@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -12,17 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from disks import file_size_limit
 from killed import killed_at_rename
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from tiny_grpo import loaded, module
-from tiny_run import config, write
+from tiny_run import config, run_console, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_rl_lightning import files
-from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, write_policy
+from sparse_rl_lightning.callbacks import ExportPolicy, RolloutCheckpoint
+from sparse_rl_lightning.callbacks.outputs.export import write_policy
+from sparse_rl_lightning.checkpoints.exports import check_replaceable
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +49,7 @@ def test_export_refuses_what_it_would_spoil_or_cannot_find(used_folder: Path) ->
     path = write(config())
     Path("full").mkdir()
     Path("full/thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds no model"):
+    with pytest.raises(ValueError, match=r"holds 'thesis.txt', which no export writes"):
         main(["export", "--config", path, "--ckpt_path", "last", "--folder", "full"])
     with pytest.raises(ValueError, match="does not exist"):
         main(["export", "--config", path, "--ckpt_path", "runs/none.ckpt"])
@@ -72,7 +78,7 @@ def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: 
     grpo = module()
     grpo.configure_model()
     write_policy(grpo, tmp_path / "policy")
-    (tmp_path / "policy" / "mark").touch()
+    (tmp_path / "policy" / "merges.txt").touch()
 
     def busy(path: Path) -> None:
         if path.exists():
@@ -82,7 +88,7 @@ def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: 
     with pytest.warns(UserWarning, match=r"The earlier \S*policy could not be removed: .*Remove \S*\.policy\.old-"):
         write_policy(grpo, tmp_path / "policy")
     assert (tmp_path / "policy" / "config.json").is_file()
-    assert not (tmp_path / "policy" / "mark").exists()
+    assert not (tmp_path / "policy" / "merges.txt").exists()
 
 
 class Named(LightningModule):
@@ -93,7 +99,7 @@ class Named(LightningModule):
         self.name = name
 
     def export(self, folder: Path) -> None:
-        (folder / "config.json").write_text(self.name)
+        (folder / "config.json").write_text(json.dumps({"model_type": self.name}))
 
 
 def test_an_export_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None:
@@ -103,9 +109,9 @@ def test_an_export_killed_between_its_renames_loses_nothing(tmp_path: Path) -> N
     killed_at_rename(1, lambda: write_policy(Named("second"), folder))
     assert not folder.exists()
     check_replaceable(folder, "folder")
-    assert (folder / "config.json").read_text() == "first"
+    assert "first" in (folder / "config.json").read_text()
     write_policy(Named("third"), folder)
-    assert (folder / "config.json").read_text() == "third"
+    assert "third" in (folder / "config.json").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
@@ -117,6 +123,105 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
         monkeypatch.chdir(place)
         with pytest.raises(UserError, match=r"^folder='\S*policy' is or holds the working directory"):
             check_replaceable(tmp_path / "policy", "folder")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [".git/HEAD", "README.md", "model.gguf", "adapter_config.json", "eval/model.safetensors", "checkpoints/last.ckpt",
+     "sparse_adapter/thesis.tex", "model.safetensors/x", "index.html"],
+)  # fmt: skip
+@pytest.mark.parametrize("content", ['{"model_type": "llama"}', '{"port": 80}', None])
+def test_a_folder_with_anything_else_in_it_is_not_replaced(entry: str, content: str | None, tmp_path: Path) -> None:
+    """A file config.json was enough, and a repository, checkpoints, or what lay beside an export were removed."""
+    folder = tmp_path / "proj"
+    (folder / entry).parent.mkdir(parents=True)
+    (folder / entry).write_text("mine")
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"^folder='.*proj' holds '.*', which no export writes, so it is not replaced"):
+        check_replaceable(folder, "folder")
+    with pytest.raises(UserError, match="which no export writes"):  # asked again before the rename
+        write_policy(Named("llama"), folder)
+    assert (folder / entry).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["proj"]
+
+
+@pytest.mark.parametrize("content", ['{"port": 80}', "[]", "{", None])
+def test_a_folder_without_a_model_is_not_replaced(content: str | None, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"holds no model \(no config.json with a model_type\)"):
+        check_replaceable(tmp_path, "folder")
+
+
+def test_a_link_in_a_folder_is_of_no_export(tmp_path: Path) -> None:
+    """As in the hub's own folders of downloads."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").symlink_to("/dev/null")
+    with pytest.raises(UserError, match=r"holds 'model.safetensors', which no export writes"):
+        check_replaceable(tmp_path, "folder")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (".", "is or holds trainer.default_root_dir"), ("run", "is or holds trainer.default_root_dir"),
+        ("run/checkpoints", "is or holds a folder of checkpoints"), ("run/checkpoints/x", "in a folder of checkpoints"),
+        ("run/version_0", "is or holds the log's folder"), ("run/version_0/x", "lies in the log's folder"),
+        ("pol", "is or holds the folder of model.policy"), ("pol/x", "lies in the folder of model.policy"),
+        ("link/x", "lies in the folder of model.policy"), ("run/policy", None), ("policy", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_a_run_needs_is_not_replaced(place: str, said: str | None, adapts: bool, tmp_path: Path) -> None:
+    """Nor is a folder that is empty, or not there yet, before the run has written into it."""
+    (tmp_path / "pol").mkdir()
+    (tmp_path / "link").symlink_to("pol")
+    source: Any = PretrainedPolicy(str(tmp_path / "pol"))
+    callback, grpo = ExportPolicy(tmp_path / place), module()
+    grpo.policy_source = LoraPolicy(source) if adapts else source
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=tmp_path / "run", callbacks=[callback, RolloutCheckpoint()],
+        logger=CSVLogger(tmp_path, "run"), enable_progress_bar=False,
+    )  # fmt: skip
+    if said is None:
+        callback.setup(trainer, grpo, "fit")
+    else:
+        with pytest.raises(UserError, match=f"^ExportPolicy: folder='.*{said}"):
+            callback.setup(trainer, grpo, "fit")
+
+
+@pytest.mark.parametrize("name", ["/", "x" * 300, "x" * 250, "~nobodyx/x", "/proc/x"])
+def test_a_place_where_nothing_can_be_renamed_is_a_line(
+    name: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_console(monkeypatch, "export", "--config", write(config()), "--folder", name) == 1
+    assert len(capsys.readouterr().err.partition("error: ")[2].splitlines()) == 1
+    assert sorted(path.name for path in used_folder.iterdir()) == ["config.yaml", "runs"]
+
+
+def test_a_full_disk_ends_an_export_with_a_line(
+    used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Safetensors and tokenizers have errors of their own for it."""
+    path = write(config())
+    with file_size_limit(4096):
+        assert run_console(monkeypatch, "export", "--config", path, "--folder", "policy") == 1
+    said = capsys.readouterr().err.partition("error: ")[2].strip()
+    assert said == "[Errno 27] File too large. Make room on the disk, or name another place."
+    assert sorted(path.name for path in used_folder.iterdir()) == ["config.yaml", "runs"]
+    assert run_console(monkeypatch, "export", "--config", path, "--folder", "policy") is None
+
+
+def test_weights_that_a_type_cannot_hold_are_not_exported(tmp_path: Path) -> None:
+    grpo = module()
+    grpo.configure_model()
+    next(grpo.policy.parameters()).data.view(-1)[0] = 1e6
+    with pytest.raises(UserError, match=r"^export as float16: 1 weights hold NaN or infinity"):
+        write_policy(grpo, tmp_path / "policy", "float16")
+    assert not list(tmp_path.iterdir())
+    write_policy(grpo, tmp_path / "policy", "bfloat16")
 
 
 def launch_line() -> list[str]:

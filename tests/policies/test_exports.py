@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from sparse_rl_lightning.callbacks import ExportPolicy
+from sparse_rl_lightning.checkpoints.exports import check_replaceable
 from sparse_rl_lightning.checkpoints.folders import save_folder
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.errors import UserError
@@ -53,6 +54,7 @@ def exported(source: PolicySource, folder: Path, **options: Any) -> PreTrainedMo
     policy = SupervisedWarmup(source)
     policy.configure_model()
     policy.export(folder, **options)
+    check_replaceable(folder, "folder")  # the next one may take its place
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return model
 
@@ -306,6 +308,7 @@ def test_a_sparse_adapter_is_written_whatever_the_generation_config(tmp_path: Pa
     touched(grpo.policy)
     grpo.export(tmp_path, "bfloat16")
     assert (tmp_path / "sparse_adapter/adapter_model.safetensors").is_file()
+    check_replaceable(tmp_path, "folder")
     assert settings(tmp_path)["torch_dtype"] == "bfloat16"
     assert not [name for name in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict() if "lora" in name]
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from sparse_rl_lightning.callbacks.outputs.checkpoint import checkpoint_folder
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
+from sparse_rl_lightning.checkpoints.exports import Kept, check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import new_folder, recover_folder, replace_folder, writable_folder
+from sparse_rl_lightning.files import new_folder, replace_folder
 from sparse_rl_lightning.rollout.generator import Generator
 
 
@@ -26,13 +27,15 @@ class ExportPolicy(Callback):
     sharded over ranks are gathered.
 
     Args:
-        folder: Folder to write; the export of an earlier run there is replaced.
+        folder: Folder to write; the export of an earlier run there is replaced, and nothing else: no folder with other
+            files in it, none that holds the run, and none that is, holds or is in a folder of its checkpoints or log
+            or that of ``model.policy``.
         dtype: Type of the weights in it, ``float32``, ``bfloat16`` or ``float16``; null for that of the trained policy,
             float32 unless the policy was given another. ``bfloat16`` halves a float32 export, and rounds it.
 
     Raises:
-        ValueError: At the start of ``fit``, if the folder cannot be written, contains something other than a model, or
-            the module cannot export.
+        ValueError: At the start of ``fit``, if the folder cannot be written, must not be replaced, or the module cannot
+            export; at its end, if the folder must not be replaced any more, or weights are not finite.
     """
 
     def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
@@ -52,7 +55,7 @@ class ExportPolicy(Callback):
         if self.dtype is not None and "dtype" not in signature(cast(Callable[..., None], pl_module.export)).parameters:
             raise UserError(f"ExportPolicy: export of {type(pl_module).__name__} takes no dtype. Set dtype to null.")
         if trainer.is_global_zero:
-            check_replaceable(self.folder, "ExportPolicy: folder")
+            check_replaceable(self.folder, "ExportPolicy: folder", kept_folders(trainer, pl_module))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export beside the folder, then rename."""
@@ -62,15 +65,21 @@ class ExportPolicy(Callback):
         if isinstance(generator := getattr(pl_module, "generator", None), Generator):
             generator.release()  # the copy that adapters are merged into takes its memory
         with on_training_device(trainer):
-            write_policy(pl_module, self.folder, self.dtype)
+            write_policy(pl_module, self.folder, self.dtype, kept_folders(trainer, pl_module))
 
 
-def write_policy(module: LightningModule, folder: Path, dtype: str | None = None) -> None:
-    """Export beside the folder, of :func:`export_place`, then rename. All ranks call this, rank zero writes."""
+def write_policy(module: LightningModule, folder: Path, dtype: str | None = None, kept: Kept = ()) -> None:
+    """Export beside the folder, of :func:`export_place`, then rename. All ranks call this, rank zero writes.
+
+    Raises:
+        ValueError: If something else has come to the folder since it was checked, which stays.
+    """
     options = {} if dtype is None else {"dtype": dtype}  # a user's module may have none
 
     def write(new: Path) -> None:
         module.export(new, **options)  # type: ignore[operator]  # checked in setup
+        if module.global_rank == 0:
+            check_replaceable(folder, "folder", kept)
 
     if module.global_rank == 0:
         replace_folder(folder, write)
@@ -79,36 +88,18 @@ def write_policy(module: LightningModule, folder: Path, dtype: str | None = None
         write(new_folder(folder))
 
 
-def export_place(folder: str | Path) -> Path:
-    """The folder to write, where a link leads: it is made beside that place, and renamed there."""
-    return Path(os.path.realpath(Path(folder).expanduser()))
+def kept_folders(trainer: Trainer, module: LightningModule) -> Kept:
+    """The folders that no export may replace: the run's, those of log and checkpoints, and the policy's own.
 
-
-def check_replaceable(folder: Path, argument: str) -> None:
-    """Refuse a folder that contains something other than a model, or that cannot be renamed.
-
-    One that a killed process was replacing is brought back first.
-
-    Args:
-        folder: The folder, of :func:`export_place`.
-        argument: What names it, for the message.
-
-    Raises:
-        ValueError: If it is such a folder, or the one around it cannot be written.
+    Each has a name, and says whether it counts what lies in it too: a run's folder may hold the run's export.
     """
-    writable_folder(folder.parent, f"{argument}'s parent")
-    recover_folder(folder)
-    if not os.path.lexists(folder):  # a circle of links is there
-        return
-    if folder.is_mount():
-        raise UserError(f"{argument}={str(folder)!r} is a disk of its own, which is not replaced. Give a folder on it.")
-    if Path.cwd().is_relative_to(folder):
-        raise UserError(
-            f"{argument}={str(folder)!r} is or holds the working directory, which is not replaced. Give a folder in it."
-        )
-    path = writable_folder(folder, argument)
-    if any(path.iterdir()) and not (path / "config.json").is_file():
-        raise UserError(
-            f"{argument}={str(path)!r} is not empty and holds no model (no config.json), so it is not "
-            "replaced. Give a new folder, or empty this one."
-        )
+    source: Any = getattr(module, "policy_source", None)
+    while hasattr(source, "base"):
+        source = source.base
+    folders = {
+        "the log's folder": [getattr(logger, "log_dir", None) for logger in trainer.loggers],
+        "a folder of checkpoints": [checkpoint_folder(own, trainer) for own in trainer.checkpoint_callbacks],
+        "the folder of model.policy": [getattr(source, "path", None)],
+    }
+    kept = [(name, path, True) for name, paths in folders.items() for path in paths if path and "://" not in str(path)]
+    return [("trainer.default_root_dir", trainer.default_root_dir, False), *kept]

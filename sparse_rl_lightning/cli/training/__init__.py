@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,21 @@ class SparseRLCLI(LightningCLI):
                 f"model={type(self.model).__name__}. Use fit or validate."
             )
 
-    before_predict = before_test
+    def before_predict(self) -> None:
+        """Refuse to write the completions over the prompts."""
+        self.before_test()
+        rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
+        self.predictions = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
+        inputs = [getattr(self.datamodule, name, None) or "" for name in ("path", "val_path")]
+        if os.path.realpath(self.predictions) in map(os.path.realpath, inputs):
+            raise UserError(
+                f"data.path is {self.predictions}, which predict writes. Set another trainer.default_root_dir."
+            )
 
     def after_predict(self) -> None:
         """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
         rows = [row for batch in self.trainer.predict_loop.predictions for row in batch]
-        rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
-        path = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
+        path = self.predictions
         try:
             write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as error:

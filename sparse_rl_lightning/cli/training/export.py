@@ -12,12 +12,15 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from safetensors.torch import load_file
 
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
-from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, export_place, write_policy
+from sparse_rl_lightning.callbacks.outputs.export import kept_folders, write_policy
 from sparse_rl_lightning.checkpoints import recover
+from sparse_rl_lightning.checkpoints.durable import POLICY
+from sparse_rl_lightning.checkpoints.exports import check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.resuming import check_weights
 from sparse_rl_lightning.modules.base import PolicyModule
 
 
@@ -39,7 +42,7 @@ class ExportingTrainer(Trainer):
             model: Module that was trained.
             datamodule: Not used.
             ckpt_path: A checkpoint, or ``last``.
-            folder: Folder to write; a model in it is replaced.
+            folder: Folder to write; an earlier export in it is replaced, and nothing else.
             weights_only: Not used: nothing else is ever read.
             dtype: Type of the weights in the folder, float32, bfloat16 or float16; null for the policy's own.
 
@@ -54,11 +57,11 @@ class ExportingTrainer(Trainer):
         check_dtype(dtype, "dtype")
         path = Path(given).expanduser()
         recover(path)
-        place = export_place(folder)
-        check_replaceable(place, "folder")
+        place, kept = export_place(folder), kept_folders(self, module)
+        check_replaceable(place, "folder", kept)
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, place, dtype)
+        write_policy(module, place, dtype, kept)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:
@@ -81,11 +84,6 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
         module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
     state = load_file(path / WEIGHTS)
-    own = {(name, parameter.shape) for name, parameter in module.policy.named_parameters()}
-    differing = sorted({name for name, _ in own ^ {(name, value.shape) for name, value in state.items()}})
-    if differing:
-        raise UserError(
-            f"ckpt_path={str(path)!r} is of another model: {len(differing)} weights differ, for example "
-            f"{differing[0]!r}. Give the configuration it was trained with."
-        )
+    stored = {f"{POLICY}{name}": value for name, value in state.items()}
+    check_weights(stored, {f"{POLICY}{name}": weight for name, weight in module.policy.named_parameters()})
     module.policy.load_state_dict(state, strict=False)  # a tied head is not in it

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from sparse_rl_lightning.callbacks.outputs.export import check_replaceable, export_place
+from sparse_rl_lightning.checkpoints.exports import check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import save_folder
 from sparse_rl_lightning.checkpoints.gguf import load_gguf
 from sparse_rl_lightning.cli import options
-from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import replace_folder
 from sparse_rl_lightning.text import say
 
@@ -26,11 +26,14 @@ def main(args: Sequence[str]) -> None:
     """
     given = options.import_gguf().parse_args(args)
     folder = export_place(given.folder)
-    check_replaceable(folder, "FOLDER")
-    if (folder / "config.json").exists():
-        raise UserError(f"{given.folder!r} has a model already (config.json). Give an empty folder, or remove it.")
+    check_replaceable(folder, "FOLDER", replaces=False)
     model, tokenizer = load_gguf(given.file, getattr(torch, given.dtype))
-    replace_folder(folder, lambda new: save_folder(new, model, tokenizer))
+
+    def write(new: Path) -> None:
+        save_folder(new, model, tokenizer)
+        check_replaceable(folder, "FOLDER", replaces=False)
+
+    replace_folder(folder, write)
     count, kind = sum(one.numel() for one in model.parameters()), model.config.model_type
     template = "its chat template" if getattr(tokenizer, "chat_template", None) else "no chat template"
     say(f"{given.folder}: {kind}, {count / 1e6:,.0f} M weights in {given.dtype}, tokenizer and {template}.")
