@@ -24,6 +24,7 @@ from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 MAX_LENGTH = 4096
@@ -97,8 +98,8 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length:
         try:
             row = json.loads(line)
             ids = encode_prompt(tokenizer, row["prompt"])
-            ids += tokenizer(row.get("completion") or "", add_special_tokens=False)["input_ids"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            ids += encode_behind(tokenizer, row.get("completion") or "")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
         texts.append(ids[:max_length])
     if not texts:

@@ -17,6 +17,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows
+from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import check_tokens, default_end_token_ids, encode_prompt, long_prompts
 from sparse_rl_lightning.text import compiled, matches
 
@@ -155,7 +156,7 @@ class SupervisedWarmup(PolicyModule):
             prompt = encode_prompt(tokenizer, row["prompt"], self.chat_template_kwargs)
             whole, wanted = list(prompt), [-100] * len(prompt)
             for text, is_given in _parts(row[self.solution_column], self.given):
-                part = tokenizer(text, add_special_tokens=False)["input_ids"]
+                part = encode_behind(tokenizer, text)
                 whole += part
                 wanted += [-100] * len(part) if is_given else part
             check_tokens(

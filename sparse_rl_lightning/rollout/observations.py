@@ -56,7 +56,7 @@ def encode_observation(
     if is_chat:
         special = _special_tokens(tokenizer)
         suffix = _behind_turn(_renderer(tokenizer, template or {}), _as_messages(observation, special), special)
-        ids = [token for text in suffix.split(_BREAK) for token in _encode_behind(tokenizer, text)]
+        ids = [token for text in suffix.split(_BREAK) for token in encode_behind(tokenizer, text)]
         return ids[1:] if ids[:1] == [end_token] else ids
     if not isinstance(observation, str):
         raise UserError(
@@ -65,7 +65,7 @@ def encode_observation(
         )
     if not observation:
         raise UserError("empty observation: after a prompt of text it adds nothing. Return None to end, or some text.")
-    return _encode_behind(tokenizer, valid_unicode(observation))
+    return encode_behind(tokenizer, observation)
 
 
 def cut_observation(tokenizer: PreTrainedTokenizerBase, observation: Observation, most: int) -> Observation:
@@ -102,12 +102,12 @@ def _first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> s
 
 
 def _length(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    return len(_encode_behind(tokenizer, valid_unicode(text)))
+    return len(encode_behind(tokenizer, text))
 
 
-def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode text that stands behind other text, where no tokenizer adds a space or a token of its own."""
-    before = "\x01"  # merges with nothing
+    before, text = "\x01", valid_unicode(text)  # which merges with nothing
     head, ids = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, before + text))
     if ids[: len(head)] == head:
         return list(ids[len(head) :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
+from sparse_rl_lightning.calibration.query_statistics import read_texts
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import SupervisedWarmup
-from sparse_rl_lightning.policies import TinyPolicy
+from sparse_rl_lightning.policies import LoadedPolicy, TinyPolicy
 from tests.closeness import assert_same_sums
 
 GIVEN = r"(?<=\?)[^;]*;"
@@ -55,6 +60,37 @@ def test_what_is_given_is_tokenized_as_in_a_rollout() -> None:
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == ROWS[0]["prompt"] + ROWS[0]["solution"]
     written = tokenizer.decode(targets[0][targets[0] >= 0], skip_special_tokens=True)
     assert written.split("?") == [turn.rpartition(";")[2] for turn in ROWS[0]["solution"].split("?")]
+
+
+@pytest.mark.parametrize("marks", ["a space before every text", "the same by a normalizer", "bytes"])
+@pytest.mark.parametrize("given", [None, r"\? two"])
+def test_a_solution_stands_behind_its_prompt(given: str | None, marks: str, tmp_path: Path) -> None:
+    """What a tokenizer puts before a text that begins is not learned, nor counted in the statistics of queries."""
+    if marks == "bytes":
+        core = Core(models.BPE(vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]))
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    else:
+        vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "d": 257, "t": 258, "▁d": 259}
+        core = Core(models.BPE(vocab=vocabulary, merges=[("▁", "d")], byte_fallback=True))
+        if marks == "the same by a normalizer":
+            core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        else:
+            core.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+        sequence = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        core.decoder = decoders.Sequence(sequence)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", clean_up_tokenization_spaces=False)
+    model = TinyPolicy(hidden_size=32).load()[0]
+    model.resize_token_embeddings(len(tokenizer))
+    module = SupervisedWarmup(LoadedPolicy(model, tokenizer), given=given)
+    module.configure_model()
+    for prompt, solution in [("There was a", " dog."), ("Answer:", "two"), ("x\n", "\ndone? two d"), ("a", "\ud800")]:
+        ids, targets = module._encode([{"prompt": prompt, "solution": solution}])
+        text = solution.replace("\ud800", "\ufffd")
+        assert tokenizer.decode(ids[0, :-1]).lstrip(" ") == prompt + text
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": solution}))
+        assert read_texts(tmp_path / "rows.jsonl", tokenizer, 99) == ids[:, :-1].tolist() or given
+        learned = tokenizer.decode([tokenizer.convert_tokens_to_ids("t"), *targets[0][targets[0] >= 0][:-1]])
+        assert learned.lstrip(" ") == "t" + (text.replace("? two", "") if given else text)
 
 
 def test_a_row_beyond_the_embeddings_is_a_text() -> None:

@@ -294,9 +294,9 @@ def test_a_cut_is_that_of_a_search_through_the_whole_text(pieces: list[str], mos
 
 def test_what_is_far_behind_a_cut_is_never_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, lengths = TOKENIZERS["qwen2.5"], list[int]()
-    encode = observations._encode_behind
+    encode = observations.encode_behind
     monkeypatch.setattr(
-        observations, "_encode_behind", lambda t, text: [lengths.append(len(text)), *encode(t, text)][1:]
+        observations, "encode_behind", lambda t, text: [lengths.append(len(text)), *encode(t, text)][1:]
     )
     cut = cut_observation(tokenizer, "one of many lines\n" * 50_000, 200)
     assert len(tokens_of(tokenizer, str(cut))) == 200
