@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
@@ -53,7 +52,7 @@ def save_folder(
     save_weights(path, model, state, ends)
     _edit(path / "config.json", lambda given: _config(given, model.config, dtype))
     tokenizer.save_pretrained(path)
-    _edit(path / "tokenizer_config.json", lambda given: _tokenizer_config(given, tokenizer))
+    _edit(path / "tokenizer_config.json", _tokenizer_config)
 
 
 def save_weights(
@@ -171,20 +170,13 @@ def _reads_alike(config: PreTrainedConfig, given: dict[str, Any], both: dict[str
 # ---------------------------------------------------------------- tokenizer_config.json
 
 
-def _tokenizer_config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The tokenizer's settings with the names of transformers 4: its class is the source's, or one of both."""
+def _tokenizer_config(given: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer's settings with the names of transformers 4.
+
+    No class of the source is named for a tokenizer.json as it is: transformers 5 might make another tokenizer of it.
+    """
     if given.get("tokenizer_class") == "TokenizersBackend":
-        given["tokenizer_class"] = _class_of_source(tokenizer.name_or_path) or OF_BOTH
+        given["tokenizer_class"] = OF_BOTH
     if isinstance(given.get("extra_special_tokens"), list):  # transformers 4 has a mapping of this name
         given["additional_special_tokens"] = given.pop("extra_special_tokens")
     return given
-
-
-def _class_of_source(path: str) -> str | None:
-    """The tokenizer's class in the folder that it was read from; None if that is not here."""
-    try:
-        file = cached_file(path, "tokenizer_config.json", local_files_only=True) if path else None
-        found = json.loads(Path(file).read_text("utf-8")).get("tokenizer_class") if file else None
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, str) and found != "TokenizersBackend" else None

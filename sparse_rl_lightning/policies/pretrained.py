@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
@@ -32,6 +33,8 @@ from sparse_rl_lightning.errors import FileError, UserError
 from sparse_rl_lightning.files import check_regular, whole_file
 from sparse_rl_lightning.policies.support import WORKS
 
+PROBE = "4242 is 17+25,  isn't\tit?\r\n\n I'LL  <say> so: Ünïcödé ①½ﬁ 東京 🙂 a_b \u00a0x² "
+"""Digits, spaces, apostrophes, line breaks and characters that normalizers change."""
 LARGEST_JSON = 2**30
 """Bytes of a model's configuration, tokenizer or index of weights."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
@@ -51,7 +54,7 @@ def load_pretrained(
     model: Any = load_model(path, dtype, attn_implementation)
     with without_reports():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            tokenizer = _load_tokenizer(path, where)
         except Exception as error:
             raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     vocabulary = tokenizer.get_vocab()
@@ -67,6 +70,39 @@ def load_pretrained(
             stacklevel=2,
         )
     return model, tokenizer
+
+
+def _load_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder: its tokenizer.json as it is, if there is one.
+
+    Many classes of transformers 5 read the vocabulary alone from it, and put in a normalizer, a pre-tokenizer and a
+    decoder of their own.
+    """
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if type(loaded) is PreTrainedTokenizerFast or _cached(path, "tokenizer.json") is None:
+        return loaded
+    stored = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    vocabulary = stored.get_vocab()
+    for name, token in loaded.special_tokens_map.items():  # some are of the class, and in no file
+        if stored.special_tokens_map.get(name) is None and isinstance(token, str) and token in vocabulary:
+            setattr(stored, name, token)
+    if _states(stored) == _states(loaded):
+        return loaded
+    if stored(PROBE)["input_ids"] != loaded(PROBE)["input_ids"]:
+        warnings.warn(
+            f"{where}: {type(loaded).__name__}, the class that transformers takes for its tokenizer, encodes text "
+            "otherwise than its tokenizer.json, which is used. AutoTokenizer of transformers 5, also in a server, may "
+            "give the policy other tokens than it is trained with; PreTrainedTokenizerFast gives the same.",
+            stacklevel=3,
+        )
+    return stored
+
+
+def _states(tokenizer: Any) -> list[Any]:
+    """What a tokenizer makes of text, serialized."""
+    names = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
+    steps = [getattr(getattr(tokenizer, "backend_tokenizer", None), name, None) for name in names]
+    return [None if step is None else step.__getstate__() for step in steps]
 
 
 def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None) -> PreTrainedModel:
@@ -158,9 +194,7 @@ def check_plain(path: str) -> dict[str, Any]:
 def _check_generation_config(path: str) -> None:
     """Refuse a generation_config.json that cannot be read, which transformers ignores, its end tokens with it."""
     name = GENERATION_CONFIG_NAME
-    found = cached_file(
-        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
+    found = _cached(path, name)
     if found is None:
         return
     try:
@@ -168,6 +202,13 @@ def _check_generation_config(path: str) -> None:
     except Exception as error:  # foreign data
         reason = " ".join(str(error).split())[:400]
         raise UserError(f"has a {name} that cannot be read ({reason}). Repair or remove it.") from error
+
+
+def _cached(path: str, name: str) -> str | None:
+    """A file of a folder, or of the hub's cache; None if it is not there."""
+    return cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
 
 
 def check_finite(

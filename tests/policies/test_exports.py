@@ -26,7 +26,7 @@ from sparse_rl_lightning.checkpoints.folders import save_folder
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import DistillSparse, SupervisedWarmup
-from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource
 from sparse_rl_lightning.policies.lora import add_adapter
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import TWO_ROPES, family
@@ -116,17 +116,6 @@ def test_the_tokenizer_is_one_that_both_know(tmp_path: Path) -> None:
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.all_special_tokens == tokenizer.all_special_tokens
     assert again("01<think>a")["input_ids"] == tokenizer("01<think>a")["input_ids"]
-
-
-@pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast", "CodeLlamaTokenizer"])
-def test_the_class_of_the_source_is_kept(name: str, tmp_path: Path) -> None:
-    exported(tiny(architecture="llama"), tmp_path / "a")
-    held = settings(tmp_path / "a", "tokenizer_config.json")
-    (tmp_path / "a/tokenizer_config.json").write_text(json.dumps(held | {"tokenizer_class": name}))
-    exported(PretrainedPolicy(str(tmp_path / "a")), tmp_path / "b")
-    assert settings(tmp_path / "b", "tokenizer_config.json")["tokenizer_class"] == name
-    both = [AutoTokenizer.from_pretrained(tmp_path / one)("01a")["input_ids"] for one in "ab"]
-    assert both[0] == both[1]
 
 
 # ---------------------------------------------------------------- the type
