@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.policies.pretrained import check_finite
+from sparse_rl_lightning.policies.pretrained import check_finite, is_tied
 
 SPOILED = "So nothing is written: export an earlier checkpoint, or in a wider dtype."
 OF_BOTH = "PreTrainedTokenizerFast"
@@ -50,7 +50,7 @@ def save_folder(
         state = _cast(model.state_dict() if state is None else state, dtype, _kept_in_float32(model))
         check_finite(state.items(), f"export as {str(dtype).removeprefix('torch.')}", SPOILED)
     save_weights(path, model, state, ends)
-    _edit(path / "config.json", lambda given: _config(given, model.config, dtype))
+    _edit(path / "config.json", lambda given: _config(given, model, dtype))
     tokenizer.save_pretrained(path)
     _edit(path / "tokenizer_config.json", _tokenizer_config)
 
@@ -118,8 +118,12 @@ def _edit(file: Path, change: Any) -> None:
 # ---------------------------------------------------------------- config.json
 
 
-def _config(given: dict[str, Any], config: PreTrainedConfig, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The configuration with the names of transformers 4 beside those of 5."""
+def _config(given: dict[str, Any], model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The configuration of what the folder holds, with the names of transformers 4 beside those of 5."""
+    config = model.config
+    if (tied := is_tied(model)) is not None:  # transformers 4 obeys the flag, 5 the weights
+        for section in filter(None, (given, given.get("text_config"))):
+            section["tie_word_embeddings"] = tied
     if dtype is not None:
         given["dtype"] = str(dtype).removeprefix("torch.")
     if "dtype" in given:

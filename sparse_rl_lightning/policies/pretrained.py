@@ -33,8 +33,6 @@ from sparse_rl_lightning.errors import FileError, UserError
 from sparse_rl_lightning.files import check_regular, whole_file
 from sparse_rl_lightning.policies.support import WORKS
 
-PROBE = "4242 is 17+25,  isn't\tit?\r\n\n I'LL  <say> so: Ünïcödé ①½ﬁ 東京 🙂 a_b \u00a0x² "
-"""Digits, spaces, apostrophes, line breaks and characters that normalizers change."""
 LARGEST_JSON = 2**30
 """Bytes of a model's configuration, tokenizer or index of weights."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
@@ -54,7 +52,7 @@ def load_pretrained(
     model: Any = load_model(path, dtype, attn_implementation)
     with without_reports():
         try:
-            tokenizer = _load_tokenizer(path, where)
+            tokenizer = _load_tokenizer(path)
         except Exception as error:
             raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     vocabulary = tokenizer.get_vocab()
@@ -72,7 +70,7 @@ def load_pretrained(
     return model, tokenizer
 
 
-def _load_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder: its tokenizer.json as it is, if there is one.
 
     Many classes of transformers 5 read the vocabulary alone from it, and put in a normalizer, a pre-tokenizer and a
@@ -86,20 +84,11 @@ def _load_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
     for name, token in loaded.special_tokens_map.items():  # some are of the class, and in no file
         if stored.special_tokens_map.get(name) is None and isinstance(token, str) and token in vocabulary:
             setattr(stored, name, token)
-    if _states(stored) == _states(loaded):
-        return loaded
-    if stored(PROBE)["input_ids"] != loaded(PROBE)["input_ids"]:
-        warnings.warn(
-            f"{where}: {type(loaded).__name__}, the class that transformers takes for its tokenizer, encodes text "
-            "otherwise than its tokenizer.json, which is used. AutoTokenizer of transformers 5, also in a server, may "
-            "give the policy other tokens than it is trained with; PreTrainedTokenizerFast gives the same.",
-            stacklevel=3,
-        )
-    return stored
+    return loaded if _states(stored) == _states(loaded) else stored
 
 
 def _states(tokenizer: Any) -> list[Any]:
-    """What a tokenizer makes of text, serialized."""
+    """The steps from a text to its ids and back, serialized."""
     names = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
     steps = [getattr(getattr(tokenizer, "backend_tokenizer", None), name, None) for name in names]
     return [None if step is None else step.__getstate__() for step in steps]
@@ -131,6 +120,14 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation
     model: PreTrainedModel = loaded[0]
     check_whole(loaded[1], where)
     check_finite(model.named_parameters(), where)
+    if is_tied(model) is False and getattr(model.config, "tie_word_embeddings", False):
+        warnings.warn(
+            f"{where} has a config.json that says that output head and embedding are one matrix, and weights with two: "
+            "both are used and trained. transformers 4, and servers built on it, take the embedding for both. Set "
+            "tie_word_embeddings to false there; an export says so.",
+            stacklevel=3,
+        )
+        model.config.tie_word_embeddings = False
     return model
 
 
@@ -149,6 +146,12 @@ def check_there(path: str) -> None:
     ]
     remedy = f"Give a Hugging Face folder or a hub name such as 'Qwen/Qwen2.5-1.5B'{''.join(makers)}."
     raise UserError(f"policy: no model at {path!r} (no config.json there). {other_weights(folder) or remedy}")
+
+
+def is_tied(model: PreTrainedModel) -> bool | None:
+    """Whether a model's output head is the matrix of its embedding; None without a head."""
+    head: Any = model.get_output_embeddings()
+    return None if head is None else head.weight is model.get_input_embeddings().weight
 
 
 def check_files(path: str) -> None:

@@ -242,9 +242,7 @@ TOKENIZERS = [
 
 PLACES = [
     Case("model.policy=./nowhere", "policy: no model at './nowhere' (no config.json there)", 1),
-    Case(
-        "model.policy=nobody/nothing", "There is no such folder here. As a name on the hub: We", 1, slow=True
-    ),
+    Case("model.policy=nobody/nothing", "There is no such folder here. As a name on the hub: We", 1, slow=True),
     Case("model.policy=runs/warmup_x/policy", "sparse-rl fit --config configs/warmup_x.yaml writes this", 1, slow=True),
     Case("model.policy=runs/models/smollm2-135m-instruct", "; make real-model writes this one.", 1, slow=True),
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from test_replay_grpo import ADAPTERS, part_of
 from test_replay_grpo import module as replay_module
 from test_sparse_grpo import Recorder, fit, weights
@@ -19,7 +20,6 @@ from sparse_rl_lightning.modules import LearnerOptions
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
-from tests.closeness import assert_same_sums
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (sparse_module, {}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
@@ -33,7 +34,6 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.shared_prompts import SharedPrompts
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.closeness import assert_same_sums
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=24)
 

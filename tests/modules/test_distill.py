@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from tiny_grpo import Recorder, fit, likes_a, module
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,6 @@ from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid
-from tests.closeness import assert_same_sums
 
 pytest.importorskip("peft", reason="peft is an extra (lora)")
 

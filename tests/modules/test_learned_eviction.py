@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 
 from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import DryRun, SparsityAwareRejection
@@ -27,7 +28,6 @@ from sparse_rl_lightning.compressors import (
 from sparse_rl_lightning.losses import eviction_loss, policy_loss
 from sparse_rl_lightning.modules import LearnedEvictionGRPO, LearnerOptions, ReplayGRPO
 from sparse_rl_lightning.records import Rollout
-from tests.closeness import assert_same_sums
 from tests.tiny_grpo import Recorder, fit, loaded, module, weights
 
 SIZES: dict[str, Any] = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}

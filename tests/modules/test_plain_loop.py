@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,7 +17,6 @@ from sparse_rl_lightning.callbacks import ImportanceReweighting, RolloutCallback
 from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.records import Rollout, Rows
-from tests.closeness import assert_same_sums
 from tests.tiny_grpo import fit, likes_a, loaded, module, weights
 
 STEPS, ROLLOUTS, GROUP = 4, 3, 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from lightning.pytorch import Trainer
 from test_sparse_grpo import Recorder, fit, likes_a, weights
 from tiny_grpo import grouped
@@ -27,7 +28,6 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.report import page, read_run, summary_text
 from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.closeness import assert_same_sums
 
 ALPHABET = "0123456789abcdef"
 TIGHT = RKV(budget=8, buffer=3, num_sinks=1, window=2)

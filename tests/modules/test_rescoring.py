@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -34,7 +35,6 @@ from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.closeness import assert_same_sums
 from tests.tiny_grpo import ALPHABET, Recorder, fit, module, weights
 
 FOUND = ("old_logprobs", "keep", "weights", "weight_reference")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from lightning.pytorch import Trainer
 from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
 
@@ -22,7 +23,6 @@ from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, TinyPolicy
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.closeness import assert_same_sums
 
 
 @pytest.mark.parametrize("compressor", [FullKV(), RKV(budget=8, buffer=3, num_sinks=1, window=2)], ids=["full", "rkv"])

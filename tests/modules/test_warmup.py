@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_sums
 from lightning.pytorch import Callback, Trainer
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -24,7 +25,6 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy, TinyPolicy
-from tests.closeness import assert_same_sums
 
 GIVEN = r"(?<=\?)[^;]*;"
 ROWS = ArithmeticTasks("calculator", num_terms=4, num_train=6, num_val=2).train_rows()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from tiny_grpo import ALPHABET, module
 from tiny_run import config, write
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from sparse_rl_lightning.callbacks import ExportPolicy
 from sparse_rl_lightning.checkpoints.exports import check_replaceable
@@ -26,10 +27,11 @@ from sparse_rl_lightning.checkpoints.folders import save_folder
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import DistillSparse, SupervisedWarmup
-from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.policies.lora import add_adapter
+from sparse_rl_lightning.policies.pretrained import is_tied
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.families import TWO_ROPES, family
+from tests.families import SIZES, TWO_ROPES, family
 
 IDS = torch.randint(3, 17, (2, 30), generator=torch.Generator().manual_seed(0))
 SCALED = {
@@ -116,6 +118,64 @@ def test_the_tokenizer_is_one_that_both_know(tmp_path: Path) -> None:
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.all_special_tokens == tokenizer.all_special_tokens
     assert again("01<think>a")["input_ids"] == tokenizer("01<think>a")["input_ids"]
+
+
+HEADS = ["of the folder", "in memory", "below adapters", "below quantized weights", "trained beside adapters", "tied"]
+
+
+@pytest.mark.filterwarnings("ignore:.*says that output head and embedding are one matrix")
+@pytest.mark.parametrize("head", HEADS)
+def test_an_export_says_whether_its_head_is_its_embedding(head: str, tmp_path: Path) -> None:
+    """Of transformers, 4 obeys the flag and 5 the weights."""
+    model = tiny().load()[0]
+    if head == "tied":
+        model.config.tie_word_embeddings = False
+    else:  # but the flag says that they are one
+        model.get_output_embeddings().weight = torch.nn.Parameter(model.get_input_embeddings().weight.flip(0).clone())
+    tokenizer = character_tokenizer(ALPHABET)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    source: PolicySource = PretrainedPolicy(str(tmp_path / "base"))
+    if head.startswith("below"):
+        pytest.importorskip("peft", reason="peft is an extra")
+        source = LoraPolicy(source, r=2, quantization="int8" if "quantized" in head else None)
+    if head == "trained beside adapters":
+        peft = pytest.importorskip("peft", reason="peft is an extra")
+        adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        source = LoadedPolicy(peft.get_peft_model(tiny().load()[0], adapter), tokenizer)
+    if head in ("in memory", "tied"):
+        source = LoadedPolicy(model, tokenizer)
+    again = exported(source, tmp_path / "export")
+    assert settings(tmp_path / "export")["tie_word_embeddings"] is is_tied(again) is (head == "tied")
+    if not head.startswith("trained"):
+        atol = 0.05 if "quantized" in head else 0
+        torch.testing.assert_close(logits(again), logits(model), atol=atol, rtol=0)
+
+
+def test_a_flag_within_a_section_is_that_of_the_weights_too(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma3", text_config=SIZES, vision_config=SIZES | {"image_size": 28})
+    model = AutoModelForCausalLM.from_config(config)
+    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_input_embeddings().weight.flip(0).clone())
+    assert config.text_config.tie_word_embeddings
+    save_folder(tmp_path, model, character_tokenizer(ALPHABET))
+    for section in (settings(tmp_path), settings(tmp_path)["text_config"]):
+        assert section["tie_word_embeddings"] is False
+
+
+def test_a_head_that_the_settings_deny_is_told_and_trained(tmp_path: Path) -> None:
+    model, tokenizer = tiny().load()
+    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_input_embeddings().weight.flip(0).clone())
+    save_folder(tmp_path, model, tokenizer)
+    config = settings(tmp_path)
+    for says in (True, False):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": says}))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loaded = PretrainedPolicy(str(tmp_path)).load()[0]
+        assert ["Set tie_word_embeddings to false there" in str(one.message) for one in told] == [True] * says
+        assert not is_tied(loaded)
+        loaded.resize_token_embeddings(len(tokenizer) + 1)  # which ties what the flag says
+        assert not is_tied(loaded)
 
 
 # ---------------------------------------------------------------- the type

@@ -47,7 +47,6 @@ def folder_of(path: Path, changed: str, architecture: str, name: str) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore:.*encodes text otherwise than its tokenizer.json")
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize(
     ("architecture", "name"),
@@ -72,13 +71,6 @@ def test_what_is_read_is_the_file(changed: str, architecture: str, name: str, tm
         ids = stored.encode(text).ids
         assert again(text)["input_ids"] == served(text)["input_ids"] == ids
         assert again.decode(ids) == served.decode(ids)
-
-
-def test_a_class_that_encodes_otherwise_is_told(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "pre-tokenizer", "llama", "GPT2Tokenizer")
-    said = r"GPT2Tokenizer, the class that transformers takes for its tokenizer, encodes text otherwise than its token"
-    with pytest.warns(UserWarning, match=said):
-        PretrainedPolicy(str(folder)).load()
 
 
 def test_special_tokens_of_the_class_alone_are_kept(tmp_path: Path) -> None:
