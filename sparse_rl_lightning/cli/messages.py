@@ -34,7 +34,7 @@ NOISE = re.compile(
 )
 """Lines of jsonargparse's messages that repeat the type or the whole configuration, or take a name for a file."""
 LOOKED_FOR = "Modules are looked for in the current folder and among the installed packages."
-UNUSABLE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+NO_PLACE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 SCHEDULES = (
@@ -127,7 +127,7 @@ def told(error: Exception) -> str | None:
         return network_error(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return f"{error}. Make room on the disk, or name another place."
-    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in NO_PLACE and error.filename is not None:
         return f"{error}. Name a place that you may use."
     if isinstance(error, RuntimeError) and "determine home directory" in str(error):
         return f"{error} A path begins with ~ and a name that no user of this machine has."

@@ -9,8 +9,8 @@ from pathlib import Path
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.options import ONE, SEVERAL
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import output_file, write_whole
-from sparse_rl_lightning.report import comparison, is_page, page, read_run
+from sparse_rl_lightning.files import output_file, whole_file, write_whole
+from sparse_rl_lightning.report import MARK, comparison, page, read_run
 from sparse_rl_lightning.text import say
 
 
@@ -33,7 +33,9 @@ def main(args: Sequence[str]) -> Path:
     records = list(zip(names(folders), map(read_run, folders), strict=True))
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
-    target = output_file(output, "--output", bool(given.output), lambda path: given.overwrite or is_page(path))
+    target = output_file(
+        output, "--output", bool(given.output), lambda path: given.overwrite or MARK in whole_file(path)[: 2**12]
+    )
     write_whole(target, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:
         for warning in record.warnings:

@@ -35,7 +35,7 @@ class Results:
             lengths, completions = (self.content[name] or [] for name in ("lengths", "completions"))
             is_whole = (len(lengths), len(completions)) in ((0, 0), (2, num_completions))
             if not is_of([*lengths, *completions], list[int]) or not (is_whole or other):
-                raise ValueError("lengths are missing")
+                raise TypeError("lengths are missing")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
         if other:

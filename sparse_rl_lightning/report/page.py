@@ -20,6 +20,8 @@ from sparse_rl_lightning.report.record import RunRecord
 from sparse_rl_lightning.text import duration, number, printable, shortened, visible
 
 FOLDER = Path(__file__).parent
+MARK = b"default-src 'none'; style-src 'sha"
+"""In the head of every page: no script, and one style."""
 COUNTS = (
     ("skipped_steps", "Optimizer steps skipped because their gradient was not finite"),
     ("empty_rollouts", "Rollouts in which rejection kept no token"),
@@ -44,12 +46,6 @@ STYLE = (
     f"{_colors(LIGHT)}\n@media (prefers-color-scheme: dark) {{ {_colors(DARK)} }}\n"
     f"{(FOLDER / 'page.css').read_text(encoding='utf-8')}"
 )
-
-
-def is_page(path: Path) -> bool:
-    """Whether a file is a page that was written here, by the policy in its head: no script, one style."""
-    with path.open("rb") as file:
-        return b"default-src 'none'; style-src 'sha" in file.read(2**12)
 
 
 def page(record: RunRecord) -> str:

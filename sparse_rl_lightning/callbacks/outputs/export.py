@@ -101,5 +101,13 @@ def kept_folders(trainer: Trainer, module: LightningModule) -> Kept:
         "a folder of checkpoints": [checkpoint_folder(own, trainer) for own in trainer.checkpoint_callbacks],
         "the folder of model.policy": [getattr(source, "path", None)],
     }
-    kept = [(name, path, True) for name, paths in folders.items() for path in paths if path and "://" not in str(path)]
-    return [("trainer.default_root_dir", trainer.default_root_dir, False), *kept]
+    root = export_place(trainer.default_root_dir)
+    return [
+        ("trainer.default_root_dir", str(root), False),
+        *(
+            (name, path, not root.is_relative_to(export_place(path)))
+            for name, paths in folders.items()
+            for path in paths
+            if path and "://" not in str(path)
+        ),
+    ]

@@ -109,7 +109,7 @@ class SparseRLCLI(LightningCLI):
         self.before_test()
         rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         self.predictions = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
-        inputs = [getattr(self.datamodule, name, None) or "" for name in ("path", "val_path")]
+        inputs = (str(getattr(self.datamodule, name, "")) for name in ("path", "val_path"))
         if os.path.realpath(self.predictions) in map(os.path.realpath, inputs):
             raise UserError(
                 f"data.path is {self.predictions}, which predict writes. Set another trainer.default_root_dir."

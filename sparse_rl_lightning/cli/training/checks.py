@@ -67,12 +67,10 @@ def check_folders(config: Any) -> None:
         _check_writable(folder, "dirpath of ModelCheckpoint")
         weights = weights_beside(Path(folder).expanduser() / LAST).parent
         if weights.is_symlink() or weights.is_file():
-            kind = (
-                "a link, and nothing is written through links out of a run's folder"
-                if weights.is_symlink()
-                else "a file"
+            raise UserError(
+                f"{weights} must be a folder, for the weights beside checkpoints; it is a file, or a link, and nothing "
+                "is written through links out of a run's folder. Remove it."
             )
-            raise UserError(f"{weights} must be a folder, for the weights beside checkpoints; it is {kind}. Remove it.")
 
 
 def check_checkpoint(config: Any, subcommand: str = "fit") -> None:

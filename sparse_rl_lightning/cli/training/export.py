@@ -84,6 +84,8 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
         module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
     state = load_file(path / WEIGHTS)
-    stored = {f"{POLICY}{name}": value for name, value in state.items()}
-    check_weights(stored, {f"{POLICY}{name}": weight for name, weight in module.policy.named_parameters()})
+    check_weights(
+        {f"{POLICY}{name}": value for name, value in state.items()},
+        {f"{POLICY}{name}": weight for name, weight in module.policy.named_parameters()},
+    )
     module.policy.load_state_dict(state, strict=False)  # a tied head is not in it
