@@ -13,7 +13,7 @@ TRAINED := runs/quickstart/policy/config.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model real check test test-slow test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model real check test test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,11 @@ test: lint typecheck ## linters, types, and all tests but slow ones; twenty minu
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not real"
+
+PROCESSORS := default/SSE41 avx2/AVX2 avx512/AVX512_CORE
+test-processors: $(INSTALLED) ## the numeric tests as three kinds of processors add; an hour
+	for kind in $(PROCESSORS); do echo "$$kind"; ATEN_CPU_CAPABILITY=$${kind%/*} ONEDNN_MAX_CPU_ISA=$${kind#*/} $(BIN)/python -m pytest -q -n $(WORKERS) \
+		--dist loadfile -m "not slow and not real and not gpu" tests/ops tests/learner tests/replay tests/modules tests/rollout || exit 1; done
 
 test-real: $(REAL)/config.json ## what is shown on the real model; minutes
 	$(BIN)/python -m pytest -m real

@@ -35,6 +35,7 @@ def check_number(
     below: float | None = None,
     owner: str = "",
     or_none: bool = False,
+    whole: bool = False,
 ) -> None:
     """Refuse what is no number, NaN, infinite, out of range, or not a normal number of float32.
 
@@ -49,6 +50,7 @@ def check_number(
         below: Smallest number that is too large.
         owner: The class whose argument it is, where the name alone does not tell.
         or_none: Whether None is allowed too.
+        whole: Whether it must be a whole number.
 
     Raises:
         ValueError: If it is one of these.
@@ -57,12 +59,12 @@ def check_number(
     Traceback (most recent call last):
     ValueError: beta must be a finite number, at least 0, got beta=nan.
     """
-    is_number = is_float32(value)
+    is_number = is_float32(value) and (not whole or hasattr(value, "__index__"))
     if (or_none and value is None) or (is_number and _within(cast(float, value), least, above, most, below)):
         return
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
-    wanted = said if is_number else f"a finite number, {said}".rstrip(", ")
+    wanted = said if is_number else f"a {'whole' if whole else 'finite'} number, {said}".rstrip(", ")
     wanted += sizes_known(value) + ", or null" * or_none
     given = f"{name.rpartition('.')[2]}={value}"
     raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")

@@ -153,13 +153,14 @@ class CompressionEvent:
 
     def layer_budgets(self, layers: range) -> int | Tensor:
         """The budget of these layers, or (L' x B,) where slots or layers differ."""
-        each = self.on_device[layers.start : layers.stop].flatten()
-        return common((row[layer] for row in self.budgets for layer in layers), each)
+        numbers = (row[layer] for row in self.budgets for layer in layers)
+        return common(numbers, self.on_device[layers.start : layers.stop].flatten())
 
     def part(self, rows: range) -> CompressionEvent:
         """The event of some of its rows of slots."""
-        own = slice(rows.start, rows.stop)
-        return CompressionEvent(self.chosen.part(rows), self.budgets[own], self.on_device[:, own])
+        return CompressionEvent(
+            self.chosen.part(rows), self.budgets[rows.start : rows.stop], self.on_device[:, rows.start : rows.stop]
+        )
 
 
 def common(values: Iterable[int], each: Tensor) -> int | Tensor:
@@ -181,11 +182,9 @@ class Compression:
     compressor: Compressor
     num_layers: int
     _made_for: tuple[object, ...] = field(init=False, repr=False, compare=False)
-    _scores_natively: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._made_for = settings_of(self.compressor)
-        self._scores_natively = self.compressor.scores_natively
 
     @cached_property
     def trigger(self) -> Trigger:
@@ -247,7 +246,7 @@ class Compression:
         ragged = [[*own, *[ENDLESS] * (most - len(own))] for own in turns]
         on_device, room_there, budgets_there, starts = upload([slots, room, by_layer, ragged], cache.key_pool.device)
         c = self.compressor
-        native = native_scores(c, cache, on_device) if self._scores_natively else None
+        native = native_scores(c, cache, on_device) if c.scores_natively else None
         is_open = turn_starts is None and not c.protect_prompt and not c.protect_token_ids
         if native is not None and is_open and not cache.size.per_head:
             kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)

@@ -22,10 +22,6 @@ BLOCK_BYTES_ON_DEVICE = 2**28
 BYTES_BESIDE_SCORES = 32  # positions, token and masks of an entry whose score is known
 
 
-SEVERAL = "these rows are of several layers, so that there is no layer.layer_index"
-"""What a state of several layers has in place of its layer's index."""
-
-
 def blocks(cache: SlotCache, num_slots: int, has_scores: bool, one_by_one: bool) -> Iterator[tuple[range, range]]:
     """Cut layers and slots into blocks whose heads have equal room, small enough to be looked at together.
 
@@ -129,7 +125,7 @@ def _state(
         token_ids=cache.tokens[slots[:, None, None], positions.clamp(0, cache.tokens.shape[1] - 1)],
         prompt_lengths=cache.prompt_lengths[slots], queries=queries, query_positions=query_positions,
         sequence_keys=cache.sequence_keys[slots], prompt_keys=cache.prompt_keys[slots],
-        layer=g.full_layers[layers.start] if len(layers) == 1 else SEVERAL,
+        layer=g.full_layers[layers.start] if len(layers) == 1 else "rows of several layers",
         scale=g.scale, inv_freq=g.inv_freq, attention_scaling=g.attention_scaling,
         state={} if numbers is None else columns(numbers, size.state_fields),
         head_state={} if head_numbers is None else head_columns(head_numbers, size.head_state_fields), turns=turns,

@@ -25,9 +25,6 @@ Rotation: TypeAlias = Literal[False, "partial", "whole"]
 """What a method wants of rotary positions, as in :attr:`Compressor.needs_rotation`."""
 
 
-UNDECLARED = "{0}.score reads layer.layer_index, but does not declare it: write needs_layer_index = True in class {0}."
-
-
 @dataclass(frozen=True)
 class EvictionPlan:
     """What a compressor wants to keep of every head."""
@@ -98,12 +95,7 @@ class Compressor(Budgeted):
             ("buffer", buffer, 1), ("num_sinks", num_sinks, 0), ("window", window, 1),
             ("protect_observations", protect_observations, 0),
         ):  # fmt: skip
-            check_number(option, value, least=least, owner=name)
-        if not all(hasattr(count, "__index__") for count in (buffer, num_sinks, window, protect_observations)):
-            raise UserError(
-                f"{name}: buffer, num_sinks, window and protect_observations are whole numbers, got buffer={buffer}, "
-                f"num_sinks={num_sinks}, window={window}, protect_observations={protect_observations}."
-            )
+            check_number(option, value, least=least, owner=name, whole=True)
         self.buffer = buffer
         self.num_sinks = num_sinks
         self.window = window
@@ -281,7 +273,9 @@ class Compressor(Budgeted):
 
     def _shaped_score(self, layer: LayerState) -> Tensor:
         if not self.needs_layer_index:
-            layer = replace(layer, layer=UNDECLARED.format(type(self).__name__))
+            name = type(self).__name__
+            why = f"{name}.score reads layer.layer_index undeclared: write needs_layer_index = True in class {name}."
+            layer = replace(layer, layer=why)
         scores = self.score(layer)
         if scores.shape != layer.valid.shape:
             raise UserError(

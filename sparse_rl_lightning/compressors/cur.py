@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.entries import live_entries
-from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.errors import check_choice, check_number
 from sparse_rl_lightning.records import LayerState
 
 Leverage = Literal["product", "mean", "key", "value"]
@@ -36,8 +36,7 @@ class CUR(Compressor):
     ) -> None:
         super().__init__(budget, **sizes)
         check_choice("leverage", leverage, Leverage, type(self).__name__)
-        if not hasattr(local_window, "__index__") or local_window < 0:
-            raise UserError(f"CUR: local_window must be a whole number, 0 for none, got local_window={local_window}.")
+        check_number("local_window", local_window, least=0, owner="CUR", whole=True)
         self.leverage: Leverage = leverage
         self.local_window = local_window
 

@@ -73,9 +73,8 @@ class Drawn(Wrapped):
     @property
     def has_gradient(self) -> bool:
         """Whether scores are made of keys, values, recent queries and constant numbers alone, and pass gradient on."""
-        if self.head_state_fields(2) or self.needs_attention or self.needs_output_norms or self.needs_rotation:
-            return False
-        if self.state_fields and not self.state_is_constant:
+        varies = self.head_state_fields(2) or (self.state_fields and not self.state_is_constant)
+        if varies or self.needs_attention or self.needs_output_norms or self.needs_rotation:
             return False
         with torch.enable_grad():
             return self.logits(_probe(self)).requires_grad

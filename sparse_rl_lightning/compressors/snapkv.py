@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.ops.window_importance import GroupReduction, Pooling, cached_importance, window_importance
 from sparse_rl_lightning.records import LayerState
@@ -48,10 +48,9 @@ class SnapKV(Compressor):
         **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
-        if not hasattr(kernel_size, "__index__"):
-            raise UserError(f"{type(self).__name__}: kernel_size is a whole number, got kernel_size={kernel_size}.")
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            name = type(self).__name__
+        name = type(self).__name__
+        check_number("kernel_size", kernel_size, least=1, owner=name, whole=True)
+        if kernel_size % 2 == 0:
             raise UserError(f"{name}: kernel_size must be an odd number of entries, got kernel_size={kernel_size}.")
         check_choice("pooling", pooling, Pooling, type(self).__name__)
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)

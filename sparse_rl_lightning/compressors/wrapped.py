@@ -36,8 +36,8 @@ class Wrapped(Compressor):
         self._parts = list(compressors)
         for need in NEEDS:
             setattr(self, need, any(getattr(method, need) for method in (self, *compressors)))
-        rotations = {self.needs_rotation, *(part.needs_rotation for part in compressors)}
-        self.needs_rotation = "whole" if "whole" in rotations else "partial" if "partial" in rotations else False
+        rotations = [method.needs_rotation for method in (self, *compressors)]
+        self.needs_rotation = max(rotations, key=(False, "partial", "whole").index)
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         super()._set_budget(budget)
@@ -61,8 +61,11 @@ class Wrapped(Compressor):
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
         """Names of all parts, numbered."""
-        parts = enumerate(part.head_state_fields(head_dim) for part in self._parts)
-        return {f"{index}.{name}": width for index, fields in parts for name, width in fields.items()}
+        return {
+            f"{index}.{name}": width
+            for index, part in enumerate(self._parts)
+            for name, width in part.head_state_fields(head_dim).items()
+        }
 
     def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
         """Weights of the part that has learned any.
@@ -77,8 +80,7 @@ class Wrapped(Compressor):
 
     def update_state(self, update: StateUpdate) -> None:
         """Let every part that has running numbers update its own."""
-        for index, part in enumerate(self._parts):
-            state, head_state = _own(update.state, index), _own(update.head_state, index)
+        for part, state, head_state in self._with_numbers(update):
             if state or head_state:
                 part.update_state(replace(update, state=state, head_state=head_state))
 
@@ -88,11 +90,16 @@ class Wrapped(Compressor):
 
     def _views(self, layer: LayerState) -> list[tuple[Compressor, LayerState]]:
         """Each part with what it sees: its own running numbers and as many queries as it asks for."""
-        views = []
-        for index, part in enumerate(self._parts):
-            own = replace(layer, state=_own(layer.state, index), head_state=_own(layer.head_state, index))
-            views.append((part, newest_queries(own, part.num_queries)))
-        return views
+        return [
+            (part, newest_queries(replace(layer, state=state, head_state=head_state), part.num_queries))
+            for part, state, head_state in self._with_numbers(layer)
+        ]
+
+    def _with_numbers(
+        self, shown: LayerState | StateUpdate
+    ) -> list[tuple[Compressor, dict[str, Tensor], dict[str, Tensor]]]:
+        """Each part with its own running numbers."""
+        return [(part, _own(shown.state, i), _own(shown.head_state, i)) for i, part in enumerate(self._parts)]
 
     def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
         for part, own in self._views(layer):

@@ -245,27 +245,25 @@ class RolloutSampler:
 
     def engine_for(self, key: EngineKey) -> Engine:
         """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""
-        last, other = self._engine, self._other
-        self._engine = self._other = None  # after any failure nothing half made remains
+        engines = [engine for engine in (self._engine, self._other) if engine is not None]
+        self._engine = self._other = None  # after any failure no engine is left that is not whole
         cache = decoder = None
-        if last is not None:
-            key = key.reuse_memory_of(last.key)
-            if last.decoder.serves(self.model, key.geometry, key.head_in_float32):
-                decoder = last.decoder
+        if engines:
+            key = key.reuse_memory_of(engines[0].key)
+            if engines[0].decoder.serves(self.model, key.geometry, key.head_in_float32):
+                decoder = engines[0].decoder
                 decoder.refresh()
-            if (key.geometry, key.size) == (last.key.geometry, last.key.size):
-                cache = last.cache
-            # greedy and sampled decoding in turns keep the graphs of both
-            known = [one for one in (last, other) if one is not None and one.decoder is decoder and one.cache is cache]
-            own = next((one for one in known if one.key == key), None)
-            self._other = next((one for one in known if one is not own and one.has_graphs), None)
-            if own is not None:
-                own.compression = self._compression_of(key.geometry)  # budgets may have been raised
-                self._engine = own
-                return own
-            del known, own
-        del last, other  # free the old pool and copies of weights before allocating new ones
-        self._engine = self.engine_type(self.model, key, cache, decoder, shares_memory_with=self._other)
+            if (key.geometry, key.size) == (engines[0].key.geometry, engines[0].key.size):
+                cache = engines[0].cache
+        # the others free their pool and their copies of weights before new ones are allocated
+        engines = [engine for engine in engines if engine.decoder is decoder and engine.cache is cache]
+        equal = next((engine for engine in engines if engine.key == key), None)
+        # greedy and sampled decoding in turns keep the graphs of both
+        self._other = next((engine for engine in engines if engine is not equal and engine.has_graphs), None)
+        if equal is not None:
+            equal.compression = self._compression_of(key.geometry)  # budgets may have been raised
+        del engines
+        self._engine = equal or self.engine_type(self.model, key, cache, decoder, shares_memory_with=self._other)
         return self._engine
 
     # ---------------------------------------------------------------- private

@@ -197,8 +197,6 @@ def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Comp
     native, theirs = (RolloutSampler(model, compressor, decoder=kind) for kind in kinds)
     assert (native.decoder_kind, theirs.decoder_kind) == kinds
     assert RolloutSampler(model).decoder_kind == "native"
-    for earlier, kind in (("walked", "native"), ("forward", "transformers")):  # the names of version 0.1
-        assert RolloutSampler(model, decoder=earlier).decoder_kind == kind
     for factor in (1.0, 1.1):  # the second time with weights that have changed
         for parameter in model.parameters():
             parameter.data *= factor

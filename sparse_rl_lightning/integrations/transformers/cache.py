@@ -73,13 +73,14 @@ class CompressedCache(Cache):
 
     def __init__(self, compressor: Compressor, model: PreTrainedModel, seed: int = 0, **sampler: Any) -> None:
         super().__init__(layers=[])
-        if not isinstance(model, PreTrainedModel):
-            model = _unwrapped(model)
+        model = _unwrapped(model)
         self.sampler = RolloutSampler(model, compressor, **{"cuda_graphs": False} | sampler)
         self.seed = seed
         self._scheduler: Scheduler | None = None
         self._longest_prompt = self._num_tokens = 0  # of a row, in _num_tokens with its padding
-        answer_with_cache(model)
+        if not isinstance(model.forward, CacheAwareForward):  # it is wrapped once
+            # a partial of a bound method is copied along with the model; a closure would keep calling this one
+            vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward, model), model.forward)
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any
@@ -101,13 +102,16 @@ class CompressedCache(Cache):
         asked = {name: value for name, value in others.items() if value is not None and name not in IGNORED}
         unknown = [name for name, value in asked.items() if name not in KNOWN and value is not False]
         if input_ids is None or unknown:
-            wrong = ", ".join(unknown) or "without"
-            raise UserError(f"A CompressedCache needs input_ids, and does not compute {wrong}.")
+            raise UserError(
+                f"A CompressedCache needs input_ids, and does not compute {', '.join(unknown) or 'without'}."
+            )
         if asked.get("use_cache") is False:
             raise UserError("A CompressedCache needs use_cache=True, in generate or in the model's generation_config.")
         if "logits_to_keep" in asked and asked["logits_to_keep"] != 1:
-            keep = asked["logits_to_keep"]
-            raise UserError(f"A CompressedCache gives the last token's logits alone: logits_to_keep=1, got {keep}.")
+            raise UserError(
+                "A CompressedCache gives the last token's logits alone: logits_to_keep=1, got "
+                f"{asked['logits_to_keep']}."
+            )
         with sampling_mode(self.sampler.model):
             shown = self._shown(input_ids, attention_mask, asked.get("position_ids"))
             if self._scheduler is None:
@@ -115,9 +119,8 @@ class CompressedCache(Cache):
             else:
                 self._feed(input_ids)
         self._num_tokens += input_ids.shape[1]
-        logits = self._engine.logits[: len(input_ids), None].clone()
-        own: dict[str, Any] = {KEYWORD: self}
-        out = CausalLMOutputWithPast(logits=logits, **own)
+        own = {"logits": self._engine.logits[: len(input_ids), None].clone(), KEYWORD: self}
+        out = CausalLMOutputWithPast(**cast("dict[str, Any]", own))
         return out if asked.get("return_dict", True) else out.to_tuple()
 
     # ---------------------------------------------------------------- what was evicted, and how much is held
@@ -180,9 +183,7 @@ class CompressedCache(Cache):
 
     @property
     def _engine(self) -> _LogitsEngine:
-        engine = self._running.engine
-        assert isinstance(engine, _LogitsEngine)
-        return engine
+        return cast("_LogitsEngine", self._running.engine)
 
     def _shown(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Which of these tokens (B, Q) are not padding, which comes first and stays as the prompts' mask says.
@@ -289,13 +290,6 @@ class _LogitsEngine(Engine):
     def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
         """Keep the logits (n, V) of these slots; the caller writes their tokens."""
         self.logits[places] = logits.float()
-
-
-def answer_with_cache(model: PreTrainedModel) -> None:
-    """Wrap the model's ``forward``, once: calls with a :class:`CompressedCache` are answered by the cache."""
-    if not isinstance(model.forward, CacheAwareForward):
-        # a partial of a bound method is copied along with the model; a closure would keep calling this one
-        vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward, model), model.forward)
 
 
 def _answer(own: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

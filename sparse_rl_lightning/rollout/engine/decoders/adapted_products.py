@@ -69,8 +69,8 @@ class Adapted(Projection):
         # on a GPU they stay apart: to lie side by side, the weights of a plain model are copied, which takes half as
         # much memory as the model. Frozen ones are there to save memory.
         layers = [module.base_layer for module in modules]
-        groups = [layers] if layers[0].weight.device.type == "cpu" else [[layer] for layer in layers]
-        self._own = [join(group, dtype) for group in groups]
+        is_joined = layers[0].weight.device.type == "cpu"
+        self._own = [join(layers, dtype)] if is_joined else [join([layer], dtype) for layer in layers]
         self._adapters = SideBySide(adapters, adapter_dtype(adapters, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -101,20 +101,23 @@ def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
         return 0
     own, kind = sum(copied_bytes([layer.base_layer], dtype) for layer in layers), adapter_dtype(found, dtype)
     outputs, rank = sum(one.up.out_features for one in found), sum(one.up.in_features for one in found)
-    down = copied_bytes([one.down for one in found], kind)
-    return own + down + outputs * (rank * kind.itemsize + accumulation_dtype(kind).itemsize)
+    up = outputs * (rank * kind.itemsize + accumulation_dtype(kind).itemsize)
+    return own + copied_bytes([one.down for one in found], kind) + up
 
 
 def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
     """The adapter of each module, if all are peft's LoRA layers that need not be called; else none."""
-    found = [one for one in map(adapter_of, modules) if one is not None] if _are_layers(modules) else []
-    return found if len(found) == len(modules) else []
+    lora = sys.modules.get("peft.tuners.lora.layer")  # without peft no model has adapters
+    layers = [module for module in modules if lora is not None and type(module) is lora.Linear]
+    adapters = [adapter for adapter in map(adapter_of, layers) if adapter is not None]
+    return adapters if len(adapters) == len(modules) else []
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The one adapter of a layer, if it is plain; without dropout."""
+    """The one adapter of a layer of peft, if it is plain; without dropout, and without hooks of either."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
+    hooked = is_changed(layer) or is_changed(layer.base_layer)
+    if hooked or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
@@ -128,15 +131,6 @@ def adapter_dtype(adapters: Sequence[Adapter], dtype: torch.dtype) -> torch.dtyp
     """The type that adapters of layers compute in as peft calls them: that of autocast, else that of their weights."""
     is_autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))  # weights may be of shapes alone
     return dtype if is_autocast else adapters[0].down.weight.dtype
-
-
-def _are_layers(modules: Sequence[nn.Module]) -> bool:
-    """Whether they are peft's LoRA layers around layers without hooks."""
-    lora = sys.modules.get("peft.tuners.lora.layer")  # without peft no model has adapters
-    if lora is None or any(type(module) is not lora.Linear for module in modules):
-        return False
-    layers: Any = modules
-    return not any(is_changed(part) for layer in layers for part in (layer, layer.base_layer))
 
 
 def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:

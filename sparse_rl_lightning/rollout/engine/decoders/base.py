@@ -164,10 +164,8 @@ def signature(model: PreTrainedModel, followed: Sequence[nn.Module] = ()) -> tup
 
 def _recorded(value: Any) -> object:
     """Numbers and texts as they are, the address of a tensor, the identity of any other object."""
-    if isinstance(value, dict):
-        return tuple((name, _recorded(entry)) for name, entry in value.items())
-    if isinstance(value, list | tuple | set):
-        return tuple(map(_recorded, value))
+    if isinstance(value, dict | list | tuple | set):
+        return tuple(map(_recorded, value.items() if isinstance(value, dict) else value))
     if isinstance(value, Tensor):
         return value.data_ptr()
     return value if isinstance(value, int | float | str) else id(value)

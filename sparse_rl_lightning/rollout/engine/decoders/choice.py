@@ -17,9 +17,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, DecoderKin
 from sparse_rl_lightning.rollout.engine.decoders.hf_forward import TransformersDecoder, transformers_bytes
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder, is_native, native_bytes
 
-DecoderChoice = Literal["auto", "native", "transformers", "walked", "forward"]
-EARLIER: dict[str, DecoderChoice] = {"walked": "native", "forward": "transformers"}
-"""Names of version 0.1."""
+DecoderChoice = Literal["auto", "native", "transformers"]
 
 _agreed: WeakSet[nn.Module] = WeakSet()  # models whose forward pass was compared
 
@@ -31,7 +29,6 @@ def choose_decoder(model: PreTrainedModel, asked: DecoderChoice = "auto") -> Dec
         ValueError: If ``native`` is asked for and the layers, or what runs them, are others.
     """
     check_choice("decoder", asked, DecoderChoice, "RolloutSampler")
-    asked = EARLIER.get(asked, asked)
     if asked != "transformers" and is_native(model):
         return "native"
     if asked == "native":

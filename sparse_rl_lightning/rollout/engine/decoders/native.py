@@ -102,9 +102,9 @@ class NativeDecoder(Decoder):
     @property
     def followed(self) -> list[nn.Module]:
         """The layers of peft that are not called."""
-        decoder: Any = self.model.get_decoder()
-        groups = [group for layer in decoder.layers for group in _groups(layer)]
-        return [layer for group in groups if plain_adapters(group) for layer in group]
+        layers: Any = self.model.get_decoder().layers
+        groups = (group for layer in layers for group in _groups(layer))
+        return [module for group in groups if plain_adapters(group) for module in group]
 
     def _joined(self, modules: Group) -> Projection:
         dtype = self.geometry.dtype
