@@ -33,16 +33,6 @@ class Chatter(Environment):
         return None if over else f"{self.told.count('|')}{text[::-1][: self.length]}b", reward
 
 
-class Remembers(Chatter):
-    """With a state that checkpoints hold."""
-
-    def state(self) -> dict[str, Any]:
-        return {"told": self.told}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.told = state["told"]
-
-
 class Slow(Chatter):
     """Takes its time, another at every turn."""
 

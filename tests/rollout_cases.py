@@ -167,8 +167,19 @@ def assert_same(got: Rollout, want: Rollout, close: float = 2e-5) -> None:
         assert torch.equal(got.evictions.death, want.evictions.death)
 
 
+def put_back(session: RolloutSession) -> None:
+    """Take every slot's content out, fill the slot with another's, and put its own back, as beams of a text do."""
+    cache, slots = session.engine.cache, session.scheduler.in_slots
+    contents = {slot: cache.save(slot, one.num_fed) for slot, one in slots.items()}
+    order = [*contents]
+    for slot, other in zip(order, [*order[1:], *order[:1]], strict=True):
+        cache.restore(slot, contents[other])
+    for slot, content in contents.items():
+        cache.restore(slot, content)
+
+
 def in_a_session(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollout, int]:
-    """A rollout over two updates, saved and loaded in between, and its number of steps."""
+    """A rollout over two updates, its slots taken out and put back in between, and its number of steps."""
     session = RolloutSession(RolloutSampler(model, compressor, num_slots=4), SamplingParams(**PARAMS), 40)
     numbers = session.add(PROMPTS, range(2 * len(PROMPTS)))
     session.advance(max_steps=8)
@@ -176,20 +187,20 @@ def in_a_session(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollou
         for parameter in model.parameters():
             parameter.mul_(1.01)
     session.advance(max_steps=8)
-    session.load_state(session.state())
+    put_back(session)
     session.advance()
     return session.take(numbers).to("cpu"), session.scheduler.num_steps
 
 
 def conversations(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollout, int]:
-    """Conversations of up to five turns, saved and loaded after each, and their number of steps."""
+    """Conversations of up to five turns, slots taken out and put back after each, and their number of steps."""
     sampler = RolloutSampler(model, compressor, num_slots=4, end_token_ids=[*range(20, 50)])
     params = SamplingParams(**PARAMS | {"max_completion_length": 64})
     session = RolloutSession(sampler, params, 40, turns=True)
     numbers = session.add(PROMPTS, range(2 * len(PROMPTS)))
     while session.num_unfinished:
         session.advance()
-        session.load_state(session.state())
+        put_back(session)
         for one in list(session.scheduler.paused.values()):
             text = [5 + (7 * one.sequence + 3 * i) % 60 for i in range(2 + (one.sequence + 5 * len(one.given)) % 8)]
             if len(one.given) < 4 and len(text) <= session.room(one.sequence):

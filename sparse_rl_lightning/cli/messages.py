@@ -218,6 +218,10 @@ INSTEAD = {
 }
 """Forms of jsonargparse's messages that say what its code has met, and what to say instead."""
 FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
+    (
+        r"does not accept option 'partial_checkpoint'",
+        lambda _: "Remove it: since 0.3 a resumed run draws unfinished sequences anew, as restart did.",
+    ),
     (r"Expected a dot import path string: (?!None\b)(\w+)", _of_class),
     (r'(?s)(?=.*key "lr_scheduler").*expects a function or a callable class', lambda _: SCHEDULES),
     (r"Expected an instantiatable class", lambda _: "Give a class_path, and its options below init_args."),

@@ -117,22 +117,25 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "position": self.position, "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the place of :meth:`state_dict`; with another number of ranks, at the next whole block.
+        """Continue at the place of :meth:`state_dict`; with other ranks or repetitions, at the next whole block.
 
         Raises:
             ValueError: If it was saved with other prompts or another seed, or on as many ranks with other blocks.
         """
         saved, mine = state["layout"], self._layout()
-        kept = ("number of prompts", "seed", CONTENT)
         saved = {CONTENT: mine[CONTENT], **saved}  # older checkpoints have none
-        if saved["ranks"] != mine["ranks"] and all(saved[name] == mine[name] for name in kept):
+        changed = {name for name in mine if saved.get(name) != mine[name]}
+        if changed and changed <= {
+            "steps per rollout",
+            *(("ranks", "prompts per rollout") if "ranks" in changed else ()),
+        }:
             self.epoch, self.position = state["epoch"], self._position_after(state["position"], saved)
-        elif saved != mine:
-            changed = ", ".join(
-                f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
+        elif changed:
+            differences = ", ".join(
+                f"{name} was {saved.get(name)} and is {mine[name]}" for name in mine if name in changed
             )
             raise UserError(
-                f"The checkpoint's place in the data fits another run: {changed}. Resume with the same data and "
+                f"The checkpoint's place in the data fits another run: {differences}. Resume with the same data and "
                 "numbers, or start a new run from the checkpoint's weights."
             )
         else:

@@ -65,14 +65,6 @@ class Environment(ABC):
         """Free what the environment holds: the conversation is over, whatever ended it; may be ``async``."""
         return None
 
-    def state(self) -> dict[str, Any] | None:
-        """The state as text, numbers, lists and dictionaries for a checkpoint; None if a resumed sample starts anew."""
-        return None
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned, instead of :meth:`reset`."""
-        raise NotImplementedError(f"{type(self).__name__} has a state, so it needs load_state.")
-
 
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
 """Creates the environment of one sample, such as its class."""

@@ -81,18 +81,6 @@ class Calculator(Environment):
         value = None if call is None else OPERATORS[call[1]](call[0], call[2])
         return (NOT_UNDERSTOOD if value is None or abs(value) >= self.limit else f"{value};"), reward
 
-    def state(self) -> dict[str, Any]:
-        """What is asked, and how far the conversation is."""
-        return {
-            "answer": self.answer, "wanted": self.wanted, "left": self.left,
-            "num_right": self.num_right, "num_calls": self.num_calls,
-        }  # fmt: skip
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on with a conversation."""
-        self.answer, self.wanted, self.left = state["answer"], list(state["wanted"]), list(state["left"])
-        self.num_right, self.num_calls = state["num_right"], state["num_calls"]
-
     def _paid(self) -> float:
         return self.step_share * self.num_right / max(len(self.wanted), self.num_calls, 1)
 

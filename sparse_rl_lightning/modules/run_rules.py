@@ -10,7 +10,7 @@ class Rule(Enum):
 
     APPLIED = "the new value counts from here on, with a notice"
     DRAWN = "applied between two rollouts, refused within one that was drawn, or ordered, by the old value"
-    SLOTS = "applied, but refused with the stored slots of unfinished sequences"
+    SLOTS = "applied in partial rollouts, where the slots decide which groups are ready; else changes no result"
     REFUSED = "the weights mean something else with another value"
     MADE = "seen by what it makes: weights, config.json, vocabulary, rows, another setting, the optimizer"
     FREE = "changes no result, or none of training"
@@ -23,20 +23,19 @@ _NAMES = {
             mask_truncated_completions off_policy_delta off_policy_reference
         learner: head_in_float32 disable_dropout micro_batch_tokens share_prompts
         rollout: head_in_float32 partial_rollout_steps oversampling downsampling reward_timeout chat_template_kwargs
-            reward_failure_limit skip_special_tokens on_long_prompt
+            reward_failure_limit skip_special_tokens on_long_prompt kv_dtype end_tokens record_routing turns
         val_sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty top_logprobs stop_strings
         adapter: kl_coef policy_gradient
         trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm callbacks
         : reward_funcs reward_weights scale_rewards alpha eviction_weight disable_dropout solution_column
-            chat_template_kwargs given""",
+            chat_template_kwargs given compressor environment""",
     Rule.DRAWN: """
         sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty stop_strings
         : module retriever draws steps_per_generation num_iterations replay_objective""",
     Rule.SLOTS: """
-        rollout: kv_dtype end_tokens record_routing turns
-        : compressor environment""",
+        rollout: num_slots memory_limit""",
     Rule.REFUSED: """
         policy: lora_alpha
         adapter: lora_alpha""",
@@ -53,7 +52,7 @@ _NAMES = {
         : optimizer lr_scheduler network_lr""",
     Rule.FREE: """
         learner: head_chunk_size gradient_checkpointing
-        rollout: num_slots memory_limit keep_pool cuda_graphs partial_checkpoint decoder
+        rollout: keep_pool cuda_graphs decoder
         sampling: top_logprobs
         data: val_batch_size max_val_prompts num_val val_path val_split val_benchmarks
         trainer: max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger

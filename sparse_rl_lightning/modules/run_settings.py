@@ -81,7 +81,7 @@ def settings_of(module: LightningModule) -> dict[str, str]:
     if trainer is not None:
         found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
         found["trainer.callbacks"] = sorted(map(text_of, _corrections(trainer.callbacks)))
-    seen = {Rule.MADE, Rule.FREE}
+    seen = {Rule.MADE, Rule.FREE} | ({Rule.SLOTS} if found.get("rollout.partial_rollout_steps") is None else set())
     return {name: text_of(value) for name, value in found.items() if rule_of(name) not in seen}
 
 

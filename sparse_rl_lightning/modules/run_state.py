@@ -134,9 +134,9 @@ class RunState:
                 f"{', '.join(changed)}. Give model.policy as it was trained."
             )
 
-    def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
-        """The rules that a setting may not have now if it has changed."""
-        return set()
+    def is_within(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether the checkpoint is from within what some settings must stay the same for."""
+        return False
 
     def _check_seeds(self, checkpoint: dict[str, Any]) -> None:
         changed = _changes(checkpoint.get(KEY, {}).get("seeds", {}), self.seeds)
@@ -169,9 +169,9 @@ class RunState:
                 sampler.load_state_dict(state)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        was, now, forbidden = checkpoint.get(KEY, {}).get("settings", {}), self.settings, self.within(checkpoint)
+        was, now, is_within = checkpoint.get(KEY, {}).get("settings", {}), self.settings, self.is_within(checkpoint)
         changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
-        mixed = [text for name, text in changed.items() if rule_of(name) in forbidden]
+        mixed = [text for name, text in changed.items() if rule_of(name) is Rule.DRAWN and is_within]
         accumulated = changed.get("trainer.accumulate_grad_batches")
         done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
         processed, every = done.get("current", {}).get("processed", 0), self.module.trainer.accumulate_grad_batches
@@ -182,9 +182,9 @@ class RunState:
             )
         if mixed:
             raise UserError(
-                f"ckpt_path: this checkpoint is from within a rollout, or has unfinished sequences, and the rest would "
-                f"mix with what changed: {', '.join(mixed)}. Resume as it was and change it after a checkpoint between "
-                "two rollouts, or start anew from the checkpoint's weights: sparse-rl export, and model.policy."
+                f"ckpt_path: this checkpoint is from within a rollout, and the rest would mix with what changed: "
+                f"{', '.join(mixed)}. Resume as it was and change it after a checkpoint between two rollouts, or start "
+                "anew from the checkpoint's weights: sparse-rl export, and model.policy."
             )
         self._changes = list(changed.values())
 
@@ -204,7 +204,7 @@ class RunState:
 
 
 class RolloutState(RunState):
-    """The state of a run of rollouts: the rest of one, unfinished sequences, their number, and random numbers."""
+    """The state of a run of rollouts: the rest of one, rows of unfinished groups, their number, and random numbers."""
 
     _reported: Mapping[str, Tensor] = {}  # metrics of the rollout that a checkpoint was within
 
@@ -221,25 +221,16 @@ class RolloutState(RunState):
             "num_rollouts": m.num_rollouts,
             "num_sequences": m.num_sequences,
             "block": None if m.block is None or m.block.is_spent else m.block.state(),
-            "partial": m.generator.partial_state(),
+            "partial": None if m.generator.partial is None else m.generator.partial.state(),
             "random_state": m.training_state.random(),
             "reported": {name: float(value) for name, value in m.trainer.callback_metrics.items()},
         }
         sent = own if m._world_size == 1 else tensors_to(own, "cpu")  # else rank zero reads it onto the others' GPUs
         checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
 
-    def within(self, checkpoint: dict[str, Any]) -> set[Rule]:
-        """What a rollout was drawn by, within one; what its slots depend on, where sequences are stored in them."""
-        state = self._of_rank(checkpoint) or {}
-        partial = state.get("partial") if self.module.generator.partial is not None else None
-        in_slots = partial is not None and bool(partial["session"]["slots"])
-        drawn = {Rule.DRAWN} if state.get("block") is not None or in_slots else set()
-        return drawn | ({Rule.SLOTS} if in_slots else set())
-
-    def _draws_otherwise(self, checkpoint: dict[str, Any]) -> bool:
-        """Whether samples are drawn by other settings now, environments and their limits among them."""
-        own = {name: text for name, text in self.settings.items() if rule_of(name) in (Rule.DRAWN, Rule.SLOTS)}
-        return bool(_changes(checkpoint.get(KEY, {}).get("settings", {}), own))
+    def is_within(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether the checkpoint has the rest of a rollout."""
+        return (self._of_rank(checkpoint) or {}).get("block") is not None
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Check it, and keep it for the first batch."""
@@ -266,7 +257,12 @@ class RolloutState(RunState):
         m.training_state.load(own)
         self._reported = {name: torch.tensor(value) for name, value in own.get("reported", {}).items()}
         if m.generator.partial is not None:
-            m.generator.partial.load_state(own.get("partial"), anew=self._draws_otherwise(checkpoint))
+            count = m.generator.partial.load_state(own.get("partial"), m.generator.sampling.num_generations)
+            if count:
+                rank_zero_info(
+                    f"{count} prompts of partial rollouts had unfinished samples at the checkpoint: all of theirs are "
+                    "drawn anew with the next rollout."
+                )
         elif own.get("partial") is not None:
             rank_zero_warn(
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."

@@ -28,7 +28,6 @@ from sparse_rl_lightning.rollout.observations import cut_observation, encode_obs
 from sparse_rl_lightning.rollout.prompts import Prompt, decode_texts, encode_prompt, valid_messages, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession
-from sparse_rl_lightning.rollout.storable import foreign_type
 from sparse_rl_lightning.text import shown
 
 
@@ -252,60 +251,6 @@ class Conversations:
         self.session.finish(sequence, cut=why in ("turns", "length"))
         if type(episode.environment).close is not Environment.close:
             start(episode.environment.close, timeout=self.options.timeout)  # nobody waits for it
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def state(self, restart: bool = False) -> dict[int, dict[str, Any]]:
-        """The state as texts and numbers, with that of each environment that has one.
-
-        Args:
-            restart: Whether to leave out environments: conversations that are not over will start anew. Those that
-                wait for an answer, after an interruption, do so too.
-
-        Raises:
-            ValueError: If an environment's state does not fit into a checkpoint.
-        """
-        states = dict[int, dict[str, Any]]()
-        for sequence, one in self.episodes.items():
-            is_left_out = restart or one.conversation.end or sequence in self.calls
-            environment = None if is_left_out else one.environment.state()
-            if (foreign := foreign_type(environment)) is not None:
-                raise UserError(
-                    f"{type(one.environment).__name__}.state() holds a {foreign}, which a checkpoint cannot: make it "
-                    "text, a number, or a list or dictionary of them."
-                )
-            conversation = vars(one.conversation) | {"messages": list(one.conversation.messages)}
-            states[sequence] = {
-                "conversation": conversation, "environment": environment, "is_chat": one.is_chat,
-                "end_token": one.end_token,
-            }  # fmt: skip
-        return states
-
-    @undisturbed()
-    def load_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Load what :meth:`state` returned; conversations whose environment has no state start anew."""
-        for sequence, saved in state.items():
-            conversation, environment = Conversation(**saved["conversation"]), self.factory()
-            if saved["environment"] is not None:
-                environment.load_state(saved["environment"])
-            elif not conversation.end:
-                conversation = Conversation(conversation.row)
-            self.episodes[sequence] = Episode(environment, conversation, saved["is_chat"], saved["end_token"])
-        self._check_own([])
-        calls = {sequence: self._reset(self.episodes[sequence]) for sequence in self.starts_anew(state)}
-        for sequence, call in calls.items():
-            _prompt_of(self.episodes[sequence], call)
-
-    @staticmethod
-    def from_prompts(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """A state whose conversations all start anew, also those that were over."""
-        begun = {n: vars(Conversation(saved["conversation"]["row"])) for n, saved in state.items()}
-        return {n: saved | {"environment": None, "conversation": begun[n]} for n, saved in state.items()}
-
-    @staticmethod
-    def starts_anew(state: dict[int, dict[str, Any]]) -> list[int]:
-        """Sequences of a state whose conversations start anew."""
-        return [n for n, saved in state.items() if saved["environment"] is None and not saved["conversation"]["end"]]
 
     # ---------------------------------------------------------------- beginnings
 

@@ -20,15 +20,14 @@ from sparse_rl_lightning.policies.sharding import ShadowPolicy
 from sparse_rl_lightning.policies.support import check_length
 from sparse_rl_lightning.records import Conversation, Rollout, Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rollout.conversations import Conversations, Opening, check_not_all_failed, converse
+from sparse_rl_lightning.rollout.conversations import Conversations, check_not_all_failed, converse
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.options import RolloutOptions
-from sparse_rl_lightning.rollout.partial import PartialRollouts, state_bytes
+from sparse_rl_lightning.rollout.partial import PartialRollouts, check_storable
 from sparse_rl_lightning.rollout.prompts import check_prompts, decode_texts, encode_prompts, long_prompts, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.storable import check_storable
 
 logger = logging.getLogger(__name__)
 ReportProgress = Callable[[Progress], None]
@@ -81,7 +80,7 @@ class Generator:
         self.partial: PartialRollouts | None = None
         if options.partial_rollout_steps is not None:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
-            self.partial = PartialRollouts(options.partial_rollout_steps, options.partial_checkpoint, unit)
+            self.partial = PartialRollouts(options.partial_rollout_steps, unit)
         self._complete = self._single_turn if environment is None else self._converse
         self._draw = self.generate if self.partial is None else self._partial
         self._policy: PreTrainedModel | None = None
@@ -209,10 +208,9 @@ class Generator:
     ) -> ScoredRollout:
         """Draw a limited number of steps, and take the groups that are complete; either kind of completion."""
         assert self.partial is not None
-        start, sampler, talk = time.perf_counter(), self.sampler(), self.partial.talk
+        start, sampler = time.perf_counter(), self.sampler()
         ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
-        opening = Opening(rows, self.encode(rows), []) if talk is None else talk.begin(rows, len(ids) // len(rows))
-        rollout, complete, talks = self.partial.draw(sampler, self.sampling, opening, ids, progress)
+        rollout, complete, talks = self.partial.draw(sampler, self.sampling, rows, ids, self.encode, progress)
         assert self.partial.session is not None
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
         return self.decode(rollout, complete, index, start, talks)
@@ -226,7 +224,7 @@ class Generator:
         )
 
     def begin(self, all_rows: Callable[[], Rows]) -> None:
-        """Start training; rows of partial rollouts stay in slots and checkpoints until their group is complete.
+        """Start training; rows of partial rollouts stay in checkpoints until their group is complete.
 
         Raises:
             ValueError: If a row cannot be stored, the longest prompt is not known, or it leaves no room for its
@@ -252,16 +250,6 @@ class Generator:
     def num_unfinished(self) -> int:
         """Number of sequences that partial rollouts have not finished."""
         return 0 if self.partial is None else self.partial.num_unfinished
-
-    def partial_state(self) -> dict[str, Any] | None:
-        """Unfinished sequences of partial rollouts, for a checkpoint; None if there is nothing to save."""
-        state = None if self.partial is None else self.partial.state()
-        if self.partial is not None and self.partial.session is not None and state is not None:
-            self._tell(
-                f"Checkpoint with {self.num_unfinished} unfinished sequences of partial rollouts: "
-                f"{state_bytes(state['session']) / 2**20:,.1f} MiB ({self.partial.checkpoint})."
-            )
-        return state
 
     def longest(self, rows: Rows) -> dict[str, Any]:
         """The row with the longest prompt in tokens."""

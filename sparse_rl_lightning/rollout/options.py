@@ -21,11 +21,10 @@ from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
-PartialCheckpoint = Literal["store", "restart"]
 OF_FULL_CACHE = 0.8
 """Share of the free memory for the slots of evaluations with the full cache; prefill and logits need the rest."""
 OF_MEMORY = ("num_slots", "memory_limit", "max_prefill_tokens", "keep_pool", "cuda_graphs")
-"""Options of rollouts, and arguments of samplers, that change no result: what is stored does not depend on them."""
+"""Options of rollouts, and arguments of samplers, that change no result of an evaluation."""
 OnLongPrompt = Literal["error", "skip", "truncate"]
 OF_TRAINING = (
     "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit", "on_long_prompt",
@@ -55,9 +54,8 @@ class RolloutOptions:
         record_routing: With mixtures of experts, record which experts read each token of a rollout; all of the
             learner's passes over it then let the tokens go to the same experts.
         partial_rollout_steps: Number of decode steps of a partial rollout: the learner then continues with the complete
-            groups, while unfinished sequences stay in their slots for the next rollout. Null is off.
-        partial_checkpoint: Treatment of unfinished sequences in checkpoints: ``store``, or ``restart`` after a resume.
-            A restart allows other settings, under which all samples that were not trained on yet are drawn again.
+            groups, while unfinished sequences stay in their slots for the next rollout. They are in no checkpoint: a
+            resumed run draws the samples of their prompts anew. Null is off.
         oversampling: Factor of dynamic sampling: roll out this many times the prompts that are trained on, and keep the
             groups whose rewards differ. 1 is off.
         downsampling: Rule that keeps ``sampling.num_generations`` samples of each prompt by their rewards, of the more
@@ -90,7 +88,6 @@ class RolloutOptions:
     cuda_graphs: bool | Literal["require"] = True
     head_in_float32: bool = False
     partial_rollout_steps: int | None = None
-    partial_checkpoint: PartialCheckpoint = "store"
     oversampling: float = 1.0
     downsampling: DownSampling | None = None
     reward_timeout: float | None = None
@@ -116,7 +113,6 @@ class RolloutOptions:
         check_number("rollout.oversampling", self.oversampling, least=1)
         check_number("rollout.reward_timeout", self.reward_timeout, above=0, or_none=True)
         check_number("rollout.reward_failure_limit", self.reward_failure_limit, above=0, most=1)
-        check_choice("rollout.partial_checkpoint", self.partial_checkpoint, PartialCheckpoint)
         if self.partial_rollout_steps is not None:
             self._check_partial(self.partial_rollout_steps)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +13,16 @@ from sparse_rl_lightning.records import Conversation, Rollout, Rows
 from sparse_rl_lightning.rollout.conversations import Conversations, Opening
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
-from sparse_rl_lightning.rollout.options import PartialCheckpoint
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-from sparse_rl_lightning.rollout.session import RolloutSession, drawn_again
-from sparse_rl_lightning.rollout.storable import check_storable
+from sparse_rl_lightning.rollout.session import RolloutSession
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A group whose samples were not handed out yet."""
+
+    row: dict[str, Any]  # of the data
+    sequence_ids: tuple[int, ...]  # which decide the random numbers of its samples
 
 
 class PartialRollouts:
@@ -38,46 +44,54 @@ class PartialRollouts:
     rollout/oldest_version       number    version of the policy that drew the oldest token of the rollout
     ============================ ========= ==========================================================
 
+    A checkpoint holds the rows of the groups that were not handed out yet, and nothing that was drawn of them: a
+    resumed run draws all their samples anew, with the random numbers of before.
+
     Args:
         max_steps: Number of decode steps per rollout.
-        checkpoint: Treatment of unfinished sequences: ``store`` their slots, or ``restart`` them after a resume.
         unit: Divisor of the number of groups in every rollout, so that they fill whole micro-batches.
     """
 
-    def __init__(self, max_steps: int, checkpoint: PartialCheckpoint = "store", unit: int = 1) -> None:
+    def __init__(self, max_steps: int, unit: int = 1) -> None:
         self.max_steps = max_steps
-        self.checkpoint = checkpoint
         self.unit = unit
         self.max_prompt_length = 0
         self.session: RolloutSession | None = None
         self.talk: Conversations | None = None
-        self.rows: dict[int, dict[str, Any]] = {}  # rows of the prompts in the session, by prompt number
-        self._saved: dict[str, Any] | None = None  # state from a checkpoint, until there is a session
+        self.rows: dict[int, dict[str, Any]] = {}  # with their prompts, by the prompt's number in the session
+        self._groups: dict[int, Unfinished] = {}  # by the same number
+        self._resumed: list[Unfinished] = []  # of a checkpoint, until the first rollout begins them
 
     def begin(self, max_prompt_length: int, talk: Conversations | None = None) -> None:
-        """Start a fit: with an empty session, created on first use, or with the one of the checkpoint."""
-        self.max_prompt_length, self.session, self.talk, self.rows = max_prompt_length, None, talk, {}
+        """Start a fit, with a session that is created on first use."""
+        self.max_prompt_length, self.session, self.talk = max_prompt_length, None, talk
+        self.rows, self._groups = {}, {}
 
     def draw(
         self,
         sampler: RolloutSampler,
         params: SamplingParams,
-        opening: Opening,
+        rows: Rows,
         sequence_ids: Sequence[int],
+        encode: Callable[[Rows], list[list[int]]],
         progress: Callable[[Progress], None] | None = None,
     ) -> tuple[Rollout, Rows, list[Conversation] | None]:
         """Add prompts, decode, and take at least ``unit`` complete groups, and at most ``unit`` more than are added.
 
-        ``opening`` has the rows, one for each prompt that ``sampler`` completes. Other arguments are as in
-        :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, with the same sampling parameters in every call;
-        ``progress`` counts from the beginning of this one.
+        ``rows`` has one for each prompt that ``sampler`` completes, which ``encode`` makes token ids if no environment
+        gives it. Other arguments are as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, with the same
+        sampling parameters in every call; ``progress`` counts from the beginning of this one.
         """
-        session = self._session_for(sampler, params)
-        talk, advance = self.talk, session.advance if self.talk is None else self.talk.advance
-        if talk is not None:
-            check_storable(opening.rows)
-        numbers = session.add(opening.prompts, sequence_ids) if talk is None else talk.add(opening, sequence_ids)
+        session, talk, count = self._session_for(sampler, params), self.talk, params.num_generations
+        ids = [tuple(sequence_ids[first : first + count]) for first in range(0, len(sequence_ids), count)]
+        groups = [*self._resumed, *map(Unfinished, rows, ids)]
+        flat, data = [number for group in groups for number in group.sequence_ids], [group.row for group in groups]
+        opening = Opening(data, encode(data), []) if talk is None else talk.begin(data, count)
+        numbers = session.add(opening.prompts, flat) if talk is None else talk.add(opening, flat)
         self.rows |= dict(zip(numbers, opening.rows, strict=True))
+        self._groups |= dict(zip(numbers, groups, strict=True))
+        self._resumed = []
+        advance = session.advance if talk is None else talk.advance
         advance(
             self.max_steps,
             until=lambda: not session.scheduler.waiting and len(session.complete) >= self.unit,
@@ -85,10 +99,12 @@ class PartialRollouts:
             new_weights=True,
         )
         complete = session.complete
-        taken = complete[: min(len(complete), len(numbers) + self.unit) // self.unit * self.unit]
-        rows = [self.rows.pop(number) for number in taken]
+        taken = complete[: min(len(complete), len(rows) + self.unit) // self.unit * self.unit]
+        trained = [self.rows.pop(number) for number in taken]
+        for number in taken:
+            del self._groups[number]
         rollout, conversations = (session.take(taken), None) if talk is None else talk.take(taken)
-        return rollout, rows, conversations
+        return rollout, trained, conversations
 
     def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
         """Metrics besides the rollout's own; the class docstring has the table of keys."""
@@ -110,55 +126,71 @@ class PartialRollouts:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def state(self) -> dict[str, Any] | None:
-        """The state for a checkpoint; None if there is nothing to save."""
-        if self.session is None:
-            return self._saved
-        restarts, own = self.checkpoint == "restart", {"rows": dict(self.rows)}
-        if self.talk is not None:
-            own["conversations"] = self.talk.state(restarts)
-        anew = restarts or Conversations.starts_anew(own.get("conversations", {}))
-        return {**own, "session": self.session.state(restart=anew)}
+    @property
+    def unfinished(self) -> list[Unfinished]:
+        """The groups that were not handed out yet, oldest first."""
+        return [*self._resumed, *self._groups.values()]
 
-    def load_state(self, state: dict[str, Any] | None, anew: bool = False) -> None:
-        """Load what :meth:`state` returned, as soon as there is a session; ``anew`` draws all of its samples again."""
-        self._saved = _drawn_again(state) if state is not None and anew else state
+    def state(self) -> dict[str, Any] | None:
+        """The groups that were not handed out yet, for a checkpoint; None without any."""
+        left = self.unfinished
+        ids = [list(group.sequence_ids) for group in left]
+        return {"rows": [group.row for group in left], "sequence_ids": ids} if left else None
+
+    def load_state(self, state: dict[str, Any] | None, num_generations: int) -> int:
+        """Begin the groups of a :meth:`state` with the next rollout; returns their number.
+
+        Raises:
+            ValueError: If they have another number of samples.
+        """
+        state = {"rows": [], "sequence_ids": []} if state is None else _rows_alone(state)
+        self._resumed = [Unfinished(row, tuple(ids)) for row, ids in zip(*state.values(), strict=True)]
+        was = {len(group.sequence_ids) for group in self._resumed} - {num_generations}
+        if was:
+            raise UserError(
+                f"ckpt_path: sampling.num_generations was {was.pop()} and is {num_generations}, and the checkpoint has "
+                "unfinished groups of as many samples: resume as it was, or set model.rollout.partial_rollout_steps to "
+                "null once, which drops them."
+            )
+        return len(self._resumed)
 
     def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
         if self.session is None:
             create = RolloutSession if self.talk is None else self.talk.open
             self.session = create(sampler, params, self.max_prompt_length)
-            if self._saved is not None:
-                self._load(self.session, self._saved)
         return self.session
 
-    def _load(self, session: RolloutSession, saved: dict[str, Any]) -> None:
-        if ("conversations" in saved) != (self.talk is not None):
-            raise UserError(
-                "The checkpoint's unfinished sequences are of a run "
-                + ("with an environment, and this one has none" if self.talk is None else "without an environment")
-                + ": drop them by resuming with model.rollout.partial_rollout_steps null once, or resume as it was."
-            )
-        if session.draws_otherwise(saved["session"]):
-            saved = _drawn_again(saved)
-        session.load_state(saved["session"])
-        if self.talk is not None:
-            self.talk.load_state(saved["conversations"])
-        self.rows, self._saved = dict(saved["rows"]), None
+
+def _rows_alone(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as it is now; versions before 0.3 stored slots, finished samples and conversations as well."""
+    if "session" not in state:
+        return state
+    count, talks = state["session"]["settings"]["num_generations"], state.get("conversations", {})
+    rows = [talks[number * count]["conversation"]["row"] if talks else row for number, row in state["rows"].items()]
+    ids = [list(range(number * count, (number + 1) * count)) for number in state["rows"]]
+    return {"rows": rows, "sequence_ids": ids}
 
 
-def _drawn_again(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state of partial rollouts whose samples are all drawn again: none of other settings is trained on."""
-    talks = {name: Conversations.from_prompts(saved[name]) for name in ("conversations",) if name in saved}
-    return saved | {"session": drawn_again(saved["session"])} | talks
+def check_storable(rows: Rows) -> None:
+    """Refuse rows that do not fit into a checkpoint: only text, numbers, lists and dictionaries do."""
+    for row in rows:
+        for name, value in row.items():
+            if (foreign := _foreign_type(value)) is not None:
+                raise UserError(
+                    f"partial_rollout_steps keeps rows in checkpoints, but column {name!r} of the training data holds "
+                    f"a {foreign}. Make it text, a number, or a list or dictionary of them, or drop the column."
+                )
 
 
-def state_bytes(state: Any) -> int:
-    """The number of bytes of all tensors inside dictionaries and lists."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    inside = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return sum(map(state_bytes, inside))
+def _foreign_type(value: Any) -> str | None:
+    """The name of the first type inside a value that a weights-only checkpoint refuses."""
+    if value is None or type(value) in (str, int, float, bool):
+        return None
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    if type(value) in (list, tuple):
+        return next((name for item in value if (name := _foreign_type(item)) is not None), None)
+    return type(value).__name__
 
 
 def _since(start: Progress, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:

@@ -6,10 +6,9 @@ continue with the new weights afterwards; the version of the policy that drew ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +17,14 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import sampling_mode
-from sparse_rl_lightning.records import Rollout, tensors_to
+from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
-from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, prompt_key, sequence_keys
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
-from sparse_rl_lightning.rollout.engine.sequences import SequenceGroup, SequenceLogs
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.engine.turns import ObservationBudget, TurnScheduler, TurnSequence
 from sparse_rl_lightning.rollout.prompts import check_prompts
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
-
-_COUNTERS = ("num_prompts", "num_steps", "num_finished", "num_tokens", "prefill_peak_bytes")
 
 
 class VersionedLogs(SequenceLogs):
@@ -87,7 +84,7 @@ class RolloutSession:
         if turns and sampler.retriever is not None:
             raise UserError("turns=True needs a sampler without a retriever: pages are chosen for single tokens.")
         self.sampler, self.params, self.max_prompt_length, self.turns = sampler, params, max_prompt_length, turns
-        self._broken = self._is_loaded = False
+        self._broken = False
         with sampling_mode(sampler.model):
             shared = num_sequences is not None
             before = sampler.memory_plan if shared and sampler.cache is not None else None
@@ -138,18 +135,16 @@ class RolloutSession:
         stop = None if max_steps is None else scheduler.num_steps + max_steps
         if self._broken:
             raise UserError(
-                "An earlier advance() of this RolloutSession was interrupted in the middle of a step: load_state() "
-                "what was saved before, or make a new session."
+                "An earlier advance() of this RolloutSession was interrupted in the middle of a step: make a new "
+                "session."
             )
         self._broken = True
         with sampling_mode(sampler.model):
-            is_new = not self.version or (not self.turns if new_weights is None else new_weights)
-            if is_new or self._is_loaded:
+            if not self.version or (not self.turns if new_weights is None else new_weights):
                 longest = self.max_prompt_length + self.params.max_completion_length
                 self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
                 scheduler.cached_prompts.clear()  # prompts that were read with other weights are read again
-                self._logs.version += is_new
-                self._is_loaded = False
+                self._logs.version += 1
             while scheduler.has_unfinished and (
                 stop is None or scheduler.num_steps < stop or not (until is None or until())
             ):
@@ -280,135 +275,7 @@ class RolloutSession:
             + ("." if self.turns else ", since the session was made without turns=True.")
         )
 
-    # ---------------------------------------------------------------- checkpoints
-
-    def state(self, restart: bool | Collection[int] = False) -> dict[str, Any]:
-        """The state as CPU tensors, numbers and texts, fit for ``torch.load(weights_only=True)``.
-
-        Args:
-            restart: Whether to leave out the slots: their sequences will be drawn again from their prompts. Or the
-                sequences of which to leave them out.
-        """
-        scheduler = self.scheduler
-        slots_of = scheduler.in_slots
-        held = [one.sequence for one in slots_of.values()]
-        anew = held if restart is True else [sequence for sequence in held if restart and sequence in restart]
-        waiting = [*scheduler.waiting, *sorted(anew, reverse=True)]
-        # slot by slot to the CPU: a second pool would not fit next to the first
-        slots = {
-            slot: {
-                "running": one.state(),
-                "cache": tensors_to(self.engine.cache.save(slot, one.num_fed), "cpu"),
-                "logs": self._logs.save(slot),
-            }
-            for slot, one in slots_of.items()
-            if one.sequence not in anew
-        }
-        return {
-            "groups": {
-                number: {
-                    "prompt": group.prompt,
-                    "keys": group.keys,
-                    "finished": {sample: one.state() for sample, one in group.finished.items()},
-                }
-                for number, group in scheduler.groups.items()
-            },
-            "waiting": waiting,
-            "slots": slots,
-            "counters": {name: getattr(scheduler, name) for name in _COUNTERS},
-            "version": self.version,
-            "settings": self._settings(),
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned.
-
-        Without slots in it the settings may be others, but for ``num_generations``. All samples are then drawn again,
-        those that had finished included: they would mix with those of the new settings.
-
-        Raises:
-            ValueError: If the settings are others otherwise, or more sequences are in slots than there are.
-        """
-        scheduler, device = self.scheduler, self.engine.key.geometry.device
-        if self.draws_otherwise(state):
-            state = drawn_again(state)
-        slots, count = state["slots"], scheduler.num_slots
-        if len(slots) > count:
-            raise UserError(
-                f"The state has {len(slots)} unfinished sequences in slots, and this session has {count} slots: raise "
-                "num_slots or memory_limit, or save unfinished sequences for a restart."
-            )
-        if max(slots, default=0) >= count:  # else they stay where they were, and so does the order of sums
-            slots = dict(enumerate(slots[slot] for slot in sorted(slots)))
-        scheduler.groups = {
-            number: SequenceGroup(
-                group["prompt"], prompt_key(scheduler.params.seed, group["prompt"]), group["keys"], num_waiting=0,
-                finished={n: scheduler.finished.from_state(one, device) for n, one in group["finished"].items()},
-            )
-            for number, group in state["groups"].items()
-        }  # fmt: skip
-        running = {slot: scheduler.sequence.from_state(content["running"]) for slot, content in slots.items()}
-        scheduler.load(state["waiting"], running)
-        for name, value in state["counters"].items():
-            setattr(scheduler, name, value)
-        self._logs.version.fill_(state["version"])
-        for slot, content in slots.items():
-            self.engine.cache.restore(slot, tensors_to(content["cache"], device))
-            self._logs.restore(slot, content["logs"])
-        self._broken, self._is_loaded = False, True  # the model's weights may have been loaded too
-
-    def draws_otherwise(self, state: dict[str, Any]) -> bool:
-        """Whether a setting by which the samples of a state were drawn is another one here.
-
-        Raises:
-            ValueError: If it is, and there are slots, or if it is ``num_generations``.
-        """
-        slots = state.get("slots", {}).values()
-        if "groups" not in state or any(not {"cuts", "last"} <= one["running"].keys() for one in slots):
-            raise UserError("The state of unfinished sequences is not one that this version wrote: drop it.")
-        was = state["settings"]  # of earlier versions without some of them
-        changed = {name: value for name, value in self._settings().items() if was.get(name, value) != value}
-        if changed and (slots or "num_generations" in changed):
-            said = "; ".join(f"{name} was {was[name]}, is {value}" for name, value in changed.items())
-            raise UserError(
-                f"Unfinished sequences were drawn under other settings: {said}. Go on with the same, or from a state "
-                "saved for a restart, state(restart=True), in training partial_checkpoint='restart', with the same "
-                "num_generations."
-            )
-        return bool(changed)
-
     @property
     def _logs(self) -> VersionedLogs:
         assert isinstance(self.engine.logs, VersionedLogs)
         return self.engine.logs
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings that the state depends on."""
-        g, size, sampler = self.engine.key.geometry, self.engine.key.size, self.sampler
-        return {
-            **{field.name: getattr(self.params, field.name) for field in fields(self.params) if field.name != "seed"},
-            "max_prompt_length + max_completion_length": size.max_length,
-            "record_routing": self.engine.key.record_routing,
-            "turns": self.turns,
-            "compressor": repr(sampler.compressor),
-            "retriever": repr(sampler.retriever),
-            "end_token_ids": sampler.end_token_ids,
-            "layers, heads, KV heads and head size": [g.num_layers, g.num_heads, g.num_kv_heads, g.head_dim],
-            "windows": list(g.windows),
-            "states of linear layers": str(g.linear),
-            "kv_dtype": str(g.kv_dtype),
-            "type of the queries": str(g.query_dtype),
-            "slot capacities": list(size.capacities),
-            "num_queries": size.num_queries,
-            "state_fields": list(size.state_fields),
-            "head_state_fields": [list(one) for one in size.head_state_fields],
-            "unequal heads": size.per_head,
-        }
-
-
-def drawn_again(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a session whose sequences are all drawn again from their prompts."""
-    groups, samples = state["groups"], state["settings"]["num_generations"]
-    waiting = [number * samples + sample for number in groups for sample in range(samples)]
-    anew = {number: group | {"finished": {}} for number, group in groups.items()}
-    return state | {"groups": anew, "waiting": sorted(waiting, reverse=True), "slots": {}}

@@ -21,6 +21,7 @@ from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import check_compressor, tiny_model
+from tests.rollout_cases import put_back
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "own_compressor.md"
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -138,7 +139,7 @@ def test_mixed_precision_rounds_no_sums() -> None:
 
 @pytest.mark.parametrize("rule", [None, Adaptive(floor=7)], ids=["equal", "adaptive"])
 def test_numbers_move_with_their_entries(rule: Any) -> None:
-    """Through compressions, forks, refilled slots, cached prompts, chunked prompts and saved sessions."""
+    """Through compressions, forks, refilled slots, cached prompts, chunked prompts, and slots that are put back."""
     policy, compressor = (
         tiny_model(initializer_range=0.2, eos_token_id=[100, 101, 102]),
         Ledger(**SMALL, budget_rule=rule),
@@ -153,12 +154,12 @@ def test_numbers_move_with_their_entries(rule: Any) -> None:
     for num_slots, max_prefill_tokens in ((2, 1000), (5, 7)):
         sampler = RolloutSampler(policy, compressor, num_slots, max_prefill_tokens=max_prefill_tokens)
         assert_same(whole, sampler.generate(PROMPTS, PARAMS))
-    sessions = [RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40) for _ in range(2)]
-    numbers = sessions[0].add(PROMPTS, range(12))
-    sessions[0].advance(max_steps=21)
-    sessions[1].load_state(sessions[0].state())
-    sessions[1].advance()
-    assert_same(whole, sessions[1].take(numbers))
+    session = RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40)
+    numbers = session.add(PROMPTS, range(12))
+    session.advance(max_steps=21)
+    put_back(session)
+    session.advance()
+    assert_same(whole, session.take(numbers))
 
 
 def test_numbers_of_heads_speak_of_evicted_tokens_too() -> None:
@@ -173,21 +174,6 @@ def test_numbers_of_heads_speak_of_evicted_tokens_too() -> None:
         count, keys = sampler.cache.head_state[0, row].double().split([1, 16], dim=-1)
         assert count.flatten().tolist() == [fed, fed]
         torch.testing.assert_close(keys, want, atol=1e-4, rtol=0)
-
-
-def test_sessions_of_other_numbers_are_told_apart() -> None:
-    policy = tiny_model(initializer_range=0.2, eos_token_id=None)
-    first = RolloutSession(RolloutSampler(policy, Ledger(**SMALL), 4), PARAMS, 40)
-    first.add(PROMPTS, range(12))
-    first.advance(max_steps=3)
-    other = RolloutSession(RolloutSampler(policy, Headless(**SMALL), 4), PARAMS, 40)
-    with pytest.raises(ValueError, match=r"head_state_fields was \[\['count', 1\], \['keys', 16\]\], is \[\]"):
-        other.load_state(first.state())
-
-
-class Headless(Ledger):
-    def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        return {}
 
 
 def test_wrappers_keep_the_numbers_of_their_parts_apart() -> None:

@@ -16,6 +16,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.testing import tiny_model
+from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(3, 33)), [40, 41], [50, 51, 52, 53, 54, 55, 56]]
 PARAMS = SamplingParams(num_generations=2, max_completion_length=40, seed=5)
@@ -83,13 +84,12 @@ def test_sessions_and_slots_that_are_looked_at_seldom(name: str, monkeypatch: py
     whole = RolloutSampler(policy, compressor, num_slots=3).generate(PROMPTS, PARAMS)
 
     def pieces() -> Rollout:
-        sampler = RolloutSampler(policy, compressor, num_slots=3)
-        first, second = (RolloutSession(sampler, PARAMS, max_prompt_length=30) for _ in range(2))
-        first.add(PROMPTS, sequence_ids=range(6))
-        first.advance(max_steps=21)
-        second.load_state(first.state())
-        second.advance()
-        return second.take(second.complete)
+        session = RolloutSession(RolloutSampler(policy, compressor, num_slots=3), PARAMS, max_prompt_length=30)
+        session.add(PROMPTS, sequence_ids=range(6))
+        session.advance(max_steps=21)
+        put_back(session)
+        session.advance()
+        return session.take(session.complete)
 
     assert_same(pieces(), whole)
     monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})

@@ -136,8 +136,8 @@ CHECKPOINTS = [
 CHANGED = [
     Case("resume with other prompts", "place in the data fits another run", 1, RESUMED, slow=True,
          edit=lambda values: values["data"]["init_args"].update(num_train=12)),
-    Case("resume with another `num_iterations`", "fits another run", 1, RESUMED, edit=model(num_iterations=2)),
-    Case("resume with another `steps_per_generation`", "fits another run", 1, RESUMED, slow=True,
+    Case("resume with another `num_iterations`", "`max_steps=5` reached", 0, RESUMED, edit=model(num_iterations=2)),
+    Case("resume with another `steps_per_generation`", "`max_steps=5` reached", 0, RESUMED, slow=True,
          edit=model(steps_per_generation=4)),
     Case("resume with other `prompts_per_rollout`", "fits another run", 1, RESUMED, slow=True,
          edit=lambda values: values["data"]["init_args"].update(prompts_per_rollout=2)),

@@ -152,6 +152,14 @@ def test_other_ranks_go_on_with_whole_new_blocks(position: int, ranks: int) -> N
     assert not used & rest
 
 
+@pytest.mark.parametrize("repeats", [1, 2, 5])
+def test_other_repetitions_go_on_with_the_next_block(repeats: int) -> None:
+    saved, other = sampler(40), sampler(40, repeats=repeats)
+    saved.position = 12  # two blocks of 2, three times over
+    other.load_state_dict(saved.state_dict())
+    assert other.epoch_indices(0)[other.position :][: 2 * repeats] == saved.epoch_indices(0)[12:14] * repeats
+
+
 def test_lightning_leaves_it_alone() -> None:
     assert isinstance(sampler(), DistributedSampler)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from fractions import Fraction
@@ -144,21 +143,7 @@ def test_an_answer_without_work_is_paid_as_the_answer_alone() -> None:
     assert played(["#57"], step_share=0.5) == ([None], [1.0])
 
 
-# ---------------------------------------------------------------- state and arguments
-
-
-@pytest.mark.parametrize("cut", range(6))
-def test_a_conversation_goes_on_from_its_state(cut: int) -> None:
-    turns = ["07+03?", "07+12?", "?", "19*03?", "19*03?", "#57"]
-    whole = played(turns, step_share=0.6)
-    first = begun(step_share=0.6)
-    head = [first.step(turn) for turn in turns[:cut]]
-    second = Calculator(step_share=0.6)
-    second.load_state(json.loads(json.dumps(first.state())))
-    tail = [second.step(turn) for turn in turns[cut:]]
-    assert ([o for o, _ in head + tail], [r for _, r in head + tail]) == whole
-    first.step("07+12?")  # and shares nothing with the one that it was copied from
-    assert played(turns, step_share=0.6) == whole
+# ---------------------------------------------------------------- arguments
 
 
 def test_a_second_conversation_starts_anew() -> None:

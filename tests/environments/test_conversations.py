@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from chatter import Async, Chatter, Remembers, Slow, talking
+from chatter import Async, Chatter, Slow, talking
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_grpo import Recorder, Rows, fit, weights
 
@@ -473,54 +473,30 @@ def options_of_partial(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("environment", [Remembers, Chatter], ids=["state", "anew"])
-def test_partial_rollouts_resume_in_the_middle_of_conversations(environment: Any, tmp_path: Path) -> None:
-    """With a state bitwise; without one the conversations under way start anew, and nothing is lost."""
-    whole = talking(environment, **options_of_partial())
-    fit(whole, 8)
-    first = talking(environment, **options_of_partial())
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    fit(first, 4, [saver], enable_checkpointing=True)
-    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)["sparse_rl"]["partial"]
-    under_way = [one for one in saved["conversations"].values() if not one["conversation"]["end"]]
-    assert under_way
-    if environment is Remembers:
-        assert any(one["conversation"]["num_turns"] for one in under_way)
-    seen = Recorder()
-    resumed = talking(environment, **options_of_partial())
-    fit(resumed, 8, [seen], ckpt_path=tmp_path / "step=4.ckpt")
-    if environment is Remembers:
-        assert torch.equal(weights(resumed), weights(whole))
-    else:
-        assert not saved["session"]["slots"]
-    for own in seen.scored:
-        assert own.conversations is not None
-        for text, one in zip(own.completions, own.conversations, strict=True):
-            assert text == "\n".join(m["content"] for m in one.messages if m["role"] == "assistant")
-
-
-SHORTER = TurnOptions(max_turns=4, max_turn_length=5, timeout=None)
-
-
-@pytest.mark.parametrize("changed", [{"turns": SHORTER}, {"top_logprobs": 2}], ids=["limits", "sampling"])
-def test_a_restart_with_other_settings_begins_all_conversations_again(changed: dict[str, Any], tmp_path: Path) -> None:
-    """Also those that were over, and wait for other samples of their prompt."""
-    first = talking(Remembers, **options_of_partial(partial_checkpoint="restart"))
-    fit(first, 2).save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["sparse_rl"]["partial"]
-    assert any(one["conversation"]["end"] for one in saved["conversations"].values())
-    assert not saved["session"]["slots"]
-    seen, resumed = Recorder(), talking(Remembers, **options_of_partial() | changed)
-    fit(resumed, 3, [seen], ckpt_path=tmp_path / "a.ckpt")
-    (own,) = seen.scored
-    assert own.conversations is not None
-    assert own.rollout.policy_versions is not None
-    for row, one in enumerate(own.conversations):
-        said = [message["content"] for message in one.messages if message["role"] == "assistant"]
-        assert sum(map(len, said)) <= int(own.rollout.completion_lengths[row]), "turns of before were kept"
-        assert changed.get("turns") is None or max(map(len, said)) <= 5
-    assert int(own.rollout.policy_versions[own.rollout.completion_mask].min()) > saved["session"]["version"]
+def test_conversations_of_partial_rollouts_begin_anew_after_a_resume(tmp_path: Path) -> None:
+    """Under other limits too; with the row of the data, from which their environment makes the prompt once more."""
+    options = options_of_partial(steps_per_generation=2)
+    options["turns"] = replace(options["turns"], max_prompt_length=20)
+    fit(talking(Questions, **options), 3, data=Bare(prompts_per_rollout=4)).save_checkpoint(tmp_path / "a.ckpt")
+    left = torch.load(tmp_path / "a.ckpt", weights_only=True)["sparse_rl"]["partial"]["rows"]
+    assert left
+    assert not any("prompt" in row for row in left)
+    ends = list[Any]()
+    for length in (9, 9, 5):
+        seen, turns = Recorder(), replace(options["turns"], max_turn_length=length)
+        resumed = talking(Questions, **options | {"turns": turns})
+        fit(resumed, 9, [seen], Bare(prompts_per_rollout=4), tmp_path / "a.ckpt")
+        ends.append(weights(resumed))
+        trained = [row["question"] for own in seen.scored for row in own.rows]
+        assert set(trained) >= {row["question"] for row in left}
+        for own in seen.scored:
+            assert own.conversations is not None
+            assert all(row["prompt"] == row["question"] + "b" for row in own.rows)
+            for text, one in zip(own.completions, own.conversations, strict=True):
+                turns_drawn = [message["content"] for message in one.messages if message["role"] == "assistant"]
+                assert text == "\n".join(turns_drawn)
+                assert max(map(len, turns_drawn)) <= length
+    assert torch.equal(*ends[:2])
 
 
 class Bare(PromptDataModule):

@@ -23,6 +23,7 @@ from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
 from sparse_rl_lightning.testing import tiny_model
+from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 16, "page_size": 4, "num_dense_layers": 1}
@@ -211,17 +212,17 @@ def test_summaries_are_those_of_the_entries_held(retriever: Retriever) -> None:
     assert checked > 12 * 4
 
 
-def test_sessions_go_on_from_where_they_were() -> None:
-    """A slot that is stored and loaded again has its pages back."""
+def test_slots_that_are_put_back_go_on() -> None:
+    """With their pages."""
     policy, retriever = model(), Centroid(**SMALL)
     want = RolloutSampler(policy, retriever=retriever).generate(PROMPTS, PARAMS)
     sampler = RolloutSampler(policy, retriever=retriever, num_slots=4)
-    first, second = (RolloutSession(sampler, PARAMS, max_prompt_length=40) for _ in range(2))
-    first.add(PROMPTS, sequence_ids=range(10))
-    first.advance(max_steps=25)
-    second.load_state(first.state())
-    second.advance()
-    got = second.take(second.complete)
+    session = RolloutSession(sampler, PARAMS, max_prompt_length=40)
+    session.add(PROMPTS, sequence_ids=range(10))
+    session.advance(max_steps=25)
+    put_back(session)
+    session.advance()
+    got = session.take(session.complete)
     assert_same(want, got)
     torch.testing.assert_close(got.kv.read_integral, want.kv.read_integral)
 

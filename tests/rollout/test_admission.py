@@ -36,8 +36,6 @@ def lines_per_sequence(count: int, session: bool) -> float:
         if session:
             own = RolloutSession(sampler, params, 1)
             own.add(prompts, range(count))
-            saved = own.state()
-            own.load_state(saved)
             own.advance()
         else:
             sampler.generate(prompts, params)

@@ -105,35 +105,12 @@ def test_logits_are_found_at_the_next_look(
         assert place + 1 <= found <= step  # a compressor that is asked in between finds out earlier
         session = RolloutSession(RolloutSampler(policy, COMPRESSORS[name](), num_slots=2), params, 22)
         session.add(PROMPTS, range(2))
-        saved = session.state()
         with pytest.raises(ValueError, match=rf"\{{1: {place + 1}\}}"):
             session.advance()
-        poison.remove()
-        session.load_state(saved)
-        session.advance()
-        assert torch.equal(session.take(session.complete).sequences, whole.sequences)
-        poison = Poison(policy, drawn[1][place], value)
     with pytest.raises(ValueError, match=rf"\{{1: {place + 1}\}}"):
         forced_rollout(policy, whole, COMPRESSORS[name](), temperature)
     poison.remove()
     assert torch.equal(sampler.generate(PROMPTS, params).sequences, whole.sequences)
-
-
-def test_slots_saved_before_they_broke_go_on() -> None:
-    policy, params = sharp(), SamplingParams(max_completion_length=9, seed=1)
-    session = RolloutSession(RolloutSampler(policy, num_slots=2), params, 22)
-    session.add(PROMPTS, range(2))
-    session.advance(max_steps=2)
-    saved, cache = session.state(), session.engine.cache
-    poison = Poison(policy, int(cache.tokens[1, cache.seen[1]]))
-    with pytest.raises(ValueError, match=r"\{1: 3\}"):
-        session.advance()
-    poison.remove()
-    session.load_state(saved)
-    session.advance()
-    assert torch.equal(
-        session.take(session.complete).sequences, RolloutSampler(policy).generate(PROMPTS, params).sequences
-    )
 
 
 def test_a_prompt_spoils_its_own_samples_only() -> None:

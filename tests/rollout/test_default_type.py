@@ -38,6 +38,7 @@ from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, Sampling
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import random_layer, tiny_model
 from tests.learned import learned_score
+from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 30)]
 PARAMS = SamplingParams(max_completion_length=14, seed=3, top_p=0.95)
@@ -172,12 +173,12 @@ def test_sessions_and_forced_texts_are_the_same(policy: PreTrainedModel, kind: t
     forced = forced_rollout(policy, whole, method)
     with default(kind):
         sampler = RolloutSampler(policy, method, 4)
-        session, other = (RolloutSession(sampler, PARAMS, 30) for _ in range(2))
+        session = RolloutSession(sampler, PARAMS, 30)
         numbers = session.add(PROMPTS, range(2))
         session.advance(max_steps=9)
-        other.load_state(session.state())
-        other.advance()
-        rollout = other.take(numbers)
+        put_back(session)
+        session.advance()
+        rollout = session.take(numbers)
         rollout.policy_versions = None
         assert_same(whole, rollout)
         assert_same(forced, forced_rollout(policy, whole, method))

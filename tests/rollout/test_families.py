@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +45,7 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
+from tests.rollout_cases import put_back
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -98,23 +97,17 @@ def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
 
 @pytest.mark.thinned(3)
 @each_family
-def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
+def test_slots_that_are_put_back_go_on(name: str) -> None:
     model = family(name)
     want = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, PARAMS)
 
-    def start(policy: Any) -> RolloutSession:
-        return RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), 4), PARAMS, max_prompt_length=40)
-
-    session = start(model)
+    session = RolloutSession(RolloutSampler(model, SnapKV(**SMALL), 4), PARAMS, max_prompt_length=40)
     numbers = session.add(PROMPTS, range(10))
     session.advance(max_steps=13)
     assert 0 < session.num_unfinished
-    file = io.BytesIO()
-    torch.save(session.state(), file)
-    resumed = start(copy.deepcopy(model))
-    resumed.load_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    resumed.advance()
-    found = resumed.take(numbers)
+    put_back(session)
+    session.advance()
+    found = session.take(numbers)
     assert torch.equal(found.sequences, want.sequences)
     assert torch.equal(found.evictions.death, want.evictions.death)
     torch.testing.assert_close(found.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)

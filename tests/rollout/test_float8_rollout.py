@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
+from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -211,21 +211,17 @@ def test_scores_are_those_of_the_stored_numbers(name: str, dtype: torch.dtype) -
                 torch.testing.assert_close(redundancy[row, head, held].double(), want, atol=5e-6, rtol=5e-5)
 
 
-def test_a_saved_session_goes_on_as_if_nothing_had_happened() -> None:
-    policy = model()
-
-    def start(kind: str = "fp8") -> RolloutSession:
-        return RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), 3, kv_dtype=kind), PARAMS, max_prompt_length=40)
-
-    session, resumed, stored = start(), start(), io.BytesIO()
-    numbers = session.add(PROMPTS, range(10))
-    session.advance(max_steps=13)
-    torch.save(session.state(), stored)
-    stored.seek(0)
-    resumed.load_state(torch.load(stored, weights_only=True))
-    for each in (session, resumed):
-        each.advance()
-    assert_same(session.take(numbers), resumed.take(numbers))
+def test_slots_that_are_put_back_go_on() -> None:
+    sampler, found = RolloutSampler(model(), SnapKV(**SMALL), 3, kv_dtype="fp8"), list[Rollout]()
+    for moves in (False, True):
+        session = RolloutSession(sampler, PARAMS, max_prompt_length=40)
+        numbers = session.add(PROMPTS, range(10))
+        session.advance(max_steps=13)
+        if moves:
+            put_back(session)
+        session.advance()
+        found.append(session.take(numbers))
+    assert_same(*found)
 
 
 # -------------------------------------------------------------------- noise: the numbers of docs/design.md

@@ -20,7 +20,6 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.conversations import Opening
 from sparse_rl_lightning.rollout.partial import PartialRollouts
 from sparse_rl_lightning.testing import tiny_model
 
@@ -55,6 +54,19 @@ def partial(**options: Any) -> SparseGRPO:
     return module(**{**own, **options})
 
 
+def samples(seen: Recorder) -> dict[str, list[list[int]]]:
+    """The completions of every prompt."""
+    found = {}
+    for scored in seen.scored:
+        ids = scored.rollout.completion_ids
+        found |= {row["prompt"]: ids[4 * n : 4 * n + 4] for n, row in enumerate(scored.rows)}
+    return found
+
+
+def waiting(grpo: SparseGRPO) -> list[str]:
+    return [own.row["prompt"] for own in grpo.generator.partial.unfinished]
+
+
 def groups(scored: ScoredRollout) -> int:
     return len(scored.rows)
 
@@ -65,15 +77,14 @@ def test_every_prompt_is_trained_on_once_or_still_waits(options: dict[str, Any])
     seen, grpo = PromptsSeen(), partial(**options)
     parts = grpo.steps_per_generation
     fit(grpo, 10 * parts, [seen], data=ManyRows(prompts_per_rollout=4))
-    waiting = [row["prompt"] for row in grpo.generator.partial.rows.values()]
-    assert sorted(seen.trained + waiting) == sorted(seen.started) == sorted(set(seen.started))
+    assert sorted(seen.trained + waiting(grpo)) == sorted(seen.started) == sorted(set(seen.started))
     assert len(seen.started) == 40
     assert seen.trained != seen.started[: len(seen.trained)], "every group waited for the one before"
     unit = max(1, parts // 4)
     for scored in seen.scored:
         assert len(scored.completions) == 4 * groups(scored)
         assert groups(scored) in range(unit, 5 + unit, unit)
-    assert len(waiting) < grpo.generator.options.num_slots + unit
+    assert len(waiting(grpo)) < grpo.generator.options.num_slots + unit
 
 
 def test_completions_belong_to_their_prompts() -> None:
@@ -95,7 +106,7 @@ def test_with_a_limit_that_none_reaches_the_weights_are_those_of_the_ordinary_ru
         fit(grpo, 6, [*callbacks])
     assert torch.equal(weights(limited), weights(ordinary))
     assert not torch.equal(weights(cut), weights(ordinary))
-    assert limited.generator.partial.rows == {}
+    assert waiting(limited) == []
 
 
 def test_versions_are_logged_and_old_tokens_counted() -> None:
@@ -170,7 +181,6 @@ def test_progress_counts_from_the_start_of_each_rollout() -> None:
         ({"keep_pool": False}, "does not work with keep_pool=False"),
         ({"kind": ReplayGRPO}, "does not work with ReplayGRPO: no replay reproduces"),
         ({"partial_rollout_steps": 0}, "partial_rollout_steps must be at least 1"),
-        ({"partial_checkpoint": "drop"}, "partial_checkpoint must be one of store, restart, got"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], match: str) -> None:
@@ -224,64 +234,95 @@ def save_after(folder: Path, steps: int, **options: Any) -> tuple[SparseGRPO, Pa
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_stored_sequences_go_on_as_if_nothing_had_happened(stop: int, tmp_path: Path) -> None:
-    whole, resumed = partial(steps_per_generation=2), partial(steps_per_generation=2)
-    fit(whole, 8)
-    _, path = save_after(tmp_path, stop, steps_per_generation=2)
-    fit(resumed, 8, ckpt_path=path)
-    assert torch.equal(weights(resumed), weights(whole))
-    assert resumed.generator.partial.rows == whole.generator.partial.rows
+def test_a_resume_draws_unfinished_groups_anew_and_loses_none(stop: int, tmp_path: Path) -> None:
+    """Two resumes of one checkpoint are equal; a run that was not interrupted goes on with the tokens it has."""
+    options = {"steps_per_generation": 2}
+    data, first, seen, whole = ManyRows(prompts_per_rollout=4), PromptsSeen(), PromptsSeen(), partial(**options)
+    fit(whole, 8, data=data)
+    grpo = partial(**options)
+    trainer = fit(grpo, stop, [first], data=data)
+    left = waiting(grpo)
+    assert left
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    ends = list[torch.Tensor]()
+    for callbacks in ([], [seen]):
+        resumed = partial(**options)
+        fit(resumed, 8, [*callbacks], data, tmp_path / "a.ckpt")
+        ends.append(weights(resumed))
+    assert torch.equal(*ends)
+    assert not torch.equal(ends[0], weights(whole))
+    assert sorted(first.trained + seen.trained + waiting(resumed)) == sorted(set(first.started + seen.started))
+    assert set(seen.trained) & set(left)
+    assert all(len(scored.rows) <= 4 + 1 for scored in seen.scored), "a rollout grew by what begins anew"
+    assert all(int(scored.rollout.policy_versions.max()) == number for number, scored in enumerate(seen.scored, 1))
 
 
-def test_restarted_sequences_are_drawn_again_by_the_new_policy(tmp_path: Path, caplog: Any) -> None:
+def test_what_is_drawn_anew_has_the_random_numbers_of_before(tmp_path: Path) -> None:
+    """Under weights that stay as they are these are the samples of the run that was not interrupted."""
+    data, whole, first, seen = ManyRows(prompts_per_rollout=4), Recorder(), Recorder(), Recorder()
+    fit(partial(lr=0.0), 9, [whole], data)
+    for stop, own, path in ((3, first, None), (5, first, tmp_path / "3.ckpt"), (9, seen, tmp_path / "5.ckpt")):
+        fit(partial(lr=0.0), stop, [own], data, path).save_checkpoint(tmp_path / f"{stop}.ckpt")
+    uninterrupted, resumed = samples(whole), samples(first) | samples(seen)
+    both = uninterrupted.keys() & resumed.keys()
+    assert len(both) > 24
+    assert {prompt: resumed[prompt] for prompt in both} == {prompt: uninterrupted[prompt] for prompt in both}
+
+
+def test_a_checkpoint_holds_the_rows_of_unfinished_groups_and_says_so(tmp_path: Path, caplog: Any) -> None:
+    """Also one that is written before the first rollout after a resume."""
+    grpo, path = save_after(tmp_path, 3)
+    saved = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
+    assert saved == {"rows": [own.row for own in grpo.generator.partial.unfinished],
+                     "sequence_ids": [list(own.sequence_ids) for own in grpo.generator.partial.unfinished]}  # fmt: skip
+    again = partial(steps_per_generation=1)
     with caplog.at_level(logging.INFO):
-        stored, path = save_after(tmp_path, 3)
-        large = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
-        _, path = save_after(tmp_path, 3, partial_checkpoint="restart")
-    small = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
-    told = [record.getMessage() for record in caplog.records if "unfinished sequences" in record.getMessage()]
-    assert any(message.endswith("MiB (store).") for message in told)
-    assert any(message.endswith("MiB (restart).") for message in told)
-    left = stored.generator.partial.num_unfinished
-    assert f"{left} unfinished sequences of partial rollouts were not trained." in told
-    assert large["session"]["slots"]
-    assert small["session"]["slots"] == {}
-    assert small["rows"] == large["rows"] == stored.generator.partial.rows
-    ended = [one for group in stored.generator.partial.session.scheduler.groups.values() for one in group.finished]
-    seen, resumed = Recorder(), partial(partial_checkpoint="restart")
-    fit(resumed, 4, [seen], ckpt_path=path)
-    (scored,) = seen.scored
-    versions, mask = scored.rollout.policy_versions, scored.rollout.completion_mask
-    is_old = ((versions < resumed.generator.partial.session.version) & mask).any(dim=1)
-    is_new = ((versions == resumed.generator.partial.session.version) & mask).any(dim=1)
-    assert not (is_old & is_new).any(), "a sequence that was restarted holds no old token"
-    assert 0 < int(is_old.sum()) <= len(ended)
+        fit(again, 3, ckpt_path=path).save_checkpoint(tmp_path / "b.ckpt")
+    assert torch.load(tmp_path / "b.ckpt", weights_only=True)["sparse_rl"]["partial"] == saved
+    told = f"{len(saved['rows'])} prompts of partial rollouts had unfinished samples at the checkpoint: all of theirs "
+    assert sum(told in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"temperature": 0.3}, "sampling.temperature was 1.0 and is 0.3"),
+        ({"max_completion_length": 24}, "sampling.max_completion_length was 20 and is 24"),
+        ({"end_tokens": ["5"]}, "rollout.end_tokens was ['5', '9'] and is ['5']"),
+        ({"compressor": FullKV()}, "compressor was RKV("),
+        ({"num_slots": 9}, "rollout.num_slots was 6 and is 9"),
+        ({"memory_limit": 1e9}, "rollout.memory_limit was None and is 1000000000.0"),
+    ],
+    ids=str,
+)
+def test_settings_may_change_between_two_rollouts_and_that_is_told(
+    changed: dict[str, Any], said: str, tmp_path: Path, caplog: Any
+) -> None:
+    """Also those that decide only which groups are ready when."""
     _, path = save_after(tmp_path, 3)
-    with pytest.raises(ValueError, match="max_completion_length was 20 and is 24"):
-        fit(partial(max_completion_length=24), 8, ckpt_path=path)
-    with pytest.raises(ValueError, match=r"\d unfinished sequences in slots, and this session has 2 slots"):
-        fit(partial(num_slots=2), 8, ckpt_path=path)
+    resumed = partial(**changed)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        fit(resumed, 4, ckpt_path=path)
+    (told,) = [one.getMessage() for one in caplog.records if "Resumed as configured now" in one.getMessage()]
+    assert said in told
+
+
+def test_another_number_of_samples_is_refused_for_groups_that_have_begun(tmp_path: Path) -> None:
+    _, path = save_after(tmp_path, 3)
+    with pytest.raises(ValueError, match="num_generations was 4 and is 2, and the checkpoint has unfinished groups"):
+        fit(partial(num_generations=2), 8, ckpt_path=path)
     with pytest.warns(UserWarning, match="unfinished sequences of partial rollouts, which are dropped"):
         fit(module(max_completion_length=20), 8, ckpt_path=path)
-
-
-@pytest.mark.parametrize("changed", [{"temperature": 0.3}, {"top_k": 5}], ids=str)
-def test_a_restart_with_other_settings_draws_finished_samples_again_too(changed: Any, tmp_path: Path) -> None:
-    _, path = save_after(tmp_path, 3, partial_checkpoint="restart")
-    saved = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
-    assert any(group["finished"] for group in saved["session"]["groups"].values())
-    seen, resumed = Recorder(), partial(**changed)
-    fit(resumed, 4, [seen], ckpt_path=path)
-    drawn = seen.scored[0].rollout.policy_versions[seen.scored[0].rollout.completion_mask]
-    assert drawn.unique().tolist() == [saved["session"]["version"] + 1]
 
 
 @pytest.mark.parametrize("unit", [1, 2])
 def test_groups_that_were_left_complete_are_caught_up_with(unit: int) -> None:
     """After a phase in which few groups a rollout were complete, and then many."""
+
+    def two_tokens(rows: list[dict[str, Any]]) -> list[list[int]]:
+        return [[30 + row["number"], 60 + row["number"]] for row in rows]
+
     policy = tiny_model(initializer_range=0.2)
     sampler = RolloutSampler(policy, FullKV(), 64, end_token_ids=[*range(20)])
     params = SamplingParams(num_generations=2, max_completion_length=12, seed=1)
@@ -291,8 +332,7 @@ def test_groups_that_were_left_complete_are_caught_up_with(unit: int) -> None:
     for number in range(12):
         waits.max_steps, count = (50, 2) if number else (1, 10)
         rows = [{"number": i} for i in range(first, first + count)]
-        opening = Opening(rows, [[30 + i, 60 + i] for i in range(first, first + count)], [])
-        rollout, own, _ = waits.draw(sampler, params, opening, range(2 * first, 2 * (first + count)))
+        rollout, own, _ = waits.draw(sampler, params, rows, range(2 * first, 2 * (first + count)), two_tokens)
         assert len(own) in range(unit, 1 + count + unit, unit)
         taken, first = taken + [row["number"] for row in own], first + count
         backlog.append(int(waits.metrics(rollout)["rollout/backlog"]))
@@ -318,12 +358,10 @@ def test_a_new_fit_forgets_what_an_interrupted_one_left() -> None:
     grpo = partial()
     with pytest.raises(ZeroDivisionError):
         fit(grpo, 3, [Stop()])
-    assert grpo.generator.partial.rows
+    assert waiting(grpo)
     seen = PromptsSeen()
     fit(grpo, 2, [seen])
-    assert sorted(seen.trained + [row["prompt"] for row in grpo.generator.partial.rows.values()]) == sorted(
-        seen.started
-    )
+    assert sorted(seen.trained + waiting(grpo)) == sorted(seen.started)
 
 
 def test_validation_does_not_disturb_what_waits() -> None:

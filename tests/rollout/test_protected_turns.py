@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +40,7 @@ from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
+from tests.rollout_cases import put_back
 
 SIZES: dict[str, Any] = {"budget": 22, "buffer": 5, "num_sinks": 2, "window": 4}
 ONE, TWO = SIZES | {"protect_observations": 1}, SIZES | {"protect_observations": 2}
@@ -240,7 +240,7 @@ def test_a_conversation_does_not_depend_on_its_neighbors_and_slots_forget() -> N
             assert torch.equal(*deaths)
 
 
-def test_a_conversation_is_resumed_in_the_middle() -> None:
+def test_conversations_that_are_put_back_go_on() -> None:
     model, compressor = small_model(), SnapKV(**TWO)
     whole = converse(model, compressor)
     session = new_session(model, compressor)
@@ -248,12 +248,8 @@ def test_a_conversation_is_resumed_in_the_middle() -> None:
     while not all(len(one.given) > 1 for one in session.scheduler.in_slots.values()):
         session.advance(max_steps=1)
         answer(session, range(10))
-    file = io.BytesIO()
-    torch.save(session.state(), file)
-    file.seek(0)
-    again = new_session(model, compressor)
-    again.load_state(torch.load(file, weights_only=True))
-    rest = talk(again, range(10))
+    put_back(session)
+    rest = talk(session, range(10))
     rows = [whole.keys[:, 1].tolist().index(key) for key in rest.keys[:, 1].tolist()]
     assert sorted(rows) == list(range(len(whole)))
     assert torch.equal(rest.sequences, whole.sequences[rows])

@@ -11,6 +11,7 @@ from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
+from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SIZES = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
@@ -62,15 +63,15 @@ def test_sequence_is_the_same_in_any_slot_order_and_chunk(compressor: Compressor
 
 
 @each_case
-def test_a_session_survives_being_saved(compressor: Compressor) -> None:
+def test_slots_that_are_put_back_go_on(compressor: Compressor) -> None:
     policy = model()
     want = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
-    sessions = [RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40) for _ in range(2)]
-    numbers = sessions[0].add(PROMPTS, range(10))
-    sessions[0].advance(max_steps=21)
-    sessions[1].load_state(sessions[0].state())
-    sessions[1].advance()
-    assert_same(want, sessions[1].take(numbers))
+    session = RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40)
+    numbers = session.add(PROMPTS, range(10))
+    session.advance(max_steps=21)
+    put_back(session)
+    session.advance()
+    assert_same(want, session.take(numbers))
 
 
 @pytest.mark.parametrize(

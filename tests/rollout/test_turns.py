@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -219,68 +218,6 @@ def test_memory_does_not_grow_with_turns() -> None:
     assert session.engine.cache.pool_bytes == rollout.kv.peak_bytes
     replayed = replay_logprobs(model, rollout, TEMPERATURE)
     assert (replayed - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 5e-5
-
-
-# -------------------------------------------------------------------- resume
-
-
-@pytest.mark.parametrize("restart", [False, True])
-def test_a_conversation_is_resumed_in_the_middle(restart: bool) -> None:
-    """With sequences that wait, read, draw and queue; what was given but not read is in the state too."""
-    model, compressor = small_model(), SnapKV(**SMALL)
-    whole = converse(model, compressor)
-    session = new_session(model, compressor)
-    session.add(PROMPTS, range(10))
-    for _ in range(2):
-        session.advance()
-        answer(session, range(10), 3)
-    while not (session.scheduler.reading and session.scheduler.running):
-        session.advance(max_steps=1)
-        answer(session, range(10), 3)
-    file = io.BytesIO()
-    torch.save(session.state(restart), file)
-    file.seek(0)
-    again = new_session(model, compressor)
-    again.load_state(torch.load(file, weights_only=True))
-    rest = talk(again, range(10))
-    order = [int(key) for key in rest.keys[:, 1]]
-    rows = [[int(key) for key in whole.keys[:, 1]].index(key) for key in order]
-    assert sorted(rows) == list(range(len(whole)))
-    assert torch.equal(rest.sequences, whole.sequences[rows])
-    assert torch.equal(rest.sampler_logprobs, whole.sampler_logprobs[rows])
-    assert torch.equal(rest.turns, whole.turns[rows])
-    assert torch.equal(rest.evictions.death, whole[torch.tensor(rows)].evictions.death)
-
-
-def test_a_conversation_resumes_with_the_weights_of_its_checkpoint() -> None:
-    """Loaded after the session was made, as a trainer does."""
-    model, other = small_model(), small_model()
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.1)
-    compressor = SnapKV(**SMALL)
-    whole = converse(model, compressor, num_slots=10)
-    session = new_session(model, compressor, 10)
-    session.add(PROMPTS, range(10))
-    session.advance(max_steps=3)
-    again = new_session(other, compressor, 10)
-    other.load_state_dict(model.state_dict())
-    again.load_state(session.state())
-    rest = talk(again, range(10))
-    assert again.version == 1
-    assert torch.equal(rest.sequences, whole.sequences)
-    assert torch.equal(rest.sampler_logprobs, whole.sampler_logprobs)
-
-
-def test_a_conversation_is_not_continued_by_a_session_without_turns() -> None:
-    model, compressor = small_model(), SnapKV(**SMALL)
-    session = new_session(model, compressor)
-    session.add(PROMPTS, range(10))
-    session.advance()
-    params, sampler = session.params, session.sampler
-    plain = RolloutSession(sampler, params, max_prompt_length=40)
-    with pytest.raises(UserError, match="turns was True, is False"):
-        plain.load_state(session.state())
 
 
 def test_a_conversation_is_no_record_of_version_1() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +46,7 @@ from sparse_rl_lightning.rollout import (
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
+from tests.rollout_cases import put_back
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 W = 8
@@ -221,39 +221,21 @@ def test_what_is_stored_and_read_is_counted_in_all_layers(longest: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_a_session_goes_on_where_it_was_saved(name: str) -> None:
+def test_slots_that_are_put_back_go_on(name: str) -> None:
     model = windowed(name)
     compressor = FullKV() if name == "mistral" else SnapKV(**SMALL)
     want = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
 
-    def start() -> RolloutSession:
-        return RolloutSession(RolloutSampler(model, compressor, 4), PARAMS, max_prompt_length=40)
-
-    session, file = start(), io.BytesIO()
+    session = RolloutSession(RolloutSampler(model, compressor, 4), PARAMS, max_prompt_length=40)
     numbers = session.add(PROMPTS, range(21))
     session.advance(max_steps=13)
     assert session.num_unfinished
-    torch.save(session.state(), file)
-    resumed = start()
-    resumed.load_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    resumed.advance()
-    found = resumed.take(numbers)
+    put_back(session)
+    session.advance()
+    found = session.take(numbers)
     assert torch.equal(found.sequences, want.sequences)
     assert torch.equal(found.evictions.death, want.evictions.death)
     parity(found.sampler_logprobs, want.sampler_logprobs)
-
-
-def test_a_session_of_other_windows_is_refused() -> None:
-    state: dict[str, Any] = {}
-    for width in (W, W + 1):
-        sampler = RolloutSampler(mixed(sliding_window=width), SnapKV(**SMALL), 4)
-        session = RolloutSession(sampler, PARAMS, max_prompt_length=40)
-        session.add(PROMPTS, range(21))
-        if width == W:
-            session.advance(max_steps=3)
-            state = session.state()
-    with pytest.raises(ValueError, match=r"windows was \[0, 0, 8, 8\], is \[0, 0, 9, 9\]"):
-        session.load_state(state)
 
 
 # ---------------------------------------------------------------- decoders, types, compressors

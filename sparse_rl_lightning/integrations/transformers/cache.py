@@ -258,7 +258,7 @@ class CompressedCache(Cache):
             if "room" in content:  # of heads that share their slot's memory: it ended with the old memory
                 content["room"] = content["lengths"] + min(one.room, key.size.max_length - one.num_fed)
             new.cache.restore(slot, content)
-        new.load([], old.running)
+        new.running = old.running
         self._scheduler = new
 
     def _scheduler_for(self, key: EngineKey, params: SamplingParams, decoder: Decoder | None = None) -> Scheduler:

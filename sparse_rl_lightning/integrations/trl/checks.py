@@ -18,7 +18,7 @@ from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
 OTHERS = (
-    "partial_rollout_steps", "partial_checkpoint", "turns", "oversampling", "downsampling", "reward_timeout",
+    "partial_rollout_steps", "turns", "oversampling", "downsampling", "reward_timeout",
     "reward_failure_limit", "skip_special_tokens", "on_long_prompt",
     "chat_template_kwargs", "generation_kwargs", "record_routing",
 )  # fmt: skip

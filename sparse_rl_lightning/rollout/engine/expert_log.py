@@ -38,9 +38,8 @@ class ExpertLog(SlotStorage):
         return {"routing": self.choices[slot, :length].clone()}
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
-        """Write back what :meth:`save` returned; states of version 0.1 have it among the logs."""
-        if "routing" in content:
-            self.choices[slot, : len(content["routing"])] = content["routing"]
+        """Write back what :meth:`save` returned."""
+        self.choices[slot, : len(content["routing"])] = content["routing"]
 
 
 class RecordingEngine(Engine):

@@ -11,7 +11,7 @@ a full slot is in ``cache/compression.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,16 +114,6 @@ class Scheduler:
         # the next sequence is last, so new prompts go to the front, behind all that are waiting
         self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
-
-    def load(self, waiting: Iterable[int], running: Mapping[int, RunningSequence]) -> None:
-        """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        self.waiting, self.cached_prompts, self._rows, self._check = list(waiting), {}, None, None
-        self.running = dict(running)
-        for group in self.groups.values():
-            group.num_waiting = 0
-        for sequence in self.waiting:
-            self.groups[sequence // self.params.num_generations].num_waiting += 1
-        self.free = sorted(set(range(self.num_slots)) - set(running), reverse=True)
 
     @property
     def has_unfinished(self) -> bool:

@@ -6,8 +6,8 @@ Index t refers to token t.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout, tensors_to
+from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 UNLIMITED = torch.iinfo(torch.int64).max
@@ -87,19 +87,6 @@ class SequenceLogs:
         faults = torch.zeros_like(self.end) if errors is None else errors.expand_as(self.end).to(torch.int64)
         return torch.stack([self.end, self.broken, faults])
 
-    # ---------------------------------------------------------------- a slot's rows, for checkpoints
-
-    def save(self, slot: int) -> dict[str, Tensor]:
-        """A copy of one slot's rows on the CPU."""
-        return {name: tensor[slot].to("cpu", copy=True) for name, tensor in (self.drawn | {"end": self.end}).items()}
-
-    def restore(self, slot: int, rows: dict[str, Tensor]) -> None:
-        """Write back what :meth:`save` returned."""
-        for name, tensor in (self.drawn | self.fed | {"end": self.end}).items():
-            if name in rows:
-                tensor[slot] = rows[name]
-        self.broken[slot] = UNLIMITED  # broken sequences are never saved
-
 
 @dataclass
 class SequenceGroup:
@@ -156,16 +143,6 @@ class RunningSequence:
         self.room, self.evicted = room, evicted
         self.cuts = [(self.prompt_length, sum(evicted))] if any(evicted) else []
 
-    def state(self) -> dict[str, Any]:
-        """The fields as they are now."""
-        return vars(self) | {"cuts": self.cuts.copy()}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Self:
-        """Restore the sequence from its :meth:`state`; version 0.1 stored more fields, and cuts by layers."""
-        cuts = [(length, lost if isinstance(lost, int) else sum(lost)) for length, lost in state["cuts"]]
-        return cls(**{field.name: state[field.name] for field in fields(cls)} | {"cuts": cuts})
-
 
 @dataclass(frozen=True)
 class FinishedSequence:
@@ -206,18 +183,6 @@ class FinishedSequence:
             stored_integral=read[prompt_length - 1 : end - 1].sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
         )
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: tensors on the CPU, numbers and dictionaries of them."""
-        evictions = None if self.evictions is None else self.evictions.state()
-        return tensors_to(vars(self) | {"evictions": evictions}, "cpu")
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> Self:
-        """Restore the sequence from its :meth:`state`; version 0.1 stored fields of other kinds of sequences too."""
-        own = tensors_to({field.name: state[field.name] for field in fields(cls)}, device)
-        evictions = None if own["evictions"] is None else EvictionRecord(**own["evictions"])
-        return cls(**own | {"evictions": evictions})
 
     @classmethod
     def assemble(

@@ -6,7 +6,7 @@ by :meth:`TurnScheduler.finish`. What was given is read as chunks before decodin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,8 +40,7 @@ class TurnSequence(RunningSequence):
     """A sequence of several turns, in its slot."""
 
     given: Spans = ()  # tokens between turns, which were not drawn
-    paused: bool = False  # its turn is over, and it waits in its slot
-    by_token: bool = False  # and it was an end token or a stop string that ended it
+    by_token: bool = False  # whether it was an end token or a stop string that ended its turn
     turn_length: int | None = None  # most tokens of a turn
 
     @property
@@ -131,13 +130,6 @@ class TurnScheduler(Scheduler):
 
     # ---------------------------------------------------------------- in place of the plain scheduler's
 
-    def load(self, waiting: Iterable[int], running: Mapping[int, TurnSequence]) -> None:  # type: ignore[override]
-        """Continue from a state: these sequences are waiting, next one last, and these are in their slots again."""
-        super().load(waiting, running)
-        self.paused = {slot: one for slot, one in running.items() if one.paused}
-        self.reading = {slot: one for slot, one in running.items() if one.num_unread and not one.paused}
-        self.running = {slot: one for slot, one in running.items() if not (one.paused or one.num_unread)}
-
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything: not where all slots have sequences that are paused."""
@@ -162,7 +154,7 @@ class TurnScheduler(Scheduler):
     def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
         """Let a sequence wait whose turn is over."""
         assert end == one.num_fed
-        one.paused, one.by_token, self.paused[slot] = True, by_token, one
+        one.by_token, self.paused[slot] = by_token, one
 
     def compress(self, full: list[int], own: dict[int, TurnSequence]) -> None:  # type: ignore[override]
         """Compress these slots; a compressor that protects observations is told where they are."""
@@ -181,7 +173,7 @@ class TurnScheduler(Scheduler):
         self.logs.end[slot] = UNLIMITED
         for log in self.logs.drawn.values():
             log[slot, first:last] = 0
-        one.paused, one.given, self.reading[slot] = False, (*one.given, (first, last)), one
+        one.given, self.reading[slot] = (*one.given, (first, last)), one
 
     def finish(self, slot: int, cut: bool = False) -> None:
         """End a paused sequence after its last turn, finished unless it was ``cut``."""

@@ -510,7 +510,7 @@ def test_refusals(tmp_path: Path, more: dict[str, Any], changes: dict[str, Any],
 OPTIONS: dict[str, Any] = {  # another value of each option of rollouts
     "num_slots": 3, "end_tokens": ("7",), "memory_limit": 0.5, "kv_dtype": "bfloat16", "keep_pool": False,
     "cuda_graphs": False, "head_in_float32": True, "decoder": "transformers",
-    "partial_rollout_steps": 5, "partial_checkpoint": "restart", "oversampling": 2.0, "downsampling": MaxReward(8),
+    "partial_rollout_steps": 5, "oversampling": 2.0, "downsampling": MaxReward(8),
     "reward_timeout": 1.0, "reward_failure_limit": 0.5, "chat_template_kwargs": {"a": 1},
     "generation_kwargs": {"top_k": 5}, "turns": TurnOptions(max_turns=2), "on_long_prompt": "skip",
     "skip_special_tokens": False, "record_routing": True,
