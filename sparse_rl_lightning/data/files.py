@@ -1,11 +1,13 @@
-"""Readers for tables of prompts: local JSON and CSV by hand, parquet and hub datasets through ``datasets``."""
+"""Readers for tables of prompts: local files as they are now, hub datasets through ``datasets``."""
 
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,6 +71,8 @@ def read_json_lines(path: str) -> Table:
         ValueError: If a line, or an entry of the array, is not UTF-8 or not a JSON object.
     """
     content = whole_file(path).removeprefix(b"\xef\xbb\xbf")
+    if not (encoding := json.detect_encoding(content)).startswith("utf-8"):
+        raise UserError(f"{path} is in {encoding.upper()} by its first bytes. Save it in UTF-8.")
     if content.lstrip()[:1] == b"[":
         return [_object(f"{path}, row {number}", row) for number, row in enumerate(_read_array(path, content))]
     rows: Table = []
@@ -157,30 +161,63 @@ def _check_kind(path: str) -> None:
 
 
 def _read_parquet(path: str) -> Table:
-    """The rows of a parquet file; ``datasets`` handles neither empty tables nor duplicate names, so they come first."""
+    """The rows of a parquet file; ``load_dataset`` takes its name for a pattern and its time for its content."""
+    datasets = _datasets()
+    content = whole_file(path)
+    from pyarrow import BufferReader
+    from pyarrow.parquet import ParquetFile
+
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_metadata, read_schema
-
-        names, num_rows = read_schema(path).names, read_metadata(path).num_rows
-    except (ImportError, ArrowException):  # datasets raises the error
-        return _read_with_datasets("parquet", None, "train", data_files=path)
-    if doubles := sorted({name for name in names if names.count(name) > 1}):
+        columns = ParquetFile(BufferReader(content)).read()
+        names = columns.column_names
+        doubles = sorted({name for name in names if names.count(name) > 1})
+        rows = [] if doubles else datasets.Dataset(columns, fingerprint=path)
+    except Exception as error:  # another file, a damaged one, or a type of no feature: each raises a different class
+        raise UserError(f"{path} is no parquet file that can be read: {error}") from error
+    if doubles:
         raise UserError(f"{path} has more than one column {doubles[0]!r}. Rename or drop one.")
-    return _read_with_datasets("parquet", None, "train", data_files=path) if num_rows else []
+    return _as_table(path, rows)
 
 
-def _read_with_datasets(path: str, config: str | None, split: str, data_files: str | None = None) -> Table:
+def _read_with_datasets(path: str, config: str | None, split: str) -> Table:
+    """The rows of a hub dataset, or of a folder like one, which is read as it is now, not from the cache."""
+    is_folder = Path(path).is_dir()
+    if is_folder and glob.has_magic(str(Path(path).resolve())):
+        raise UserError(f"datasets takes the folder {path!r} for a pattern. Rename it, without any of *, ? and [.")
+    datasets = _datasets()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            rows = datasets.load_dataset(path, config, split=split, cache_dir=scratch if is_folder else None)
+        except Exception as error:  # no dataset, network, split or configuration: each raises a different class
+            raise UserError(
+                f"datasets could not load {path!r} (configuration {config!r}, split {split!r}): {error} "
+                f"A local file must end in one of {', '.join(FILE_SUFFIXES)}."
+            ) from error
+        return _as_table(path, rows)
+
+
+def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
         raise ImportError("Parquet files and hub datasets need the package datasets: pip install datasets") from error
-    name = data_files or path
-    try:
-        table = datasets.load_dataset(path, config, split=split, data_files=data_files)
-    except Exception as error:  # no dataset, no network, no such split or configuration: each raises a different class
-        raise UserError(
-            f"datasets could not load {name!r} (configuration {config!r}, split {split!r}): {error} "
-            f"A local file must end in one of {', '.join(FILE_SUFFIXES)}."
-        ) from error
-    return [(f"{name}, row {number}", row) for number, row in enumerate(table)]
+    return datasets
+
+
+def _as_table(path: str, rows: Any) -> Table:
+    """Rows of a dataset; chat messages without the keys that Arrow gave them because other rows have them."""
+    items = {name: getattr(feature, "feature", None) for name, feature in rows.features.items()}
+    chats = [name for name, item in items.items() if isinstance(item, dict) and "role" in item]
+    table = [(f"{path}, row {number}", row) for number, row in enumerate(rows)]
+    for _, row in table:
+        row |= {name: _without_nulls(row[name], rows.features[name]) for name in chats}
+    return table
+
+
+def _without_nulls(value: Any, feature: Any) -> Any:
+    """A value of Arrow without null entries of its structs; those within JSON are as they were written."""
+    if value is not None and isinstance(feature, dict):
+        return {name: _without_nulls(item, feature[name]) for name, item in value.items() if item is not None}
+    if value is not None and hasattr(feature, "feature"):
+        return [_without_nulls(item, feature.feature) for item in value]
+    return value

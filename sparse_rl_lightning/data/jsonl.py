@@ -36,7 +36,8 @@ class JsonlPrompts(PromptDataModule):
             file, or the name of a hub dataset.
         val_path: The same for validation; the default is ``path`` if ``val_split`` is given, otherwise no validation.
         prompt_column: Column with the prompt.
-        answer_column: Column with the answer, text or a number; null for prompts without answers, to predict on.
+        answer_column: Column with the answer, text or a number; null to fill none in: rows keep their
+            own ``answer``, if they have one.
         answer_pattern: Regular expression that finds the bare answer in its column: its last match counts, or the first
             group of that match. ``gsm8k`` stands for the text behind ``####`` without commas.
         math_answers: Drop rows whose answer the math checker cannot compare with anything, too.
@@ -130,8 +131,7 @@ class JsonlPrompts(PromptDataModule):
         rows, dropped = PlacedRows([], []), []
         for where, record in table:
             row = self._row(where, record)
-            is_usable = row["answer"] and not (self.math_answers and answer_kind(row["answer"]) == "uncheckable")
-            if self.answer_column is None or is_usable:
+            if self.answer_column is None or self._is_usable(row["answer"]):
                 rows.append(row)
                 rows.places.append(where)
             else:
@@ -148,17 +148,25 @@ class JsonlPrompts(PromptDataModule):
         return rows
 
     def _row(self, where: str, record: dict[str, Any]) -> Row:
-        for argument in ("prompt_column", "answer_column", "solution_column"):
-            column = getattr(self, argument)
+        for filled in ("prompt", "answer", "solution"):
+            column: str | None = getattr(self, f"{filled}_column")
             if column is not None and column not in record:
+                names = ", ".join(map(repr, record))
+                raise UserError(f"{where} has no column {column!r} ({filled}_column). Its columns are: {names}.")
+            if column not in (None, filled) and filled in record:
                 raise UserError(
-                    f"{where} has no column {column!r} ({argument}). Its columns are: {', '.join(map(repr, record))}."
+                    f"{where} has a column {filled!r}, which {filled}_column={column!r} would replace, since rewards "
+                    f"read the {filled} there. Rename or drop it."
                 )
         row = {name: _clean(value, f"{where}, column {name!r}") for name, value in record.items()}
         if self.solution_column is not None:
             row["solution"] = row[self.solution_column]
-        answer = "" if self.answer_column is None else self._answer(where, row[self.answer_column])
-        return row | {"prompt": self._prompt(where, row[self.prompt_column]), "answer": answer}
+        if self.answer_column is not None:
+            row["answer"] = self._answer(where, row[self.answer_column])
+        return {"answer": ""} | row | {"prompt": self._prompt(where, row[self.prompt_column])}
+
+    def _is_usable(self, answer: str) -> bool:
+        return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
 
     def _answer(self, where: str, value: object) -> str:
         if value is None or value != value:  # a missing number in a parquet file is NaN

@@ -164,9 +164,9 @@ PARQUET = [
           prompt=["1"] * 4, answer=[Decimal("1.5")] * 4),
     table("a column of times", prompt=["1+1="] * 4, answer=["2"] * 4, when=[datetime.datetime(2020, 1, 1)] * 4),
     table("chats", prompt=[[{"role": "user", "content": "1+1="}]] * 4, answer=["2"] * 4),
-    Case("an empty parquet file", "datasets could not load 'p.parquet'", 1, file="p.parquet", rows=""),
-    Case("JSON under the name of parquet", "datasets could not load 'p.parquet'", 1, file="p.parquet", rows=ROWS,
-         slow=True),
+    Case("an empty parquet file", "p.parquet is no parquet file that can be read: ", 1, file="p.parquet", rows=""),
+    Case("JSON under the name of parquet", "p.parquet is no parquet file that can be read: ", 1, file="p.parquet",
+         rows=ROWS, slow=True),
 ]  # fmt: skip
 
 PLACES = [

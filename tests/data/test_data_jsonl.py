@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from sparse_rl_lightning import text as texts
@@ -240,6 +243,83 @@ def test_parquet(tmp_path: Path) -> None:
         kept = rows(path, prompt_column="problem")
     assert kept == [{"problem": "a", "answer": "1", "level": [1], "prompt": "a"}]
     with pytest.raises(ValueError, match="row 0 has no column 'prompt'"):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["train[1].parquet", "train*.parquet", "[run]/train.parquet", "year=2020/train.parquet"]
+)
+def test_a_local_parquet_file_is_read_as_it_is_now(tmp_path: Path, name: str) -> None:
+    """Whatever its name could mean as a pattern, and whatever its time says."""
+    path = tmp_path / name
+    for other in (path, tmp_path / "train1.parquet", tmp_path / "r" / "train.parquet"):
+        other.parent.mkdir(exist_ok=True)
+        pandas.DataFrame({"prompt": ["another file"], "answer": ["1"]}).to_parquet(other)
+    for text in ("old", "new"):
+        pandas.DataFrame({"prompt": [text], "answer": ["1"]}).to_parquet(path)
+        os.utime(path, (0, 0))
+        module = JsonlPrompts(str(path), val_path=str(path))
+        assert module.train_rows() == module.val_rows() == [{"prompt": text, "answer": "1"}]
+
+
+def test_a_folder_of_rows_is_read_as_it_is_now(tmp_path: Path) -> None:
+    folder, pattern = tmp_path / "rows", tmp_path / "[rows]"
+    for text in ("old", "new"):
+        folder.mkdir(exist_ok=True)
+        pandas.DataFrame({"prompt": [text], "answer": ["1"]}).to_parquet(folder / "train.parquet")
+        os.utime(folder / "train.parquet", (0, 0))
+        assert [row["prompt"] for row in rows(str(folder))] == [text]
+    folder.rename(pattern)
+    with pytest.raises(ValueError, match=r"datasets takes the folder '.*\[rows\]' for a pattern. Rename it"):
+        rows(str(pattern))
+
+
+def called(name: str, arguments: dict[str, Any]) -> Row:
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls},
+                {"role": "tool", "content": "ok"}]  # fmt: skip
+    return {"prompt": messages, "answer": "1", "more": {"level": 1, "source": None}}
+
+
+def test_prompts_of_parquet_have_the_nulls_that_were_written(tmp_path: Path) -> None:
+    """Arrow gives every struct of a column the keys of all; JSON, in lines or in a column, keeps its own nulls."""
+    import datasets
+
+    table = [called("weather", {"city": "X", "day": None}), called("time", {"zone": "Y"}), called("now", {})]
+    datasets.Dataset.from_list(table, on_mixed_types="use_json").to_parquet(tmp_path / "json.parquet")
+    pandas.DataFrame(table).to_parquet(tmp_path / "structs.parquet")
+    (tmp_path / "hub").mkdir()
+    pandas.DataFrame(table).to_parquet(tmp_path / "hub" / "train.parquet")
+    assert rows(write(tmp_path, *table)) == rows(str(tmp_path / "json.parquet")) == table
+    table[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"].pop("day")
+    for path in (tmp_path / "structs.parquet", tmp_path / "hub"):
+        assert rows(str(path)) == table
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer", "solution"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "hub/train.csv"])
+def test_a_column_of_the_file_is_never_replaced(tmp_path: Path, column: str, name: str) -> None:
+    table = pandas.DataFrame([{"prompt": "a", "answer": "1", "solution": "s", "text": "b"}])
+    (tmp_path / "hub").mkdir()
+    writers = {"jsonl": partial(table.to_json, orient="records", lines=True), "csv": partial(table.to_csv, index=False)}
+    writers.get(name.rpartition(".")[2], table.to_parquet)(tmp_path / name)
+    path = str((tmp_path / name).parent if "/" in name else tmp_path / name)
+    with pytest.raises(ValueError, match=f"row|line .* has a column '{column}', which {column}_column='text' would re"):
+        rows(path, **{f"{column}_column": "text"})
+    assert rows(path, **{f"{column}_column": column}) == table.to_dict("records")
+
+
+@pytest.mark.parametrize("answer", [["2", "two"], {"value": 2}, None, "2"])
+def test_without_an_answer_column_the_answer_of_the_file_is_handed_on(tmp_path: Path, answer: Any) -> None:
+    path = write(tmp_path, {"prompt": "1+1=", "answer": answer}, {"prompt": "1+2="})
+    first, second = rows(path, answer_column=None, math_answers=True)
+    assert (first["answer"], second["answer"]) == (answer, "")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_a_file_of_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
+    path = write(tmp_path, '{"prompt": "1+1=", "answer": "2"}'.encode(encoding))
+    with pytest.raises(ValueError, match=rf"data.jsonl is in {encoding.upper()} by its first bytes. Save it in UTF-8"):
         rows(path)
 
 
