@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from sparse_rl_lightning import modules
 from sparse_rl_lightning.callbacks import (
@@ -30,6 +31,7 @@ from sparse_rl_lightning.callbacks import (
     MismatchSplit,
     RankWatch,
     RolloutCallback,
+    RunSummary,
     SparsityAwareRejection,
     StepGuard,
     ZeroSharding,
@@ -37,6 +39,7 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.compressors import Drawn, LearnedScore
+from sparse_rl_lightning.data.base import in_order
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.modules import SparseGRPO
@@ -302,12 +305,29 @@ def asked(job: Job) -> list[Any]:
             callbacks.append(kind(job[name]))
     if "sharding" in job:
         callbacks.append(ZeroSharding(**job["sharding"]))
+    if job.get("summary"):
+        callbacks.append(RunSummary(num_problems=8))
     if job.get("checkpoints"):
         every, folder = job.get("every", 1), job["checkpoints"]
         callbacks.append(
             ModelCheckpoint(folder, every_n_train_steps=every, save_last=True, enable_version_counter=False)
         )
     return callbacks
+
+
+def rows_of(job: Job, world_size: int) -> Rows:
+    data = Rows(prompts_per_rollout=PROMPTS // world_size, val_batch_size=2)
+    data.train_rows = lambda: Rows.train_rows(data)[: job.get("rows")]  # type: ignore[method-assign]
+    data.val_rows = lambda: Rows.train_rows(data)[: job.get("val_rows", 4)]  # type: ignore[method-assign]
+    return data
+
+
+def loaders(job: Job, data: Rows) -> dict[str, Any]:
+    """The rows as ``fit`` is given them: by a data module, or by loaders that Lightning deals out itself."""
+    if not job.get("own_loaders"):
+        return {"datamodule": data}
+    rows = DataLoader(data.train_rows(), data.prompts_per_rollout, collate_fn=list, drop_last=True)  # type: ignore[arg-type]  # a list
+    return {"train_dataloaders": rows, "val_dataloaders": in_order(data.val_rows(), data.val_batch_size)}
 
 
 def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
@@ -332,8 +352,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         next(grpo.policy_source.load()[0].parameters()).mul_(job.get("scale", 1.0))  # as a file that is another one
     if isinstance(grpo, Recorded):
         grpo.record = torch.load(job["record"], weights_only=True)
-    data = Rows(prompts_per_rollout=PROMPTS // world_size)
-    data.train_rows = lambda: Rows.train_rows(data)[: job.get("rows")]  # type: ignore[method-assign]
+    data = rows_of(job, world_size)
     tap, sampled, told = Tap(), Sampled(), Told()
     torch.manual_seed(11)
     trainer = Trainer(
@@ -345,7 +364,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     ckpt_path = job.get("ckpt_path")
     status, refused = None, ""
     try:
-        trainer.fit(grpo, datamodule=data, ckpt_path=ckpt_path)
+        trainer.fit(grpo, **loaders(job, data), ckpt_path=ckpt_path)
     except SystemExit as end:
         status = end.code
     except ValueError as error:
@@ -362,10 +381,27 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
         "rate": trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
         "sampled": sampled.scored,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "before": next((c.record.before for c in trainer.callbacks if isinstance(c, RunSummary)), {}),  # type: ignore[attr-defined]
         "warnings": told.warnings,
         "global_step": trainer.global_step,
         "num_rollouts": grpo.num_rollouts,
     }
+
+
+def warmed_up(job: Job, world_size: int, out: Path) -> dict[str, Any]:
+    """What a warm-up validates its policy with, after a fit whose rows were others."""
+    rows = [{"prompt": "0123", "solution": text} for text in ("a", "cd", "efa", "0123456", "789abcdef")]
+    warmup = modules.SupervisedWarmup(module().policy_source)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy("ddp", world_size), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=out, **job["trainer"],
+    )  # fmt: skip
+    trainer.fit(warmup, in_order([rows[0]] * 4, 2), in_order(rows[:2], 2))
+    return {"metrics": trainer.validate(warmup, in_order(rows, 2), verbose=False)[0]}
+
+
+def outcome_of(job: Job, world_size: int, out: Path) -> dict[str, Any]:
+    return (warmed_up if job.get("warms_up") else train)(job, world_size, out)
 
 
 def run(jobs: list[Job], folder: Path, world_size: int, timeout: float = 240) -> dict[str, dict[str, Any]]:
@@ -419,7 +455,7 @@ def main(folder: Path) -> None:
     given = dict(os.environ)
     for job in json.loads((folder / "jobs.json").read_text()):
         os.environ.update(given)  # Lightning forgets who it is at the end of a fit
-        outcome = train(job, int(given["WORLD_SIZE"]), folder)
+        outcome = outcome_of(job, int(given["WORLD_SIZE"]), folder)
         if given["RANK"] == "0":
             torch.save(outcome, folder / f"{job['name']}.pt")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -140,6 +142,28 @@ def check_agreement(facts: dict[str, str]) -> None:
                 f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
                 "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
+
+
+class DealtRows:
+    """The places in the data of the rows that this rank evaluates, and which of the rows count.
+
+    Torch's sampler deals rows out one by one. It repeats the first, so that every rank has as many and collectives
+    match; a row that another rank has seen counts nowhere.
+    """
+
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        self._num_rows = math.inf
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        self._places = itertools.count(rank, world_size)
+        if trainer and world_size > 1 and not trainer.predicting:  # whose rows are not repeated
+            loop: Any = trainer._evaluation_loop  # val_dataloaders may be those of an earlier fit
+            sampler = getattr(loop._combined_loader.iterables, "sampler", None)
+            self._num_rows = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else math.inf
+
+    def next(self, count: int) -> tuple[list[int], Tensor]:
+        """The places of the next rows of this rank, and which of them (count,) are not repeats."""
+        places = list(itertools.islice(self._places, count))
+        return places, torch.tensor([place < self._num_rows for place in places])
 
 
 def check_training(trainer: Trainer, facts: dict[str, str]) -> None:

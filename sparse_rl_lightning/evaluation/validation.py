@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy
@@ -26,26 +26,25 @@ class ValidationLog:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
-        self._places = itertools.count()
 
-    def begin(self, rewards: Rewards, rank: int = 0, world_size: int = 1) -> None:
-        """Forget the batches of a validation that was interrupted, and number this rank's rows anew."""
+    def begin(self, rewards: Rewards) -> None:
+        """Forget the batches of a validation that was interrupted."""
         self._intervals.clear()
-        self._places = itertools.count(rank, world_size)  # as Lightning deals them out
         rewards.failures = Failures()
 
-    def places(self, count: int) -> list[int]:
-        """Places in the data of the next rows of this rank."""
-        return list(itertools.islice(self._places, count))
+    def batch(self, scores: Scores, counts: Tensor, key: str, by_benchmark: bool) -> None:
+        """Log a batch under ``key``, ``{}`` being the measure, and if wanted every benchmark beside the whole.
 
-    def batch(self, scores: Scores, key: str, by_benchmark: bool) -> None:
-        """Log a batch under ``key``, ``{}`` being the measure, and if wanted every benchmark beside the whole."""
-        rewarded = scores.rewards[~scores.rewards.isnan()]
+        Of its rows those count of which ``counts`` (P,) says so.
+        """
+        samples = counts.repeat_interleave(scores.num_samples)
+        rewarded = scores.rewards[samples.to(scores.rewards.device) & ~scores.rewards.isnan()]
         mean = rewarded.mean() if len(rewarded) else scores.rewards.new_zeros(())  # no rewarded rows: weight 0
         self._log(key.format("reward"), mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
-        length = scores.lengths.float().mean()
-        self._log(key.format("length"), length, prog_bar=True, batch_size=len(scores.rows), sync_dist=True)
-        applies, correct = scores.applies, scores.first == 1
+        lengths = scores.lengths[samples.to(scores.lengths.device)].float()
+        length = lengths.mean() if len(lengths) else lengths.new_zeros(())
+        self._log(key.format("length"), length, prog_bar=True, batch_size=int(counts.sum()), sync_dist=True)
+        applies, correct = scores.applies & counts, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
             rows = applies & torch.tensor([name in (None, other) for other in names])

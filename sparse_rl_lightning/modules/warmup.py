@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from sparse_rl_lightning.distributed.ranks import DealtRows
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
@@ -61,6 +62,7 @@ class SupervisedWarmup(PolicyModule):
         self.solution_column = solution_column
         self.chat_template_kwargs = chat_template_kwargs
         self._tokens = 0.0  # of the optimizer step so far, on all ranks
+        self._dealt = DealtRows()
         self.given = None if given is None else compiled(given, "given")
 
     def admit(self, rows: Rows, place: Callable[[int], str], is_training: bool) -> Rows:
@@ -129,15 +131,22 @@ class SupervisedWarmup(PolicyModule):
                 "Set trainer.accumulate_grad_batches to 1 and data.prompts_per_rollout higher, or use another strategy."
             )
 
+    def on_validation_epoch_start(self) -> None:
+        """Count every held-out row once, whichever ranks have it."""
+        self._dealt = DealtRows(self._trainer)
+
     def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
         """Log the same loss, and the token accuracy, on held-out rows."""
-        loss, accuracy, count = self._loss(batch)  # a token mean over all batches
-        found = {"val_loss": loss, "val_token_accuracy": accuracy}
+        _, counts = self._dealt.next(len(batch))
+        loss, accuracy, count = self._loss(batch, counts)  # a token mean over all batches
+        found = {"val_loss": loss.nan_to_num(), "val_token_accuracy": accuracy.nan_to_num()}  # NaN without a token
         self.log_dict(found, prog_bar=True, batch_size=count, sync_dist=True)
 
-    def _loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, int]:
-        """Mean loss and accuracy over the tokens to learn, and their number."""
+    def _loss(self, rows: list[dict[str, Any]], counts: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
+        """Mean loss and accuracy over the tokens to learn, and their number; all rows count, or those of a mask."""
         ids, targets = self._encode(rows)
+        if counts is not None:
+            targets[~counts.to(targets.device)] = -100
         logits = self.policy(ids, use_cache=False).logits[:, :-1].float()
         wanted = targets[:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100)

@@ -1,4 +1,4 @@
-"""Two real processes: what can be asked of sharding beside the strategy, validation, signals, full disks, resuming."""
+"""Two real processes: what can be asked of sharding beside the strategy, signals, full disks, resuming."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_runs import STEPS, run, train
+from rank_runs import STEPS, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # more than the processes that all tests share may take
 Outcomes = dict[str, dict[str, Any]]
-VALIDATED: dict[str, Any] = {  # after the one step of a rollout
-    "letters": True,
-    "settings": {"num_iterations": 1},
-    "trainer": {"max_steps": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 0, "val_check_interval": 2},
-}
-
-
-@pytest.fixture(scope="module")
-def validated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The metrics of one process."""
-    return validation(train({"name": "alone", **VALIDATED}, 1, tmp_path_factory.mktemp("alone")))
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +21,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def described(folder: Path) -> list[dict[str, Any]]:
     """One job after the other, for the same two processes."""
-    jobs = [{"name": f"val-{name}", "strategy": name, **VALIDATED} for name in ("ddp", "zero3")]
-    jobs += [
+    jobs: list[dict[str, Any]] = [
         {"name": "kept", "strategy": "zero3"},
         {"name": "freed", "strategy": "zero3", "sharding": {"keep_shadow": False}},
         {"name": "half", "strategy": "zero3", "sharding": {"shadow_dtype": "bfloat16"}},
@@ -72,18 +60,6 @@ def test_a_long_step_is_told_of_with_the_numbers_of_the_rank_that_made_it(tmp_pa
         said = "The largest staleness ratio of optimizer step" if "bounded" in name else "times as long as usual"
         assert said in told, name
         assert "staleness ratio is 1.6e+05" in told or "is 1.6e+05: tokens" in told, name
-
-
-def validation(outcome: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in outcome["metrics"].items() if name.startswith("val/")}
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_validation_is_that_of_one_rank(name: str, together: Outcomes, validated: dict[str, float]) -> None:
-    """Greedy, after the same step: means over all ranks."""
-    assert len(validated) == 10
-    assert 0 < validated["val/reward_dense"] != validated["val/reward_sparse"] > 0
-    assert validation(together[f"val-{name}"]) == pytest.approx(validated, abs=1e-5)
 
 
 def test_a_shadow_that_is_given_back_changes_nothing(together: Outcomes) -> None:

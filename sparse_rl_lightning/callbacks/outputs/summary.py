@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DistributedSampler
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
@@ -297,6 +298,8 @@ def held_out_rows(trainer: Trainer, count: int) -> Rows:
     loader = trainer.val_dataloaders if data is None else data.val_dataloader()
     if isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else None
+    if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which gives each rank other rows
+        return [loader.dataset[index] for index in range(min(count, len(loader.dataset)))]
     return list(islice(chain.from_iterable(loader or ()), count))
 
 
