@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from exact_answers.boxes import extract_boxed, is_within_limits
 from exact_answers.compare import Comparison, Pair, read_atom
+from exact_answers.golds import gold_answer, is_tagged
 from exact_answers.lenient import LenientComparison, extract_answer
 from exact_answers.structure import Atom, parse_answer, without_braces
 from exact_answers.symbolic.pool import SymbolicPool
@@ -29,7 +30,7 @@ _FAILURES = {"unparsed": "unparsed", "timeout": "timeouts", "crash": "crashes"}
 
 
 class MathChecker:
-    r"""Compares the last ``\boxed{}`` of completions with bare gold answers; any failure counts as a wrong answer.
+    r"""Compares the last ``\boxed{}`` of completions with gold answers; any failure counts as a wrong answer.
 
     Numbers, expressions, lists, intervals and matrices are compared in this process, within milliseconds. Sums,
     integrals and limits go to math-verify, in processes that start on first use.
@@ -89,7 +90,7 @@ class MathChecker:
     def _same(
         self, answers: Sequence[str], golds: Sequence[str], tolerances: Sequence[float] | None, how: type[Comparison]
     ) -> list[bool]:
-        triples = list(zip(answers, golds, tolerances or [0.0] * len(golds), strict=True))
+        triples = list(zip(answers, map(gold_answer, golds), tolerances or [0.0] * len(golds), strict=True))
         comparisons = [how(tolerance) for _, _, tolerance in triples]
         verdicts = [self._compare(c, answer, gold) for c, (answer, gold, _) in zip(comparisons, triples, strict=True)]
         open_cases = [index for index, verdict in enumerate(verdicts) if verdict is None]
@@ -135,7 +136,7 @@ def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
 
     Args:
         completion: Text of the policy; hostile text of any length is fine.
-        gold: Bare answer, without a box. An empty gold matches nothing.
+        gold: Answer, or a text with one (:func:`~exact_answers.golds.gold_answer`). An empty gold matches nothing.
         answers: Convention, ``strict`` or ``lenient``.
     """
     return default_checker().check_by(answers, [completion], [gold])[0]
@@ -163,10 +164,13 @@ def audit_golds(golds: Sequence[str]) -> GoldAudit:
 def answer_kind(gold: str) -> AnswerKind:
     r"""How an answer is compared: as a number, an expression, several parts, or character by character as text.
 
-    An answer is uncheckable if it is empty, too long, nested too deeply, or changed by a ``\boxed{}`` around it.
+    It is the bare one that :func:`~exact_answers.golds.gold_answer` finds. It is uncheckable if it is empty, too long,
+    nested too deeply, has tags around it, or is changed by a ``\boxed{}`` around it.
     """
+    gold = gold_answer(gold)
     boxed = extract_boxed(f"\\boxed{{{gold}}}")
-    if not is_within_limits(gold) or not plain_text(without_braces(tidy(gold))) or boxed != gold.strip():
+    is_bare = boxed == gold.strip() and not is_tagged(gold)
+    if not is_within_limits(gold) or not plain_text(without_braces(tidy(gold))) or not is_bare:
         return "uncheckable"
     answer = parse_answer(tidy(gold))
     if not isinstance(answer, Atom):

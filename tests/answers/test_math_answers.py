@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 
+import math_verify
 import pytest
 
 from exact_answers import MathChecker, answer_kind, audit_golds, same_answer
@@ -327,12 +328,33 @@ def test_a_tolerance_is_relative_and_spares_whole_numbers() -> None:
     [
         ("5", "number"), (r"4.5\times10^{33}", "number"), (r"5\text{ cm}", "number"), (r"\sqrt{2}", "expression"),
         ("1,2", "parts"), (r"x\ge 2", "parts"), ("52_8", "text"), (r"\text{east}", "text"), ("", "uncheckable"), 
-        ("{}", "uncheckable"),
+        ("{}", "uncheckable"), ("<answer>5</answer>", "uncheckable"),
         ("$$", "uncheckable"), ("1" * 600, "uncheckable"), ("}{", "uncheckable"), ("{" * 30 + "}" * 30, "uncheckable"),
     ],
 )  # fmt: skip
 def test_kinds_of_golds(gold: str, kind: str) -> None:
     assert answer_kind(gold) == kind
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"We have $2x=10$, so $x=5$. The answer is $\boxed{5}$.", "5"), (r"Thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("Long. " * 300 + r"\boxed{7}", "7"), (r"x = \boxed{5}", "5"), (r"\boxed{12} cm", "12"),
+        (r"$\boxed{2}$ is too small, so we take $\boxed{3}$.", "3"), (r"\boxed{2} and \boxed{3}", "2,3"),
+        (r"\boxed{\boxed{5}}", "5"), ("2+3=5\n#### 5", "5"), ("#### 1,234", "1234"), ("The answer is 5.", "5"),
+        ("So 2+3 = 5. The final answer is 5.5.", "5.5"), (r"The answer is $\frac{1}{2}$", "0.5"), ("Answer: 5", "5"),
+        ("**Final answer:** 5", "5"),
+    ],
+)  # fmt: skip
+def test_a_gold_with_text_around_its_answer_counts_as_that(gold: str, answer: str) -> None:
+    completion = rf"\boxed{{{answer}}}"
+    assert math_verify.verify(math_verify.parse(gold), math_verify.parse(completion))
+    assert math_verify.verify(math_verify.parse(gold), math_verify.parse(r"\boxed{88}")) is False
+    checker = MathChecker()
+    for paid in checker.check_both([completion, r"\boxed{88}"], [gold, gold]).values():
+        assert paid == [True, False]
+    assert answer_kind(gold) in ("number", "expression", "parts")
 
 
 def test_audit_counts_and_names_the_places() -> None:

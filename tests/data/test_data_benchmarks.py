@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmark_files import GOLDS, ROWS, write_benchmarks
 
+from exact_answers.golds import gold_answer
 from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
 from sparse_rl_lightning.data.benchmarks import render
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
@@ -309,6 +310,11 @@ def test_other_spellings_are_paid_and_near_misses_are_not(data_dir: Path, name: 
             **{"brackets": 13, "fractions": 41, "variable": 242, "named": 242, "parentheses": 239},
             **dict.fromkeys(("zeros", "decimal", "unit"), 177), "thousands": 14, "thin spaces": 14,
         }  # fmt: skip
+
+
+def test_no_gold_has_text_around_its_answer(data_dir: Path) -> None:
+    golds = [row["answer"] for name in PUBLISHED for row in MathBenchmarks(str(data_dir)).rows(name)]
+    assert [gold_answer(gold) for gold in golds] == golds
 
 
 def test_one_changed_digit_or_sign_is_never_the_answer(data_dir: Path) -> None:
