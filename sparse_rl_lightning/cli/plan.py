@@ -200,6 +200,11 @@ def sharding_of(trainer: Any) -> Sharding:
     """
     strategy = trainer.strategy
     ranks = _count(trainer.devices, is_alone=strategy == "auto") * trainer.num_nodes
+    if ranks < 1:
+        raise UserError(
+            f"A plan is for at least one GPU, got trainer.devices={trainer.devices!r} and trainer.num_nodes="
+            f"{trainer.num_nodes}. Leave both out for one."
+        )
     if isinstance(strategy, str):
         entry = StrategyRegistry[strategy] if strategy in StrategyRegistry else None
         kind, own = (entry["strategy"].__name__, entry["init_params"]) if entry else (strategy, {})

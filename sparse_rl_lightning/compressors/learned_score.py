@@ -177,6 +177,8 @@ def load_network(path: str) -> ScoreNetwork:
         raise UserError(f"LearnedScore: there is no file weights={path!r}. Exported policies have one: FOLDER/{FILE}.")
     try:
         tensors = load_file(place)
+        if not all(tensor.is_floating_point() for tensor in tensors.values()):
+            raise ValueError("integers would be cast")
         layers, heads, head_dim, width = tensors["key"].shape
         network = ScoreNetwork(ModelSizes(layers, heads, head_dim, tensors["hidden"].shape[2]), width)
         network.load_state_dict(tensors)

@@ -95,7 +95,10 @@ class QueryStatistics:
         if not Path(path).expanduser().is_file():
             raise UserError(f"{owner}: there is no file statistics={str(path)!r}. {advice}")
         try:
-            return cls(**load_file(Path(path).expanduser()))
+            tensors = load_file(Path(path).expanduser())
+            if not all(tensor.is_floating_point() for tensor in tensors.values()):
+                raise TypeError("they are means")
+            return cls(**tensors)
         except (SafetensorError, TypeError) as error:
             raise UserError(f"{owner}: statistics={str(path)!r} does not hold query statistics. {advice}") from error
 

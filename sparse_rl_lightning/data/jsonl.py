@@ -28,8 +28,9 @@ class JsonlPrompts(PromptDataModule):
     r"""Prompts and answers from JSON, CSV, parquet or the hub; rows with an empty answer are dropped and counted.
 
     A prompt is text, or a list of chat messages that the training module renders with its tokenizer's template.
-    Text counts as already rendered: set ``as_chat`` to make it a user message instead. All other columns are passed
-    on to the reward functions.
+    Text counts as already rendered: set ``as_chat`` to make it a user message instead. Of messages that Arrow stores
+    as structs (parquet, hub), keys without a value are left out. All other columns are passed on to the reward
+    functions, and none is replaced: a file with ``answer`` takes no other ``answer_column``.
 
     Args:
         path: A ``.jsonl`` or ``.json`` file (an object per line, or an array of objects), a ``.csv`` or ``.parquet``

@@ -34,7 +34,7 @@ from sparse_rl_lightning.modules.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
-from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
+from sparse_rl_lightning.policies.source import PolicySource, check_trainable, has_adapters, resolve_policy
 from sparse_rl_lightning.rollout.prompts import default_end_token_ids
 
 
@@ -238,6 +238,8 @@ class PolicyModule(LightningModule):
     def configured(self) -> tuple[torch.optim.Optimizer, Any]:
         """An optimizer and its schedule, None if there is none, as they are before the first step."""
         groups = self.parameter_groups()
+        if groups == [] or has_adapters(self.policy):
+            check_trainable(self.policy)
         try:
             optimizer = self.optimizer_factory(groups)
         except ValueError as error:

@@ -102,7 +102,11 @@ def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wi
     """What the weights of a policy that was just loaded mean, and a digest of the weights it starts with."""
     config = json.loads(policy.config.to_json_string(use_diff=False))
     own = {name: value for name, value in config.items() if not NOT_OF_WEIGHTS.fullmatch(name)}
+    ends = {"generation_config": policy.generation_config, "tokenizer": tokenizer}
     return {
+        "ends": {
+            f"eos_token_id of the {name}": str(getattr(part, "eos_token_id", None)) for name, part in ends.items()
+        },
         "config": {name: json.dumps(value, sort_keys=True) for name, value in own.items()},
         "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "weights": weights_digest(policy) if with_weights else None,

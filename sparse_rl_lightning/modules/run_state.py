@@ -186,7 +186,8 @@ class RunState:
                 f"{', '.join(mixed)}. Resume as it was and change it after a checkpoint between two rollouts, or start "
                 "anew from the checkpoint's weights: sparse-rl export, and model.policy."
             )
-        self._changes = list(changed.values())
+        ends = checkpoint.get(KEY, {}).get("policy", {}).get("ends", {})
+        self._changes = [*changed.values(), *_changes(ends, self.policy["ends"])]
 
     def _check_optimizer(self, checkpoint: dict[str, Any]) -> None:
         optimizer, schedule = self.module.configured()

@@ -24,7 +24,7 @@ MOST, MOST_LAYERS = 2**24, 1000
 
 DUE = {
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size",
+    "vocab_size", "max_position_embeddings",
 }  # fmt: skip
 """Sizes that cannot be 0."""
 

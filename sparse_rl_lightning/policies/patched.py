@@ -67,16 +67,22 @@ def check_reachable(model: Any) -> None:
 
 
 def check_no_soft_prompt(model: Any) -> None:
-    """Refuse a model of peft that puts trained vectors before the prompt, or before a layer's keys and values.
+    """Refuse a model of peft whose own forward prepares its adapters.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If it puts trained vectors before the prompt, or before a layer's keys and values, or looks for the
+            tokens behind which an adapter is on (aLoRA).
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):
             raise UserError(
                 f"The adapter {name!r} of {type(model).__name__} is a soft prompt ({config.peft_type}), which rollouts "
                 "and log-probabilities would pass over. Use LoRA, or another adapter that lives in the layers."
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UserError(
+                f"The adapter {name!r} of {type(model).__name__} is on behind its invocation tokens alone (aLoRA), "
+                "which rollouts and log-probabilities would not look for, and no export can merge it. Use LoRA."
             )
 
 

@@ -114,6 +114,32 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return "peft" in sys.modules and any(isinstance(module, _parts_of_peft()) for module in model.modules())
 
 
+def check_trainable(model: torch.nn.Module) -> None:
+    """Refuse a policy that training could not change, or whose adapters no export could add to its weights.
+
+    Raises:
+        ValueError: If all weights are frozen, or an adapter cannot be merged.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            "All weights of the policy are frozen, so there is nothing to train. A PeftModel is loaded for inference "
+            "unless it is asked for: PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
+    tuned = _parts_of_peft()[0] if has_adapters(model) else ()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, tuned):
+            continue
+        has_bias = (
+            any(getattr(layer, "lora_bias", {}).values()) and getattr(layer.get_base_layer(), "bias", None) is None
+        )
+        if has_bias or type(layer).merge is tuned.merge:
+            why = "its bias (lora_bias) has none below it" if has_bias else f"peft merges no {type(layer).__name__}"
+            raise UserError(
+                f"The adapter of {name} cannot be merged into the weights for an export: {why}. Use LoRA, without "
+                "lora_bias."
+            )
+
+
 def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A copy of the model without its adapters, which ``merge`` adds to the weights first.
 

@@ -151,6 +151,8 @@ def _obstacle(model: PreTrainedModel) -> str:
     config, decoder = model.config, model.get_decoder()
     if config.get_text_config() is not config:
         return "it reads more than text. Load its language model alone, such as Gemma3ForCausalLM for a Gemma3"
+    if of_layers := getattr(config, "per_layer_attributes", None):  # to read one of them is an error
+        return f"its layers differ in {', '.join(sorted(of_layers))} (per_layer_config)"
     types, linear = list(getattr(config, "layer_types", None) or ()), linear_modules(model)
     others = set(types) - {"full_attention", "sliding_attention"}
     if others and (others != {LINEAR} or types.count(LINEAR) != len(linear)):
@@ -165,6 +167,9 @@ def _obstacle(model: PreTrainedModel) -> str:
         return reason
     if hidden := _hidden_windows(config, attention):
         return f"its layers {hidden} have sliding windows of which layer_types of its configuration says nothing"
-    if rotation_of(getattr(decoder, "rotary_emb", None))[0] is None:
+    frequencies = rotation_of(getattr(decoder, "rotary_emb", None))[0]
+    if frequencies is None:
         return "its positions are not rotary ones with frequencies that all layers of full attention share"
+    if frequencies.device.type != "meta" and not frequencies.isfinite().all():
+        return f"its rotary frequencies are not finite, look at config.json, rope_parameters: {rope_of(config)}"
     return ""

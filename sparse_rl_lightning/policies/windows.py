@@ -77,7 +77,8 @@ def deaths_by_window(config: Any, sequences: Tensor) -> list[Tensor | None] | No
 def rope_of(config: Any) -> dict[str, Any]:
     """The rotary parameters of the layers of full attention, or of all layers."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return rope[_full_kind(rope)] if _full_kind(rope) else rope
+    kind = _full_kind(rope)
+    return (rope[kind] or {}) if kind else rope  # null where these layers have no positions
 
 
 def rotation_of(rotary: Any) -> tuple[Tensor | None, float]:

@@ -49,7 +49,8 @@ def register(name: str, keyword: str, attend: Attend) -> None:
                 "is computed again without. Set model.learner.disable_dropout to true."
             )
         sinks = others.get("s_aux")  # learned ones
-        return attend(others[keyword], layer, query, key, value, scaling, sinks).transpose(1, 2), None
+        outputs = attend(others[keyword], layer, query, key, value, scaling, sinks)
+        return outputs.transpose(1, 2).contiguous(), None  # as transformers' own return it: some models view it
 
     AttentionInterface.register(name, attention)
 

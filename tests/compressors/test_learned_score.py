@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file, save_file
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Combined, Drawn, KeyDiff, LearnedScore
@@ -76,7 +77,9 @@ def test_weights_travel_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is for a model of"):
         again.build(ModelSizes(9, 1, 8, 32))
     (tmp_path / "other").write_bytes(b"no tensors")
-    for path in ("missing", str(tmp_path / "other")):
+    integers = {name: value.to(torch.int32) for name, value in load_file(tmp_path / FILE).items()}
+    save_file(integers, tmp_path / "integers")
+    for path in ("missing", str(tmp_path / "other"), str(tmp_path / "integers")):
         with pytest.raises(UserError, match=r"weights=.*FOLDER/learned_score\.safetensors"):
             LearnedScore(**SIZES, weights=path)
 

@@ -171,7 +171,9 @@ def test_missing_or_foreign_statistics_name_the_command(
         method(**SIZES, statistics="no.safetensors")
     save_file({"weight": torch.zeros(3)}, "other.safetensors")
     Path("text.safetensors").write_text("no tensors")
-    for path in ("other.safetensors", "text.safetensors"):
+    whole = {name: torch.ones(2, 4, 8, dtype=torch.int32) for name in ("mean", "lengths", "filters")}
+    save_file(whole, "integers.safetensors")
+    for path in ("other.safetensors", "text.safetensors", "integers.safetensors"):
         with pytest.raises(ValueError, match=rf"{name}: statistics='{path}' does not hold .*{command}"):
             method(**SIZES, statistics=path)
     wide = tiny_model(hidden_size=128, num_heads=8, num_layers=1)

@@ -330,6 +330,21 @@ def test_a_part_of_a_gradient_is_refused(tmp_path: Path, caplog: pytest.LogCaptu
     assert grpo.num_rollouts == 2
 
 
+@pytest.mark.parametrize("part", ["generation_config", "tokenizer"])
+def test_other_end_tokens_of_the_policy_are_told(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 1, {})
+    model, tokenizer = TinyPolicy(**TINY).load()
+    before = tokenizer.eos_token_id
+    if part == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    else:
+        model.generation_config.eos_token_id = [before, 5]
+    caplog.clear()
+    train(tmp_path, 2, {"policy": policies.LoadedPolicy(model, tokenizer)}, tmp_path / "last.ckpt")
+    now = "5" if part == "tokenizer" else f"[{before}, 5]"
+    assert f"eos_token_id of the {part} was {before} and is {now}" in caplog.text
+
+
 def test_what_is_applied_is_told_and_what_changes_nothing_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

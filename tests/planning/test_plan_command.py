@@ -164,6 +164,12 @@ def test_all_gpus_that_there_are_is_no_number(strategy: str, devices: Any) -> No
         sharding_of(Namespace(num_nodes=1, devices=devices, strategy=strategy))
 
 
+@pytest.mark.parametrize(("devices", "num_nodes"), [(0, 1), ("0", 1), ([], 1), (4, 0), (2, -1)])
+def test_no_gpu_is_no_plan(devices: Any, num_nodes: int) -> None:
+    with pytest.raises(UserError, match=rf"at least one GPU, got trainer.devices=.* and trainer.num_nodes={num_nodes}"):
+        sharding_of(Namespace(num_nodes=num_nodes, devices=devices, strategy="ddp"))
+
+
 @pytest.mark.parametrize("name", ["fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2", "sparse_rl_deepspeed", "ddp_2"])
 def test_other_strategies_are_not_planned_as_if_they_were_ddp(name: str) -> None:
     with pytest.raises(UserError, match=f"stage_1 to 3 by name, not {name}"):
@@ -364,6 +370,7 @@ def test_names_are_quoted_where_they_would_read_as_something_else() -> None:
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
         ({"head_dim": -1}, "head_dim must be at least 1"),
+        ({"max_position_embeddings": -1}, "config.json.max_position_embeddings must be at least 1"),
         ({"vocab_size": 10**12}, "vocab_size must be at least 1 and at most 16777216"),
         ({"intermediate_size": "wide"}, "intermediate_size must be a finite number"),
         ({"hidden_size": 2.5}, "config.json of 'bad' cannot be read.*expected int"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from safetensors import safe_open
-from tiny_grpo import ALPHABET, module
+from tiny_grpo import ALPHABET, fit, module
 from tiny_run import config, write
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
@@ -30,6 +31,7 @@ from sparse_rl_lightning.modules import DistillSparse, SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.policies.lora import add_adapter
 from sparse_rl_lightning.policies.pretrained import is_tied
+from sparse_rl_lightning.policies.source import check_trainable
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import SIZES, TWO_ROPES, family
 
@@ -271,6 +273,42 @@ def adapted(kind: str) -> tuple[Any, PreTrainedModel]:
             if "lora_B" in name or "modules_to_save" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     return given, inner
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"lora_bias": True},
+            r"self_attn.o_proj cannot be merged .* its bias \(lora_bias\)",
+        ),
+        (
+            {"inference_mode": True},
+            r"nothing to train. .* PeftModel.from_pretrained\(model, folder, is_trainable=True\)",
+        ),
+        ({}, ""),
+    ],
+)
+def test_adapters_that_no_export_could_merge_or_no_step_change_are_refused_before_training(
+    options: dict[str, Any], says: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    inner: Any = tiny_model(vocab_size=len(character_tokenizer(ALPHABET)), hidden_size=32)
+    config = peft.LoraConfig(r=4, target_modules=["o_proj"], **options)
+    grpo = module()
+    grpo.policy_source = LoadedPolicy(peft.get_peft_model(inner, config), character_tokenizer(ALPHABET))
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        fit(grpo, 1)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_bias_of_an_adapter_needs_one_below_it(has_bias: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is an extra")
+    model = family("llama", attention_bias=has_bias)
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
+    with nullcontext() if has_bias else pytest.raises(ValueError, match="cannot be merged"):
+        check_trainable(model)
+        LoadedPolicy(model, character_tokenizer(ALPHABET)).exported(model)
 
 
 @pytest.mark.parametrize("kind", ["inner", "with whole layers", "wrapper", "added"])

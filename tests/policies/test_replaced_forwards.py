@@ -106,6 +106,13 @@ def test_what_stands_above_decoder_and_head_is_refused_by_both() -> None:
         sequence_logprobs(model, ids, ids > 5)
 
 
+def test_an_adapter_that_its_own_forward_switches_on_is_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is an extra (lora)")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+    with pytest.raises(ValueError, match=r"'default' of PeftModelForCausalLM is on behind its .* \(aLoRA\)"):
+        RolloutSampler(peft.get_peft_model(tiny_model(), config))
+
+
 def test_a_copy_of_a_sharded_policy_would_lack_a_replaced_forward() -> None:
     model = tiny_model()
     ShadowPolicy(model)

@@ -381,6 +381,20 @@ def test_compressors_that_turn_queries_work_where_all_is_turned_by_halves() -> N
     torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+MIXTURE: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "sliding_window": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["afmoe", "beam"])
+def test_layers_without_positions_and_views_of_what_attention_returns(name: str) -> None:
+    """Beam's configuration has null for the rotation of its full layers; afmoe views what the attention returned."""
+    model = family(name, **MIXTURE, **({"num_experts": 8} if name == "afmoe" else {"n_routed_experts": 8}))
+    rollout = RolloutSampler(model, StreamingLLM(**SMALL)).generate(PROMPTS, PARAMS)
+    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
 # ---------------------------------------------------------------- what is refused, and how
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -395,6 +409,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {},
         r"log-probabilities of the rollout differ from those of its own forward pass by [01]\.",
     ),  # 0.0 or 1.1, by the release
+    "gemma4_text": (
+        {"head_dim": 16, "num_hidden_layers": 4, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+        r"its layers differ in head_dim \(per_layer_config\)",
+    ),
+    "llama": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": math.nan}},
+        r"its rotary frequencies are not finite, look at config.json, rope_parameters: .*nan",
+    ),
     "persimmon": ({}, r"layer 0 has queries, keys and values of shapes .* not 4 heads and 2 KV heads of 16"),
     "stablelm": ({}, "does not receive the arguments of the model's call"),
 }
