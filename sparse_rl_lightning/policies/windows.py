@@ -8,6 +8,7 @@ the query at k + W. Compressors evict from the layers of full attention beside i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,13 +25,19 @@ GROWING = ("dynamic", "longrope")
 def layer_windows(config: Any) -> tuple[int, ...]:
     """The window (L) of each layer with attention in tokens, 0 for full attention; empty if no layer has one."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
-    window: int | None = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None) if _knows_windows(type(config)) else None
     if types is None:  # all layers alike
         slides = window is not None and getattr(config, "use_sliding_window", True)
         types = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
     if window is None or "sliding_attention" not in types:
         return ()
     return tuple(window if kind == "sliding_attention" else 0 for kind in types if kind != LINEAR)
+
+
+@lru_cache
+def _knows_windows(kind: type) -> bool:
+    """Whether configurations of this class have windows; others keep what a file says, and their models never ask."""
+    return hasattr(kind(), "sliding_window")
 
 
 def binding_windows(config: Any, longest: int) -> tuple[int, ...]:

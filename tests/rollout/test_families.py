@@ -395,6 +395,17 @@ def test_layers_without_positions_and_views_of_what_attention_returns(name: str)
     torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+def test_a_window_that_the_model_does_not_read_is_none() -> None:
+    """A Llama that was another model once may have its number in config.json."""
+    model = family("llama", sliding_window=8)
+    for compressor in (FullKV(), StreamingLLM(**SMALL)):
+        rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
+        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        if not compressor.evicts:
+            own = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
+            torch.testing.assert_close(own, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+
+
 # ---------------------------------------------------------------- what is refused, and how
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
