@@ -1,7 +1,8 @@
-"""Fingerprints: whether something is the same as when a result was written, judged by its bytes and its sources.
+"""Whether something is the same as before: a value as text that says all of it, and a hash of that text and its code.
 
-What an object prints may omit what counts (a file's statistics, a private tensor), and sums of weights ignore their
-order. So numbers are hashed as they are in memory, with name, shape and type, and classes and functions by their code:
+One walk answers it for stored results, checkpoints and ranks. What an object prints may omit what counts (a file's
+statistics, a private tensor), so objects are told by what pickle would store of them, numbers are hashed as they are in
+memory, with shape and type, and of classes and functions the code counts:
 an edited score has the name of the one before.
 """
 
@@ -15,28 +16,24 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from inspect import getattr_static
 from pathlib import Path
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparse_rl_lightning.errors import UserError
-
 WHOLE = 2**16
 """Size above which weights are sampled: at least this many numbers and at least one of every row."""
-LIMIT = 20_000
-"""Objects that a setting may consist of; whoever holds more holds a program, of which nobody can say what counts."""
+LONGEST = 2_000
+"""Characters of a text above which a hash stands in its place, so that what is shared does not multiply it."""
 BUILDERS = ("jsonargparse", "lightning.pytorch.cli")
 """What makes objects of configurations: a class given there comes wrapped into functions that hold the whole parser."""
-ADDRESS = re.compile(r"^<| at 0x[0-9A-Fa-f]+")
-"""The text of an object that says where it lies."""
 PACKAGE = Path(__file__).resolve().parent
 ANSWERS = PACKAGE.with_name("exact_answers")
 """The answer checker, which counts as a part of those parts that import it."""
@@ -49,12 +46,42 @@ PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_co
 
 
 def fingerprint(**settings: Any) -> str:
-    """A hash of settings: plain values, tensors, models, and objects by class, sources and all their attributes.
+    """A hash of settings: plain values, tensors, models, and objects by class, sources and all their attributes."""
+    walk = _Walk()
+    text = walk.text(settings)
+    return _hash([text, sorted(map(sources, walk.classes))])
 
-    Raises:
-        ValueError: If one holds more than can be told apart.
+
+def describe(value: Any, without: Collection[str] = ()) -> str:
+    """A value as text that is the same in every process: names and numbers, hashes only of what has no text.
+
+    ``#`` and twelve digits are a hash of content, ``@`` and twelve one of the code of a user's class or function, which
+    differs between versions of Python and of what it imports from here.
+
+    Args:
+        value: What to describe.
+        without: Names of attributes that do not count, at any depth.
     """
-    return _hash({name: _Walk(name).content(value) for name, value in settings.items()})
+    return _Walk(without).text(value)
+
+
+def without_code(text: str) -> str:
+    """A description without the marks of code."""
+    return re.sub("@[0-9a-f]{12}", "", text)
+
+
+def change(name: str, was: Any, now: Any) -> str:
+    """What has become of a setting, in words: of an object with many arguments only those that differ."""
+    before, after = without_code(str(was)), without_code(str(now))
+    if before == after:
+        return f"the code of {name}, {after}, has changed"
+    arguments = [re.split(r", (?=\w+=)", text.partition("(")[2].removesuffix(")")) for text in (before, after)]
+    if min(map(len, arguments)) > 3:
+        shown = [[each for each in own if each not in arguments[1 - index]] for index, own in enumerate(arguments)]
+        before, after = (
+            f"{text.partition('(')[0]}({', '.join(own)}, ...)" for text, own in zip((before, after), shown, strict=True)
+        )
+    return f"{name} was {before} and is {after}"
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -71,7 +98,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     rules |= {"padding": None, "truncation": None}  # of the last call
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     chat = getattr(tokenizer, "chat_template", None)
-    return _hash([_name(type(tokenizer)), tokenizer.get_vocab(), rules, special, chat])
+    return _hash([full_name(type(tokenizer)), tokenizer.get_vocab(), rules, special, chat])
 
 
 def sources(kind: Any) -> str:
@@ -81,149 +108,159 @@ def sources(kind: Any) -> str:
     are. Of a user's they are all that lie below the folder it is imported from. A class has the files of its bases too.
     A file is read again when its module is imported again, so that edits during a run are not taken for what runs.
     """
-    own = [_code(code) for one in _kinds(kind) for code in _codes(one)]
-    return _hash([sorted(hashlib.sha256(content).hexdigest() for content in source_files(kind).values()), own])
+    codes = [code for each in _bases(kind) for code in _codes(each)]
+    contents = sorted(hashlib.sha256(content).hexdigest() for content in source_files(kind).values())
+    return _hash([contents, _Walk().text(codes)])
 
 
 def source_files(kind: Any) -> dict[Path, bytes]:
     """The files of ``sources``, and what they hold."""
-    return {file: _content(file) for one in _kinds(kind) for file in _files(one)}
+    return {file: _content(file) for each in _bases(kind) for file in _files(each)}
+
+
+def full_name(thing: Any) -> str:
+    """Module and name of a class or function; of this library's the name alone."""
+    module = str(getattr(thing, "__module__", None) or "builtins")
+    is_plain = module.partition(".")[0] in (PACKAGE.name, "builtins")
+    return str(thing.__qualname__) if is_plain else f"{module}.{thing.__qualname__}"
 
 
 class _Walk:
-    """What a setting consists of: every object once, as what is inside it; shared ones count wherever they are met.
+    """Goes through what a value consists of, every object once, and writes it down.
 
     Args:
-        setting: Its name.
+        without: Names of attributes that do not count.
     """
 
-    def __init__(self, setting: str) -> None:
-        self.setting = setting
-        self._done: dict[int, str] = {}  # by id
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self.classes: dict[Any, str] = {}  # and functions, that were met: the marks of their code
+        self._without = without
+        self._texts: dict[int, str] = {}
         self._alive: list[Any] = []  # whose ids may not be given to others
-        self._sources: dict[Any, str] = {}  # by class, and by the code that functions share
-        self._num_objects = 0
 
-    def content(self, value: Any) -> Any:
-        """The value if JSON can write it, otherwise a hash.
-
-        Raises:
-            ValueError: If it consists of too many objects.
-        """
-        try:
-            return self._content(value)
-        except RecursionError:
-            self._refuse(value)
-
-    def _content(self, value: Any) -> Any:
-        if value is None or isinstance(value, (str, int, float)):
-            return value
-        if isinstance(value, DTensor):
-            return "sharded"  # every rank has another part
-        if isinstance(value, Tensor):
-            return _bytes_of(value)
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # object arrays' bytes would be addresses
-            return f"{value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
-        if id(value) not in self._done:
-            self._done[id(value)] = "itself"  # as it is seen from its own parts
+    def text(self, value: Any) -> str:
+        """The value as text; within itself it is three dots."""
+        value = value.item() if isinstance(value, np.generic) else value
+        if value is None or isinstance(value, (str, int, float, torch.dtype, torch.device)):
+            return repr(value)
+        if id(value) not in self._texts:
+            self._texts[id(value)] = "..."
             self._alive.append(value)
-            self._done[id(value)] = _hash(self._parts(value))
-        return self._done[id(value)]
+            text = self._write(value)
+            self._texts[id(value)] = text if len(text) <= LONGEST else f"{text[:40]}... #{_hash(text)[:12]}"
+        return self._texts[id(value)]
 
-    def _parts(self, value: Any) -> Any:
-        """What a value has inside, each as its own content."""
-        if isinstance(value, np.ndarray):
-            return [str(value.dtype), self._content(value.tolist())]
-        if isinstance(value, Mapping):
-            return {str(key): self._content(item) for key, item in value.items()}
-        if isinstance(value, Set):
-            return sorted(json.dumps(self._content(item)) for item in value)
-        if isinstance(value, Sequence) and not isinstance(value, (bytes, range)):
-            return [self._content(item) for item in value]
-        if isinstance(value, ModuleType):
-            return value.__name__
-        if isinstance(value, np.generic):
-            return [str(value.dtype), str(value)]
-        self._num_objects += hasattr(value, "__dict__")
-        if self._num_objects > LIMIT:
-            self._refuse(value)
+    def _write(self, value: Any) -> str:
+        for types, write in self._WRITERS:
+            if isinstance(value, types):
+                return write(self, value)
+        if hasattr(value, "get_vocab"):
+            return f"{full_name(type(value))}(#{tokenizer_digest(value)[:12]})"
+        return self._function(value) if hasattr(value, "__qualname__") else self._object(value)
+
+    def _array(self, array: np.ndarray) -> str:
+        """Its bytes; those of an array of objects are addresses."""
+        inside = self.text(array.tolist()) if array.dtype.hasobject else hashlib.sha256(array.tobytes()).hexdigest()
+        return f"{array.shape} {array.dtype} {inside}"
+
+    def _mapping(self, mapping: Mapping[Any, Any]) -> str:
+        items = {str(key): self.text(item) for key, item in mapping.items()}
+        return f"{{{', '.join(f'{key}: {items[key]}' for key in sorted(items))}}}"
+
+    def _network(self, model: nn.Module) -> str:
+        """Weights, numbers and classes of a model, and its configuration, which decides what is done with them."""
+        self.classes |= dict.fromkeys(map(type, model.modules()), "")
+        numbers = {name: _numbers(module) for name, module in model.named_modules()}
+        config: Any = getattr(model, "config", None)
+        settings = _without_places(config.to_dict()) if hasattr(config, "to_dict") else {}
+        content = _hash([weights_digest(model), self.text(numbers), self.text(settings)])
+        return f"{full_name(type(model))}(#{content[:12]})"
+
+    def _call(self, call: partial[Any]) -> str:
+        """A function with arguments, defaults included; without what a parser of configurations has put around it."""
+        function, *values = (each for each in (call.func, *call.args) if not _is_builder(each))
+        try:
+            bound = inspect.signature(function).bind_partial(*values, **call.keywords)
+        except (TypeError, ValueError):  # of a built-in function
+            return self._join("partial", [function, *values], call.keywords)
+        bound.apply_defaults()
+        return self._join("partial", [function, *bound.args], bound.kwargs)
+
+    def _function(self, function: Any) -> str:
+        """A function, method or class: its name, what it holds, and its code where it is the user's."""
+        if _is_builder(function):
+            return full_name(function)
+        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        held += [
+            *(getattr(function, "__defaults__", None) or ()),
+            *(getattr(function, "__kwdefaults__", None) or {}).items(),
+        ]
+        held += [function.__self__] if isinstance(function, MethodType) else []
+        held += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
+        name = self._name(function)
+        return self._join(name, held, {}) if held else name
+
+    def _object(self, value: Any) -> str:
+        """An object by what pickle would make it from: arguments and attributes."""
         kind = type(value)
         if _is_builder(kind):
-            return _name(kind)
-        return {"class": _name(kind), "sources": self._sources_of(kind, kind), **self._inside(value)}
-
-    def _sources_of(self, kind: Any, key: Any) -> str:
-        if key not in self._sources:
-            self._sources[key] = sources(kind)
-        return self._sources[key]
-
-    def _inside(self, value: Any) -> dict[str, Any]:
-        """The contents that distinguish an object from others of its class."""
-        if isinstance(value, nn.Module):
-            return self._network(value)
-        if hasattr(value, "__qualname__"):  # functions, methods and classes
-            if _is_builder(value):
-                return {"name": _name(value)}
-            held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-            held += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
-            held += [value.__self__] if isinstance(value, MethodType) else []
-            held += [value.__wrapped__] if hasattr(value, "__wrapped__") else []
-            code = self._sources_of(value, getattr(value, "__code__", id(value)))
-            return {"name": _name(value), "sources": code, "held": self._content(held)}
-        if isinstance(value, partial):
-            return {"call": [self._content(one) for one in (value.func, value.args, value.keywords)]}
-        if hasattr(value, "get_vocab"):
-            return {"tokenizer": tokenizer_digest(value)}
-        if hasattr(value, "__dict__") or _slots(value):
-            return {"attributes": self._content(_slots(value) | _own(value))}
-        shown = repr(value)
-        if ADDRESS.search(shown):  # it means nothing, and where a generator of numbers stands changes with every use
-            return {}
-        return {"shown": shown, "parts": self._content(_reduced(value))}  # the text may be cut
-
-    def _network(self, model: nn.Module) -> dict[str, Any]:
-        """Weights, numbers and classes of a model, and its configuration, which decides what is done with them."""
-        numbers = {name: self._content(_numbers(module)) for name, module in model.named_modules()}
-        own: Any = getattr(model, "config", None)
-        config = own.to_dict() if hasattr(own, "to_dict") else {}
-        return {
-            "weights": weights_digest(model), "numbers": numbers, "config": self._content(_without_places(config)),
-            "kinds": sorted(map(sources, {type(module) for module in model.modules()})),
-        }  # fmt: skip
-
-    def _refuse(self, value: Any) -> NoReturn:
-        raise UserError(
-            f"{self.setting} holds too much to tell whether stored results are of the same: more than {LIMIT:,} "
-            f"objects, or a chain of them without end, in the end of {_name(type(value))}. Give a class or a function "
-            "that keeps only its settings."
+            return ""
+        reduce = copyreg.dispatch_table.get(kind)
+        try:
+            made = reduce(value) if reduce else value.__reduce_ex__(4)
+        except Exception:  # foreign code; or a lock, a stream, which are no settings
+            return self._name(kind)
+        if isinstance(made, str):
+            return made
+        function, arguments, state, *_ = (*made, None)
+        arguments = (
+            arguments if function is kind else arguments[1:] if arguments[:1] == (kind,) else (function, *arguments)
+        )
+        attributes: dict[str, Any] = {}
+        for some in state if isinstance(state, tuple) else (state,):  # those in slots apart
+            if isinstance(some, Mapping):
+                attributes |= {str(name): held for name, held in some.items() if not _is_cache(kind, str(name))}
+            elif some is not None:
+                arguments = (*arguments, some)
+        named = {name: held for name, held in attributes.items() if name.strip("_") not in self._without}
+        return self._join(
+            self._name(kind),
+            arguments,
+            {name: named[name] for name in sorted(named, key=lambda name: (name.startswith("_"), name))},
         )
 
+    def _name(self, kind: Any) -> str:
+        """Module and name of a class or function, and a hash of the code of a user's: versions name the rest."""
+        if kind not in self.classes:
+            files = source_files(kind)
+            is_theirs = any(not is_own(file) and not is_installed(file) for file in files) or (
+                not files and any(_codes(kind))
+            )
+            self.classes[kind] = f"@{sources(kind)[:12]}" if is_theirs else ""
+        return full_name(kind) + self.classes[kind]
 
-def _own(value: Any) -> dict[str, Any]:
-    """Attributes of an object, without what a cached property has stored among them since it was first read."""
-    held = getattr(value, "__dict__", {})
-    return {n: one for n, one in held.items() if not isinstance(getattr_static(type(value), n, None), cached_property)}
+    _WRITERS: ClassVar[Sequence[tuple[Any, Callable[[_Walk, Any], str]]]] = (
+        (DTensor, lambda walk, value: "sharded"),  # every rank has another part
+        (Tensor, lambda walk, value: _bytes_of(value)),
+        (np.ndarray, _array),
+        (Mapping, _mapping),
+        (Set, lambda walk, value: f"{{{', '.join(sorted(map(walk.text, value)))}}}"),
+        ((bytes, range), lambda walk, value: repr(value)),
+        (Sequence, lambda walk, value: f"[{', '.join(map(walk.text, value))}]"),
+        (CodeType, lambda walk, value: walk.text([value.co_code, value.co_names, value.co_consts])),
+        (ModuleType, lambda walk, value: value.__name__),
+        (nn.Module, _network),
+        (partial, _call),
+    )
+    """How values of these types are written, the first that fits."""
+
+    def _join(self, name: str, values: Iterable[Any], named: Mapping[str, Any]) -> str:
+        return f"{name}({', '.join([*map(self.text, values), *(f'{key}={self.text(named[key])}' for key in named)])})"
 
 
-def _slots(value: Any) -> dict[str, Any]:
-    """Attributes that a class declares with ``__slots__``; one that says what it is made of may keep a cache there."""
-    own_kind: Any = type(value)
-    if own_kind.__reduce__ is not object.__reduce__:
-        return {}
-    kinds = [vars(kind) for kind in own_kind.__mro__ if "__slots__" in vars(kind)]
-    names = [name for own in kinds for name, member in own.items() if isinstance(member, MemberDescriptorType)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def _reduced(value: Any) -> Any:
-    """What a value without attributes is made again from, as pickle is told; None where that is not known."""
-    if isinstance(value, bytes):
-        return None  # its text is whole, and it would be told to be made from itself
-    reduce: Any = copyreg.dispatch_table.get(type(value))
-    try:
-        return reduce(value) if reduce else value.__reduce_ex__(4)
-    except Exception:  # foreign code
-        return None
+def _is_cache(kind: type, name: str) -> bool:
+    """Whether an attribute is what a cached property has stored since it was first read."""
+    return isinstance(getattr_static(kind, name, None), cached_property)
 
 
 # ---------------------------------------------------------------- numbers
@@ -236,18 +273,15 @@ def _step(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor, step: int = 1) -> str:
-    own = tensor.detach().reshape(-1)[::step].contiguous().cpu()
-    content = hashlib.sha256(own.view(torch.uint8).numpy().tobytes()).hexdigest()
+    numbers = tensor.detach().reshape(-1)[::step].contiguous().cpu()
+    content = hashlib.sha256(numbers.view(torch.uint8).numpy().tobytes()).hexdigest()
     return f"{tuple(tensor.shape)} {tensor.dtype} {content}"
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
     """Numeric settings that a module keeps as attributes, alone or by adapter, without flags such as ``training``."""
-    kinds = (int, float)
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    single = {name: value for name, value in own.items() if type(value) in kinds}
-    named = {name: value for name, value in own.items() if type(value) is dict and value}
-    return single | {name: value for name, value in named.items() if all(type(v) in kinds for v in value.values())}
+    each = ((n, v, v.values() if type(v) is dict else [v]) for n, v in vars(module).items() if not n.startswith("_"))
+    return {name: value for name, value, numbers in each if all(type(number) in (int, float) for number in numbers)}
 
 
 def _without_places(config: Any) -> Any:
@@ -265,7 +299,7 @@ def _is_builder(thing: Any) -> bool:
     return any(module.startswith(f"{name}.") for name in BUILDERS)
 
 
-def _kinds(kind: Any) -> tuple[Any, ...]:
+def _bases(kind: Any) -> tuple[Any, ...]:
     """A class with its bases, or a function."""
     return inspect.getmro(kind) if isinstance(kind, type) else (kind,)
 
@@ -276,16 +310,6 @@ def _codes(kind: Any) -> Iterator[CodeType]:
     for one in own:
         parts = [one.fget, one.fset] if isinstance(one, property) else [getattr(one, "__func__", one)]
         yield from (part.__code__ for part in parts if isinstance(part, FunctionType))
-
-
-def _code(code: CodeType) -> list[Any]:
-    """Instructions, names and constants, those of inner functions too."""
-    constants = [_code(one) if isinstance(one, CodeType) else _constant(one) for one in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
-
-
-def _constant(value: Any) -> str:
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _files(kind: Any) -> set[Path]:
@@ -304,7 +328,7 @@ def _with_imports(file: Path, root: Path) -> set[Path]:
     part = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
     within = (part, ANSWERS) if ours else (root,)
     found, waiting = set[Path](), [file]
-    while waiting and len(found) < LIMIT:
+    while waiting:
         one = waiting.pop()
         if one not in found:
             found.add(one)
@@ -339,18 +363,16 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
 @cache
 def _import_lines(content: bytes) -> list[tuple[int, str]]:
     """What a file's text imports, as leading dots and a name; of ``from a import b`` both ``a`` and ``a.b``."""
-    found = list[tuple[int, str]]()
     try:
         nodes = list(ast.walk(ast.parse(content)))
     except (SyntaxError, ValueError):  # nobody has imported it yet
-        return found
+        return []
+    lines = [(0, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
-        if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            found += [(node.level, name) for name in (base, *(f"{base}.{alias.name}" for alias in node.names))]
-    return found
+            lines += [(node.level, name) for name in (base, *(f"{base}.{alias.name}" for alias in node.names))]
+    return lines
 
 
 class _Read(NamedTuple):
@@ -379,7 +401,3 @@ def _content(file: Path) -> bytes:
 
 def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '')}.{thing.__qualname__}"

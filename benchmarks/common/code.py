@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
@@ -16,7 +17,7 @@ from typing import Any
 
 from sparse_rl_lightning import advantages, corrections, environments, losses
 from sparse_rl_lightning.cli.classes import imported, known_classes
-from sparse_rl_lightning.fingerprints import fingerprint, is_own, source_files
+from sparse_rl_lightning.fingerprints import is_own, source_files
 
 PARTS = ("rewards", "data", "environments", "compressors", "callbacks.corrections")
 FROZEN = ("experiments.real.task", "experiments.stability.task")
@@ -33,7 +34,7 @@ def code_of(*configs: Any) -> str:
     kinds = sorted((one for one in named if hasattr(one, "__qualname__")), key=lambda one: str(one.__qualname__))
     deciding = [one for one in kinds if f"{one.__module__}.".startswith(DECIDING)]
     pure = [said(Path(str(module.__file__)).read_bytes()) for module in ALWAYS]
-    return fingerprint(code=[[one.__qualname__, _sources(one)] for one in deciding], pure=pure)[:12]
+    return identity({"code": [[one.__qualname__, _sources(one)] for one in deciding], "pure": pure})
 
 
 @cache
@@ -41,7 +42,25 @@ def _sources(kind: Any) -> str:
     """Of its files; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
     if kind.__module__ in FROZEN:
         return sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
-    return fingerprint(files=sorted(said(content) for file, content in source_files(kind).items() if is_own(file)))
+    return _hash({"files": sorted(said(content) for file, content in source_files(kind).items() if is_own(file))})
+
+
+def identity(plain: dict[str, Any]) -> str:
+    """Twelve characters of a hash of plain values, by which kept runs are known: it must stay as it is."""
+    return _hash(plain)[:12]
+
+
+def _hash(plain: dict[str, Any]) -> str:
+    def content(value: Any) -> Any:
+        if isinstance(value, dict):
+            return sha256(
+                json.dumps({str(k): content(v) for k, v in value.items()}, sort_keys=True).encode()
+            ).hexdigest()
+        if isinstance(value, list | tuple):
+            return sha256(json.dumps([content(item) for item in value]).encode()).hexdigest()
+        return value
+
+    return str(content(plain))
 
 
 def said(source: bytes) -> str:

@@ -17,11 +17,10 @@ from typing import Any, Protocol, TypeVar
 import yaml
 
 from benchmarks import ROOT
-from benchmarks.common.code import code_of
+from benchmarks.common.code import code_of, identity
 from benchmarks.common.pages import say
 from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.fingerprints import fingerprint
 
 CONFIGS = ROOT / "configs"
 CODE = "code.txt"  # in a run's folder: which code it was begun with
@@ -154,7 +153,7 @@ class Run:
         """Of its configuration and the rewards, tasks and compressors that it names: with others it is another run."""
         config = read_file(CONFIGS / f"{self.arm.config}.yaml")
         told = [yaml.safe_load(word.partition("=")[2]) for word in self.command() if word.startswith("--")]
-        return fingerprint(config=config, code=code_of(config, told))[:12]
+        return identity({"config": config, "code": code_of(config, told)})
 
     @property
     def is_finished(self) -> bool:

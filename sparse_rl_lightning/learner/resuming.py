@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.fingerprints import describe, full_name
 from sparse_rl_lightning.policies.pretrained import check_finite
 
 KEY = "sparse_rl_optimizer"
@@ -30,19 +31,14 @@ class OptimizerDescription:
     optimizer: str
     groups: list[str]
     schedule: str
-    schedule_settings: str
+    described: str
 
     @classmethod
     def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> OptimizerDescription:
         """Describe an optimizer and schedule that were just created."""
-        groups = [repr({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-        settings = "" if schedule is None else repr(schedule.state_dict())
-        return cls(_name(optimizer), groups, "" if schedule is None else _name(schedule), settings)
-
-    @property
-    def is_told_apart(self) -> bool:
-        """Whether an equal description means equal settings: not for a schedule that is a function."""
-        return "lr_lambdas" not in self.schedule_settings
+        groups = [describe({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        described = describe(schedule, without=("optimizer",))
+        return cls(full_name(type(optimizer)), groups, "" if schedule is None else full_name(type(schedule)), described)
 
 
 def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
@@ -99,7 +95,7 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
     Raises:
         ValueError: If it is of another class, or of other groups of parameters.
     """
-    was, now = checkpoint.get(KEY, {}).get("optimizer"), _name(optimizer)
+    was, now = checkpoint.get(KEY, {}).get("optimizer"), full_name(type(optimizer))
     groups = (checkpoint.get("optimizer_states") or [{}])[0].get("param_groups")
     if was is None and groups and not set(optimizer.defaults) <= set(groups[0]):
         was = "another optimizer"  # the checkpoint is from before names were kept
@@ -153,7 +149,7 @@ def apply_settings(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
 
 def schedule_change(was: Mapping[str, Any], now: OptimizerDescription) -> list[str]:
     """Descriptions of the differences between a checkpoint's schedule and the configured one."""
-    if not was or (was["schedule"], was["schedule_settings"]) == (now.schedule, now.schedule_settings):
+    if not was or (was["schedule"], was.get("described", now.described)) == (now.schedule, now.described):
         return []
     if was["schedule"] == now.schedule:
         return [f"{now.schedule.rpartition('.')[2]} has other settings"]
@@ -168,7 +164,3 @@ def _counted(optimizer: Optimizer) -> set[str]:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -6,23 +6,21 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum
-from functools import partial
 from operator import attrgetter
-from pathlib import PurePath
 from typing import Any
 
-import numpy as np
 import torch
+import transformers
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.compressors import Drawn
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
+from sparse_rl_lightning.fingerprints import describe, weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.lora import LoraPolicy
@@ -35,6 +33,17 @@ PLACES = {
 """Where a module keeps arguments of which it has no attribute of the same name."""
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
+
+SEEN = ("seed",)
+"""Attributes that :func:`seeds_of` compares, as the numbers that they come to."""
+
+VERSIONS = {
+    "python": sys.version.partition(" ")[0],
+    "torch": torch.__version__,
+    "transformers": transformers.__version__,
+    "sparse-rl-lightning": __version__,
+}
+"""What code marks of :func:`describe` depend on; where one is another, it is told, and marks are not compared."""
 
 NOT_OF_WEIGHTS = re.compile(
     "_.*|transformers_version|(torch_)?dtype|use_cache|architectures|name_or_path|.*_token_id|max_position_embeddings|"
@@ -67,7 +76,7 @@ def parts_of(module: LightningModule) -> dict[str, Any]:
 
 def settings_of(module: LightningModule) -> dict[str, str]:
     """All settings that a resumed run depends on, and that are not seen by what they make."""
-    found: dict[str, Any] = {"module": type(module).__qualname__}
+    found: dict[str, Any] = {"module": type(module), "versions": VERSIONS}
     for name, part in parts_of(module).items():
         if name == "policy":
             found |= {f"policy.{own}": value for own, value in _of_source(part).items()}
@@ -80,9 +89,9 @@ def settings_of(module: LightningModule) -> dict[str, str]:
     trainer: Any = module._trainer
     if trainer is not None:
         found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
-        found["trainer.callbacks"] = sorted(map(text_of, _corrections(trainer.callbacks)))
+        found["trainer.callbacks"] = frozenset(_corrections(trainer.callbacks))
     seen = {Rule.MADE, Rule.FREE} | ({Rule.SLOTS} if found.get("rollout.partial_rollout_steps") is None else set())
-    return {name: text_of(value) for name, value in found.items() if rule_of(name) not in seen}
+    return {name: describe(value, without=SEEN) for name, value in found.items() if rule_of(name) not in seen}
 
 
 def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
@@ -111,33 +120,6 @@ def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wi
         "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "weights": weights_digest(policy) if with_weights else None,
     }
-
-
-def text_of(value: Any) -> str:
-    """A setting as text that is the same in every process."""
-    if isinstance(value, np.generic):
-        return text_of(value.item())
-    if isinstance(value, (str, int, float, Enum, PurePath, torch.dtype, torch.device)) or value is None:
-        return repr(value)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {text_of(item)}' for key, item in value.items())}}}"
-    if isinstance(value, (Tensor, np.ndarray)):
-        return fingerprint(tensor=value)
-    if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
-    if isinstance(value, partial):
-        named = [f"{name}={text_of(one)}" for name, one in value.keywords.items()]
-        return f"partial({', '.join([*map(text_of, (value.func, *value.args)), *named])})"
-    if isinstance(value, Iterable):
-        return f"[{', '.join(map(text_of, value))}]"
-    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
-        return str(value.__qualname__)
-    kind = type(value)
-    names = [name for name in arguments_of(kind) if name != "seed" and hasattr(value, name)]
-    inside = [f"{name}={text_of(getattr(value, name))}" for name in dict.fromkeys(names)]
-    if not inside and not hasattr(value, "__dict__"):
-        inside = [fingerprint(value=value)]
-    return f"{kind.__name__}({', '.join([*map(text_of, getattr(value, '_parts', ())), *inside])})"
 
 
 def _of_source(source: Any) -> dict[str, Any]:

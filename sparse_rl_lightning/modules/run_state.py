@@ -18,7 +18,7 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.fingerprints import fingerprint
+from sparse_rl_lightning.fingerprints import change, fingerprint, without_code
 from sparse_rl_lightning.learner.block import RolloutBlock
 from sparse_rl_lightning.learner.resuming import (
     KEY as OPTIMIZER,
@@ -76,7 +76,7 @@ class RunState:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the description."""
-        checkpoint[KEY] = {"seeds": self.seeds, "settings": self.settings, "policy": self.policy}
+        checkpoint[KEY] = {"seeds": self.seeds, "described": self.settings, "policy": self.policy}
         if self.optimizer is not None:
             checkpoint[OPTIMIZER] = asdict(self.optimizer)
 
@@ -127,7 +127,7 @@ class RunState:
         if was.get("policy", {}).get("vocabulary", self.policy["vocabulary"]) != self.policy["vocabulary"]:
             changed.append("its tokenizer has another vocabulary")
         now = settings_of(self.module)
-        changed += _changes(was.get("settings", {}), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
+        changed += _changes(was.get("described", {}), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
         if changed:
             raise UserError(
                 f"ckpt_path: with this configuration the checkpoint's weights would make another policy: "
@@ -169,9 +169,12 @@ class RunState:
                 sampler.load_state_dict(state)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        was, now, is_within = checkpoint.get(KEY, {}).get("settings", {}), self.settings, self.is_within(checkpoint)
+        was, now, is_within = checkpoint.get(KEY, {}).get("described", {}), self.settings, self.is_within(checkpoint)
+        if now["versions"] != was.get("versions"):  # which changes code that nobody has touched
+            was, now = ({name: without_code(text) for name, text in each.items()} for each in (was, now))
         changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
-        mixed = [text for name, text in changed.items() if rule_of(name) is Rule.DRAWN and is_within]
+        drawn_by = [name for name in changed if is_within and rule_of(name) is Rule.DRAWN]
+        mixed = [changed[name] for name in drawn_by if without_code(was[name]) != without_code(now[name])]
         accumulated = changed.get("trainer.accumulate_grad_batches")
         done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
         processed, every = done.get("current", {}).get("processed", 0), self.module.trainer.accumulate_grad_batches
@@ -195,7 +198,7 @@ class RunState:
             checkpoint.pop(OPTIMIZER, None)
         check_optimizer(checkpoint, optimizer)
         was, now = checkpoint.get(OPTIMIZER, {}), OptimizerDescription.of(optimizer, schedule)
-        if was == asdict(now) and now.is_told_apart:
+        if was == asdict(now):
             return  # everything is the checkpoint's, bit by bit
         states = checkpoint["lr_schedulers"]
         steps = states[0].get("last_epoch") if states else None
@@ -343,6 +346,6 @@ def _thinned(value: Any) -> Any:
     return [_thinned(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the differences in what both have."""
-    return [f"{name} was {was[name]} and is {value}" for name, value in now.items() if was.get(name, value) != value]
+    return [change(name, was[name], value) for name, value in now.items() if was.get(name, value) != value]

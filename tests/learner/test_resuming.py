@@ -57,8 +57,9 @@ def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
     assert schedule_change(was, described(None)) == [f"the schedule was {name} and is none"]
     assert schedule_change(asdict(described(None)), described(10)) == [f"the schedule was none and is {name}"]
     optimizer = SGD(parameters(), lr=0.1)
-    assert described(10).is_told_apart
-    assert not OptimizerDescription.of(optimizer, LambdaLR(optimizer, lambda step: 0.9**step)).is_told_apart
+    lambdas = [LambdaLR(optimizer, lambda step: 0.9**step), LambdaLR(optimizer, lambda step: 0.8**step)]
+    first, second = (OptimizerDescription.of(optimizer, schedule) for schedule in lambdas)
+    assert schedule_change(asdict(first), second) == ["LambdaLR has other settings"]
 
 
 def test_a_schedule_goes_to_its_step_and_one_of_a_metric_begins_anew() -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from datetime import date
 from enum import Enum
@@ -30,12 +30,14 @@ from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
 
 from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
+from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import MIS, AcceptanceMonitor, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.environments import TurnOptions
+from sparse_rl_lightning.fingerprints import describe, without_code
 from sparse_rl_lightning.modules import (
     DistillSparse,
     GRPOLoss,
@@ -48,8 +50,8 @@ from sparse_rl_lightning.modules import (
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_rules import RULES, Rule, rule_of
-from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of, text_of
-from sparse_rl_lightning.modules.run_state import RolloutState
+from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of
+from sparse_rl_lightning.modules.run_state import KEY, RolloutState
 from sparse_rl_lightning.policies import LoraPolicy, PolicySource, TinyPolicy
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -202,13 +204,13 @@ WITHIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "top_k": ({}, sampling(top_k=5), r"sampling.top_k was 0 and is 5"),
     "steps": ({}, {"steps_per_generation": 4}, "steps_per_generation was 2 and is 4"),
     "passes": ({"num_iterations": 2, "steps_per_generation": 1}, {}, "steps_per_generation was 1 and is 2.*, num_iter"),
-    "eviction temperature": (drawn(), drawn(temperature=0.6), r"draws was Drawn\(RKV\(.* and is Drawn\(.*0.6"),
+    "eviction temperature": (drawn(), drawn(temperature=0.6), r"draws was Drawn\(.*0.3.* and is Drawn\(.*0.6"),
     "eviction method": (drawn(), drawn(KeyDiff), r"draws was Drawn\(RKV\(.* and is Drawn\(KeyDiff"),
     "objective": (
         {"kind": ReplayGRPO}, {"kind": ReplayGRPO, "replay_objective": "dense"},
         "replay_objective was 'sparse' and is 'dense'",
     ),
-    "module": ({"kind": ReplayGRPO}, {}, "module was 'ReplayGRPO' and is 'SparseGRPO'"),
+    "module": ({"kind": ReplayGRPO}, {}, "module was ReplayGRPO and is SparseGRPO"),
     "partial: temperature": (PARTIAL, PARTIAL | sampling(temperature=0.3), "sampling.temperature was 1.0 and is 0.3"),
 }  # fmt: skip
 
@@ -422,7 +424,7 @@ def test_checkpoints_of_version_0_1_still_load(name: str, tmp_path: Path) -> Non
 
 def test_a_description_is_the_same_in_every_process() -> None:
     own = settings_of(module(reward=[likes_a, functools.partial(likes_a)]))
-    assert own["reward_funcs"] == "[likes_a, partial(likes_a)]"
+    assert without_code(own["reward_funcs"]) == "[tiny_grpo.likes_a, partial(tiny_grpo.likes_a)]"
     assert not [text for text in own.values() if " at 0x" in text]
 
 
@@ -453,14 +455,97 @@ TEXTS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_setting_s_text_tells_it_from_others(name: str) -> None:
     own, other = TEXTS[name]
-    assert text_of(own) == text_of(copy.deepcopy(own)) != text_of(other)
-    assert " at 0x" not in text_of(own)
+    assert describe(own) == describe(copy.deepcopy(own)) != describe(other)
+    assert " at 0x" not in describe(own)
+
+
+def rewarding(factor: float) -> Callable[..., list[float]]:
+    return lambda completions, **row: [factor * len(text) for text in completions]
+
+
+class Kept(KeyDiff):
+    """Its argument has another name inside."""
+
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__(**SIZES)
+        self._factor = sign
+
+
+def elsewhere(kind: Any) -> Any:
+    """A class or function of the same name in another module."""
+    copied = type(kind.__name__, (kind,), {"__module__": "other"}) if isinstance(kind, type) else copy.copy(kind)
+    copied.__module__ = "other"
+    return copied
+
+
+def scheduled(*budgets: int) -> RKV:
+    return RKV(budget=LengthSchedule([0, 14], budgets), buffer=4, num_sinks=1, window=3)
+
+
+SAME_NAME: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a class of another module": (
+        {}, {"compressor": elsewhere(RKV)(**SIZES)}, r"compressor was RKV.* and is other\.RKV"
+    ),
+    "an argument kept under another name": (
+        {"compressor": Kept()}, {"compressor": Kept(-1.0)}, r"compressor was .*_factor=1\.0.* and is .*_factor=-1\.0"
+    ),
+    "a schedule of the same maximum": (
+        {"compressor": scheduled(8, 14)}, {"compressor": scheduled(10, 14)}, r"budgets=\[8, 14\].* and is .*\[10, 14\]"
+    ),
+    "a closure of the same function": (
+        {"reward_funcs": rewarding(1.0)}, {"reward_funcs": rewarding(-1.0)}, r"lambda>\(1\.0.* is .*lambda>\(-1\.0"
+    ),
+    "another lambda": (
+        {"reward_funcs": lambda completions, **row: [1.0] * len(completions)},
+        {"reward_funcs": lambda completions, **row: [2.0] * len(completions)}, "the code of reward_funcs, .* changed",
+    ),
+    "a function of another module": (
+        {"reward_funcs": likes_a}, {"reward_funcs": elsewhere(rewarding(1.0))}, r"reward_funcs was .*likes_a.*other\."
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_NAME)
+def test_what_has_the_same_name_and_is_another_is_told(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after, said = SAME_NAME[name]
+    train(tmp_path, 2, before)
+    caplog.clear()
+    train(tmp_path, 4, after, tmp_path / "last.ckpt")
+    (told,) = (record.getMessage() for record in caplog.records if "Resumed as configured" in record.getMessage())
+    assert re.search(said, told), told
+
+
+class Own(SparseGRPO):
+    """A user's module, whose file is edited in the middle of a rollout."""
+
+
+@pytest.mark.parametrize("is_same_version", [True, False])
+def test_edited_code_is_told_and_never_refused(
+    is_same_version: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other versions of Python or of a library change code that nobody has touched: they are told instead."""
+    train(tmp_path, 1, {"kind": Own})
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    described = checkpoint[KEY]["described"]
+    for name in ("module", "reward_funcs"):
+        assert "@" in described[name]
+        described[name] = re.sub("@.{12}", "@000000000000", described[name])
+    if not is_same_version:
+        described["versions"] = "{python: '3.10.0'}"
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    caplog.clear()
+    train(tmp_path, 2, {"kind": Own}, tmp_path / "changed.ckpt")
+    (told,) = (record.getMessage() for record in caplog.records if "Resumed as configured" in record.getMessage())
+    assert ("the code of module" in told, "the code of reward_funcs" in told) == (is_same_version, is_same_version)
+    assert ("versions was {python: '3.10.0'} and is" in told) != is_same_version
 
 
 @pytest.mark.slow
 def test_a_set_s_text_is_the_same_in_every_process() -> None:
     """Hashes of texts, which order it, are others in every process."""
-    program = f"from {text_of.__module__} import text_of\nprint(text_of({{'a', 'b', 'c', 'd', 'e', 'f'}}))"
+    program = f"from {describe.__module__} import describe\nprint(describe({{'a', 'b', 'c', 'd', 'e', 'f'}}))"
     environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
     ran = [subprocess.run([sys.executable, "-c", program], env=env, capture_output=True) for env in environments]
     assert [one.stdout for one in ran] == [b"{'a', 'b', 'c', 'd', 'e', 'f'}\n"] * 2
