@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from chatter import Async, Chatter, Slow, talking
-from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_grpo import Recorder, Rows, fit, weights
 
 from sparse_rl_lightning.budgets import LengthSchedule
@@ -384,16 +383,6 @@ def test_failures_are_counted_before_samples_are_dropped() -> None:
     assert own.conversations is not None
     assert own.failures["turns/failed"] > sum(one.has_failed for one in own.conversations)
     assert [one.completion for one in own.conversations] == own.completions
-
-
-def test_states_that_no_checkpoint_can_hold_are_refused_when_saving(tmp_path: Path) -> None:
-    class Odd(Chatter):
-        def state(self) -> dict[str, Any]:
-            return {"told": {1, 2}}
-
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
-    with pytest.raises(UserError, match=r"Odd\.state\(\) holds a set"):
-        fit(talking(Odd, **options_of_partial()), 4, [saver], enable_checkpointing=True)
 
 
 def test_an_environment_writes_prompts() -> None:
