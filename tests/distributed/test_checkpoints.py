@@ -35,13 +35,13 @@ from sparse_rl_lightning.checkpoints.files import (
     save_tensors,
     save_weights,
     swap_folder,
-    write_durably,
 )
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import _in_16_bits
 from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
 from sparse_rl_lightning.distributed.ranks import be_patient
+from sparse_rl_lightning.files import write_files
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, own_bytes
 
 BIG = {"numbers": torch.arange(100_000)}
@@ -49,12 +49,12 @@ BIG = {"numbers": torch.arange(100_000)}
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    write_durably(path, lambda new: save_tensors({"step": 1}, new))
+    write_files({path: lambda new: save_tensors({"step": 1}, new)}, incomplete, durable=True)
     with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
-        write_durably(path, lambda new: save_tensors(BIG, new))
+        write_files({path: lambda new: save_tensors(BIG, new)}, incomplete, durable=True)
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert not list(incomplete(path).parent.iterdir())
-    write_durably(path, lambda new: save_tensors(BIG, new))
+    write_files({path: lambda new: save_tensors(BIG, new)}, incomplete, durable=True)
     assert torch.equal(torch.load(path, weights_only=True)["numbers"], BIG["numbers"])
 
 
