@@ -40,7 +40,7 @@ class Results:
             raise UserError(f"{path} is not of a benchmark. Choose another --output, or remove it.") from error
         if other:
             raise UserError(f"{path} holds a benchmark with another {', '.join(other)}. Choose another --output.")
-        self.cells = {(cell.method, cell.budget): cell for cell in cells}
+        self.cells: dict[tuple[str, int | None], Cell] = {(cell.method, cell.budget): cell for cell in cells}
 
     def write(self, **content: Any) -> None:
         """Write everything that is known, and ``content`` beside it."""
