@@ -14,6 +14,9 @@ from torch import Tensor
 SHARE = 1e-4
 """What float32 leaves of sums over some thousand terms, with twenty times as much room as three processors needed."""
 
+LOGPROBS = 2e-5
+"""The same for log-probs of a few layers, whose logits are within some tens."""
+
 
 def assert_same_sums(
     got: Tensor | Sequence[Tensor],
@@ -35,6 +38,15 @@ def assert_same_sums(
     moved = float((theirs - size.flatten().double()).norm()) if isinstance(size, Tensor) else size
     of = float(theirs.norm()) if moved is None else moved
     assert apart <= share * of, f"apart by {apart:.3g}, {apart / of if of else float('inf'):.3g} of {of:.3g}"
+
+
+def assert_same_logprobs(got: Tensor, want: Tensor, share: float = LOGPROBS) -> None:
+    """Hold log-probs to a share of the largest one.
+
+    They are differences of logits, and round as the largest logit does: the least likely token shows how large that is.
+    """
+    size = max(1.0, float(want.detach().nan_to_num(0.0, 0.0, 0.0).abs().amax()))
+    torch.testing.assert_close(got, want, atol=share * size, rtol=0)
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from transformers import PreTrainedModel
 
 import sparse_rl_lightning.compressors as c
@@ -161,7 +162,7 @@ def assert_same(got: Rollout, want: Rollout, close: float = 2e-5) -> None:
         one, other = getattr(got, name), getattr(want, name)
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, atol=close, rtol=0)
+            assert_same_logprobs(one, other, close)
     assert (got.evictions is None) == (want.evictions is None)
     if got.evictions is not None:
         assert torch.equal(got.evictions.death, want.evictions.death)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,6 @@ from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import check_compressor, tiny_model
-from tests.rollout_cases import put_back
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "own_compressor.md"
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rollout_cases import put_back
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
@@ -16,7 +17,6 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(3, 33)), [40, 41], [50, 51, 52, 53, 54, 55, 56]]
 PARAMS = SamplingParams(num_generations=2, max_completion_length=40, seed=5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_same_sums
+from closeness import assert_same_logprobs, assert_same_sums
 from test_replay_grpo import ADAPTERS, part_of
 from test_replay_grpo import module as replay_module
 from test_sparse_grpo import Recorder, fit, weights
@@ -69,8 +69,8 @@ def test_training_is_the_same_and_layers_run_twice(case: str, how: Any) -> None:
     assert len(rollouts) == len(same) == 2
     for one, other in zip(rollouts, same, strict=True):  # the second under weights that were trained so
         assert torch.equal(one.sequences, other.sequences)
-        torch.testing.assert_close(one.sampler_logprobs, other.sampler_logprobs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(one.old_logprobs, other.old_logprobs, atol=1e-5, rtol=0)
+        assert_same_logprobs(one.sampler_logprobs, other.sampler_logprobs, share=1e-5)
+        assert_same_logprobs(one.old_logprobs, other.old_logprobs, share=1e-5)
     # a split micro-batch goes through the layers twice anyway, part by part
     assert twice == (1.5 if case == "packed" else 2) * once > 0
     assert still_without == without  # rollouts and rescoring

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_same_sums
+from closeness import assert_same_logprobs, assert_same_sums
 from tiny_grpo import Recorder, fit, likes_a, module
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def test_what_is_dense_is_so_after_an_exception_in_an_adapter_step() -> None:
     assert dense.completions == texts
     mask = dense.rollout.completion_mask
     logprobs, _ = sequence_logprobs(grpo.policy, dense.rollout.sequences, mask)  # the adapter is off now
-    torch.testing.assert_close(logprobs, dense.rollout.sampler_logprobs, rtol=0, atol=2e-5)
+    assert_same_logprobs(logprobs, dense.rollout.sampler_logprobs)
 
 
 def own_weights(grpo: SparseGRPO) -> Tensor:
@@ -84,16 +84,16 @@ def test_the_adapter_is_worn_by_the_sparse_policy_alone() -> None:
     mask = rollout.completion_mask
     with torch.no_grad():
         dense, _ = sequence_logprobs(plain, rollout.sequences, mask)
-    torch.testing.assert_close(rollout.old_logprobs, dense, atol=2e-5, rtol=0)
+    assert_same_logprobs(rollout.old_logprobs, dense)
     # the sampler drew with the adapter under its evictions, and replay sees both
-    torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(rollout.replay_logprobs, rollout.sampler_logprobs)
     grpo.policy.eval()
     unadapted, _ = grpo.learner.replayed(grpo.policy, rollout)
     assert (unadapted - rollout.replay_logprobs)[mask].abs().max() > 0.01
     validation = grpo.generator.generate([{"prompt": "0123a", "answer": ""}], grpo.val_sampling, dense=True).rollout
     with torch.no_grad():
         expected, _ = sequence_logprobs(plain, validation.sequences, validation.completion_mask)
-    torch.testing.assert_close(validation.sampler_logprobs, expected, atol=2e-5, rtol=0)
+    assert_same_logprobs(validation.sampler_logprobs, expected)
 
 
 def test_a_rollout_is_served_to_the_policy_and_then_to_the_adapter() -> None:
@@ -208,7 +208,7 @@ def test_under_retrieval_the_learner_chooses_pages_again(monkeypatch: pytest.Mon
     retriever = Centroid(budget=8, page_size=2, num_first_pages=1, num_last_pages=1, num_dense_layers=1)
     grpo = shaken(distill(compressor=FullKV(), retriever=retriever, max_completion_length=24))
     rollout = scored_part(grpo)
-    torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(rollout.replay_logprobs, rollout.sampler_logprobs)
     assert (rollout.old_logprobs - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() > 0.01
     chosen: list[tuple[int, Tensor]] = []  # by layer, (B, H, t, P)
     own = LearnerPages.choose

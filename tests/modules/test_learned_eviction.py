@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_same_sums
+from closeness import assert_same_logprobs, assert_same_sums
 
 from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import DryRun, SparsityAwareRejection
@@ -93,7 +93,7 @@ def test_loss_is_that_of_tokens_and_draws(weight: float, loss_type: str) -> None
 
 def test_tokens_are_scored_at_the_temperature_they_were_drawn_at() -> None:
     rollout = part_of(loaded(**KIND, temperature=1.6))
-    torch.testing.assert_close(rollout.old_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(rollout.old_logprobs, rollout.sampler_logprobs)
 
 
 def test_a_network_has_a_learning_rate_of_its_own() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_same_sums
+from closeness import assert_same_logprobs, assert_same_sums
 from lightning.pytorch import Trainer
 from test_sparse_grpo import Recorder, fit, likes_a, weights
 from tiny_grpo import grouped
@@ -228,7 +228,7 @@ def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     mask, xi = rollout.completion_mask, (rollout.old_logprobs - rollout.replay_logprobs).exp()
     torch.testing.assert_close(rollout.weights[mask], xi[mask], atol=0, rtol=1e-6)
     assert not torch.equal(rollout.replay_logprobs, rollout.sampler_logprobs)  # rounding differs
-    torch.testing.assert_close(rollout.replay_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(rollout.replay_logprobs, rollout.sampler_logprobs)
     assert rollout.evictions is None
     logprobs, _ = grpo.learner.logprobs(grpo.policy, rollout)
     want = policy_loss(
@@ -295,7 +295,7 @@ def test_adapters_train_under_replay(objective: str) -> None:
     for scored in recorder.scored[1:]:  # the sampler drew with the adapters, and replay finds its numbers again
         rollout = scored.rollout
         replayed = rollout.old_logprobs if objective == "sparse" else rollout.replay_logprobs
-        torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(replayed, rollout.sampler_logprobs)
     assert float(metrics["mismatch_split/rounding/kl_k3"]) < 1e-9 < float(metrics["mismatch_split/compression/kl_k3"])
 
 

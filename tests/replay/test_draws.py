@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
@@ -133,7 +134,7 @@ def test_the_learner_finds_what_was_drawn(name: str, monkeypatch: pytest.MonkeyP
     logprobs, _, found = draw_statistics(policy, rollout, compressor)
     assert len(margins) == 2  # layers
     assert min(margins) > -1e-4
-    torch.testing.assert_close(logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(logprobs, rollout.sampler_logprobs)
     death, count = rollout.evictions.death, 0
     for row in range(len(rollout)):
         for event, step in enumerate(found.steps[row].tolist()):

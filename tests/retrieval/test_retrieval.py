@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chosen_pages import ChosenPages
+from rollout_cases import put_back
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +24,6 @@ from sparse_rl_lightning.retrieval.cache import with_pages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 16, "page_size": 4, "num_dense_layers": 1}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import PROMPTS, adapt, assert_same, policy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +24,6 @@ from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projection
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder
 from tests.pretend_gpu import PretendGPU
-from tests.rollout_cases import PROMPTS, adapt, assert_same, policy
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
 
@@ -89,7 +89,7 @@ def test_adapters_that_are_off_add_nothing_until_they_are_on_again() -> None:
     check(product, modules)
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
+@pytest.mark.parametrize("has_bfloat16", {False, torch.ops.mkldnn._is_mkldnn_bf16_supported()})
 def test_in_16_bits_and_under_autocast_as_close_as_its_rounding(
     has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

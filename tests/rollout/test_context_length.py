@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -74,7 +75,7 @@ def test_a_sequence_beyond_the_original_context_is_that_of_generate() -> None:
     assert torch.equal(rollout.sequences, want)
     sampler = RolloutSampler(model, SnapKV(budget=30, buffer=6), num_slots=1)
     evicted = sampler.generate([prompt], greedy)
-    torch.testing.assert_close(replay_logprobs(model, evicted), evicted.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(model, evicted), evicted.sampler_logprobs)
     for generate in (sampler.generate, RolloutSession(sampler, greedy, 100).add):
         with pytest.raises(ValueError, match="exceeds the model's context of 128 tokens"):
             generate([[*prompt, *prompt]], *([greedy] if generate == sampler.generate else [range(1)]))
@@ -88,12 +89,12 @@ def test_a_window_in_all_layers_is_refused_only_where_it_binds() -> None:
     evicted = RolloutSampler(model, small, num_slots=1).generate([prompt], fits)
     assert int(evicted.completion_lengths) == 12
     assert bool((evicted.evictions.death[..., : WINDOW - 4] < NEVER).any(dim=-1).all()), "in all layers"
-    torch.testing.assert_close(replay_logprobs(model, evicted), evicted.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(model, evicted), evicted.sampler_logprobs)
     forced = forced_rollout(model, evicted, small, seed=1)
-    torch.testing.assert_close(forced.sampler_logprobs, evicted.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(forced.sampler_logprobs, evicted.sampler_logprobs)
     paged = RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], fits)
     retrieved = retrieval_logprobs(model, paged, retriever).logprobs
-    torch.testing.assert_close(retrieved, paged.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(retrieved, paged.sampler_logprobs)
 
     longer, sampler = SamplingParams(max_completion_length=13, seed=1), RolloutSampler(model, small, num_slots=1)
     whole = RolloutSampler(model, FullKV()).generate([prompt], longer)

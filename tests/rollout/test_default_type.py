@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning import budgets, compressors, retrievers
@@ -38,7 +39,6 @@ from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, Sampling
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import random_layer, tiny_model
 from tests.learned import learned_score
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 30)]
 PARAMS = SamplingParams(max_completion_length=14, seed=3, top_p=0.95)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from lightning.pytorch import Callback
+from rollout_cases import put_back
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
@@ -45,7 +47,6 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.rollout_cases import put_back
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -73,8 +74,8 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     with torch.no_grad():
         dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
         own = model(rollout.sequences).logits.log_softmax(-1)[:, :-1].gather(-1, rollout.sequences[:, 1:, None])
-    torch.testing.assert_close(dense, rollout.sampler_logprobs, atol=2e-5, rtol=0)
-    torch.testing.assert_close(dense[:, 1:], own.squeeze(-1) * rollout.completion_mask[:, 1:], atol=2e-5, rtol=0)
+    assert_same_logprobs(dense, rollout.sampler_logprobs)
+    assert_same_logprobs(dense[:, 1:], own.squeeze(-1) * rollout.completion_mask[:, 1:])
 
 
 @pytest.mark.thinned(2)
@@ -86,7 +87,7 @@ def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
         rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
         assert bool((rollout.kv.stored < rollout.kv.full).any())
         replayed = replay_logprobs(model, rollout)
-        torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(replayed, rollout.sampler_logprobs)
     refilled = RolloutSampler(model, last, 3, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
     assert torch.equal(refilled.sequences, rollout.sequences)
     assert torch.equal(refilled.evictions.death, rollout.evictions.death)
@@ -110,7 +111,7 @@ def test_slots_that_are_put_back_go_on(name: str) -> None:
     found = session.take(numbers)
     assert torch.equal(found.sequences, want.sequences)
     assert torch.equal(found.evictions.death, want.evictions.death)
-    torch.testing.assert_close(found.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(found.sampler_logprobs, want.sampler_logprobs)
 
 
 @pytest.mark.thinned(2)
@@ -196,7 +197,7 @@ def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Comp
         a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in (native, theirs))
         assert torch.equal(a.sequences, b.sequences)
         assert torch.equal(a.evictions.death, b.evictions.death)
-        torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
 
 
 class ScaledModel(LlamaModel):
@@ -242,7 +243,7 @@ def test_forwards_of_derived_classes_count(part: str, kind: str) -> None:
         ids = rollout.sequences[row : row + 1, : own.stop]
         with torch.no_grad():
             logprobs = model(ids).logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
-        torch.testing.assert_close(rollout.sampler_logprobs[row, own], logprobs[prompt - 1 :], atol=2e-5, rtol=0)
+        assert_same_logprobs(rollout.sampler_logprobs[row, own], logprobs[prompt - 1 :])
 
 
 def test_a_derived_class_that_changes_logits_is_refused_and_has_no_native_decoder() -> None:
@@ -265,7 +266,7 @@ def test_hooks_and_replaced_forwards_of_any_module_count() -> None:
     assert not torch.equal(rollout.sampler_logprobs[:, :60], plain.sampler_logprobs[:, :60])
     with torch.no_grad():
         dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
-    torch.testing.assert_close(dense, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(dense, rollout.sampler_logprobs)
     assert "forward" in vars(attention), "a replaced forward is there afterwards"
     assert "forward" not in vars(model.model.layers[1].self_attn)
 
@@ -314,7 +315,7 @@ def test_scaled_positions(name: str, rope: str) -> None:
     prompt = list(range(3, 103))
     for compressor in (SnapKV(**SMALL), ExpectedAttention(query_window=6, num_future=9, **SMALL)):
         rollout = RolloutSampler(model, compressor).generate([prompt], params)
-        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_compressors_that_turn_queries_are_refused_where_they_could_not(
 def test_compressors_that_turn_queries_work_where_all_is_turned_by_halves() -> None:
     method = TriAttention(statistics=statistics(4, 2, 16), **SMALL)
     rollout = RolloutSampler(model := family("qwen3_moe"), method).generate(PROMPTS, PARAMS)
-    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
 MIXTURE: dict[str, Any] = {

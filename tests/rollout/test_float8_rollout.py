@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from closeness import assert_same_logprobs
 from native_cases import head_rows
+from rollout_cases import put_back
 from test_float8_ops import rounded
 from test_native_scores import importance_of, published_redundancy
 from torch import Tensor
@@ -24,7 +26,6 @@ from sparse_rl_lightning.ops.pools import FLOAT8
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -107,13 +108,13 @@ def test_greedy_tokens_are_those_of_a_decoder_that_rounds(compressor: Compressor
         logprobs = logprobs[len(prompt) - 1 : -1].log_softmax(-1)
         assert logprobs.argmax(-1).tolist() == ids[len(prompt) :]
         got = rollout.sampler_logprobs[row, len(prompt) : len(ids)].double()
-        torch.testing.assert_close(got, logprobs.amax(-1), atol=2e-5, rtol=0)
+        assert_same_logprobs(got, logprobs.amax(-1))
 
 
 def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.sequences, b.sequences)
     assert torch.equal(a.evictions.death, b.evictions.death)
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
 
 
 @pytest.mark.thinned(3)

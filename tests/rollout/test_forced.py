@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 
 from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
@@ -45,7 +46,7 @@ def test_own_compressor_gives_the_rollout_back(model: Any, compressor: Compresso
     forced = forced_rollout(model, drawn, compressor, temperature=0.8, seed=3)
     for name in ("sequences", "completion_mask", "prompt_lengths", "finished"):
         assert torch.equal(getattr(forced, name), getattr(drawn, name)), name
-    torch.testing.assert_close(forced.sampler_logprobs, drawn.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(forced.sampler_logprobs, drawn.sampler_logprobs)
     assert forced.evictions is not None
     assert drawn.evictions is not None
     assert torch.equal(forced.evictions.death, drawn.evictions.death)
@@ -59,7 +60,7 @@ def test_keys_and_values_are_rounded_as_they_were(model: Any, kv_dtype: Any) -> 
     params = SamplingParams(num_generations=2, max_completion_length=30, seed=3)
     drawn = RolloutSampler(model, SnapKV(**SIZES), kv_dtype=kv_dtype).generate(PROMPTS, params)
     forced = forced_rollout(model, drawn, SnapKV(**SIZES), seed=3, kv_dtype=kv_dtype)
-    torch.testing.assert_close(forced.sampler_logprobs, drawn.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(forced.sampler_logprobs, drawn.sampler_logprobs)
     unrounded = forced_rollout(model, drawn, SnapKV(**SIZES), seed=3)
     assert (unrounded.sampler_logprobs - drawn.sampler_logprobs).abs().max() > 1e-3
 
@@ -70,7 +71,7 @@ def test_other_compressor_evicts_from_the_same_words(model: Any) -> None:
     assert torch.equal(forced.sequences, drawn.sequences)
     assert (forced.sampler_logprobs - drawn.sampler_logprobs).abs().max() > 0.1
     with torch.no_grad():
-        torch.testing.assert_close(replay_logprobs(model, forced), forced.sampler_logprobs, atol=5e-5, rtol=0)
+        assert_same_logprobs(replay_logprobs(model, forced), forced.sampler_logprobs, share=5e-5)
 
 
 def test_full_cache_says_what_the_policy_says(model: Any) -> None:
@@ -78,7 +79,7 @@ def test_full_cache_says_what_the_policy_says(model: Any) -> None:
     forced = forced_rollout(model, drawn, FullKV(), temperature=0.5)
     with torch.no_grad():
         dense, _ = sequence_logprobs(model, drawn.sequences, drawn.completion_mask, temperature=0.5)
-    torch.testing.assert_close(forced.sampler_logprobs, dense, atol=5e-5, rtol=0)
+    assert_same_logprobs(forced.sampler_logprobs, dense, share=5e-5)
 
 
 def test_width_of_a_part_stays(model: Any) -> None:
@@ -89,4 +90,4 @@ def test_width_of_a_part_stays(model: Any) -> None:
     assert forced.evictions is not None
     assert forced.evictions.death.shape[-1] == short.sequences.shape[1]
     with torch.no_grad():
-        torch.testing.assert_close(replay_logprobs(model, forced), forced.sampler_logprobs, atol=5e-5, rtol=0)
+        assert_same_logprobs(replay_logprobs(model, forced), forced.sampler_logprobs, share=5e-5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -92,7 +93,7 @@ def test_a_policy_in_float32_is_as_before() -> None:
     )
     assert torch.equal(narrow.sequences, wide.sequences)
     assert torch.equal(narrow.sampler_logprobs, wide.sampler_logprobs)
-    torch.testing.assert_close(replay_logprobs(model, wide), wide.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(model, wide), wide.sampler_logprobs)
 
 
 def test_forced_rollouts_form_them_alike_and_the_weights_are_the_current_ones() -> None:
@@ -101,7 +102,7 @@ def test_forced_rollouts_form_them_alike_and_the_weights_are_the_current_ones() 
     for _ in range(2):
         rollout = sampler.generate(PROMPTS, PARAMS)
         again = forced_rollout(model, rollout, RKV(**SMALL), head_in_float32=True)
-        torch.testing.assert_close(again.sampler_logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
+        assert_same_logprobs(again.sampler_logprobs, rollout.sampler_logprobs, share=1e-5)
         narrow = forced_rollout(model, rollout, RKV(**SMALL))
         assert (narrow.sampler_logprobs - rollout.sampler_logprobs).abs().max() > 1e-3
         with torch.no_grad():

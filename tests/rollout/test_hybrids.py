@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from packaging.version import Version
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,7 +84,7 @@ def test_replay_needs_no_record_of_linear_layers(name: str) -> None:
     for compressor in COMPRESSORS:
         rollout = RolloutSampler(model, compressor, 4, max_prefill_tokens=16).generate(PROMPTS, PARAMS)
         assert not torch.equal(rollout.sequences[:, :60], full.sequences[:, :60])
-        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
 def test_replay_is_exact_at_the_sizes_of_a_checkpoint() -> None:
@@ -98,7 +99,7 @@ def test_replay_is_exact_at_the_sizes_of_a_checkpoint() -> None:
     rollout = sampler.generate([prompt], params)
     assert rollout.completion_lengths.tolist() == [80]
     with torch.no_grad():
-        torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        assert_same_logprobs(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
 def spoil_fork(states: LinearStates, sources: Tensor, destinations: Tensor) -> None:
@@ -220,12 +221,12 @@ def test_texts_and_pages_are_followed_too(name: str) -> None:
     model = family(name)
     rollout = RolloutSampler(model, RKV(**SMALL)).generate(PROMPTS, PARAMS)
     forced = forced_rollout(model, rollout, RKV(**SMALL), seed=5)
-    torch.testing.assert_close(forced.sampler_logprobs, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(forced.sampler_logprobs, rollout.sampler_logprobs)
     quest = Quest(budget=16, page_size=4, num_dense_layers=0)
     read = RolloutSampler(model, FullKV(), retriever=quest).generate(PROMPTS, PARAMS)
     with torch.no_grad():
         followed = Learner(LearnerOptions(), retriever=quest, replays=True).logprobs(model, read)[0]
-    torch.testing.assert_close(followed, read.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(followed, read.sampler_logprobs)
 
 
 def test_rows_go_on_from_their_own_places() -> None:

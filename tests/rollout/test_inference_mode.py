@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 
 from sparse_rl_lightning.compressors import H2O, RKV, Compressor
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 DRAWN = SamplingParams(num_generations=2, max_completion_length=12, seed=1)

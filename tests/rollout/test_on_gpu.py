@@ -9,6 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import (
+    CASES,
+    CONVERSATIONS,
+    PARAMS,
+    PROMPTS,
+    SMALL,
+    TOKENIZER,
+    assert_same,
+    conversations,
+    in_a_session,
+    made,
+    model_of,
+    policy,
+)
 from transformers import PreTrainedModel
 
 import sparse_rl_lightning.compressors as c
@@ -25,20 +39,6 @@ from sparse_rl_lightning.rollout.engine.finished import FinishCheck
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.testing import tiny_model
 from tests.gpus import RealGPU, close_on, on_the_cpu
-from tests.rollout_cases import (
-    CASES,
-    CONVERSATIONS,
-    PARAMS,
-    PROMPTS,
-    SMALL,
-    TOKENIZER,
-    assert_same,
-    conversations,
-    in_a_session,
-    made,
-    model_of,
-    policy,
-)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import PARAMS, PROMPTS, SMALL, TOKENIZER, assert_same, policy
 from torch import Tensor
 
 import sparse_rl_lightning.compressors as c
@@ -21,7 +22,6 @@ from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine import scheduler
 from sparse_rl_lightning.rollout.engine.engine import Engine
 from tests.pretend_gpu import CUDA, DeviceTensor, PretendGPU, host
-from tests.rollout_cases import PARAMS, PROMPTS, SMALL, TOKENIZER, assert_same, policy
 
 
 def test_greedy_and_sampled_decoding_in_turns_keep_the_graphs_of_both() -> None:

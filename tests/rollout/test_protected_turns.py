@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,7 +41,6 @@ from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
-from tests.rollout_cases import put_back
 
 SIZES: dict[str, Any] = {"budget": 22, "buffer": 5, "num_sinks": 2, "window": 4}
 ONE, TWO = SIZES | {"protect_observations": 1}, SIZES | {"protect_observations": 2}

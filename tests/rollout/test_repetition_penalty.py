@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import (
@@ -81,9 +82,9 @@ def test_what_is_drawn_from_is_transformers_distribution() -> None:
             logits = policy(tokens[None]).logits[0]
         for t in range(prompt_length, len(tokens)):
             drawn_from = processors(tokens[None, :t], logits[None, t - 1].clone()).log_softmax(-1)[0]
-            torch.testing.assert_close(rollout.behavior_logprobs[row, t], drawn_from[tokens[t]], atol=2e-5, rtol=0)
+            assert_same_logprobs(rollout.behavior_logprobs[row, t], drawn_from[tokens[t]])
             whole = (logits[t - 1] / 0.8).log_softmax(-1)
-            torch.testing.assert_close(rollout.sampler_logprobs[row, t], whole[tokens[t]], atol=2e-5, rtol=0)
+            assert_same_logprobs(rollout.sampler_logprobs[row, t], whole[tokens[t]])
 
 
 def test_replay_reproduces_the_log_probs_before_the_penalty() -> None:
@@ -92,7 +93,7 @@ def test_replay_reproduces_the_log_probs_before_the_penalty() -> None:
     rollout = RolloutSampler(policy, SnapKV(**SMALL), num_slots=3).generate(PROMPTS, params)
     with torch.no_grad():
         replayed = replay_logprobs(policy, rollout)
-    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replayed, rollout.sampler_logprobs)
     assert rollout.behavior_logprobs is not None
     assert not torch.allclose(rollout.behavior_logprobs, rollout.sampler_logprobs, atol=1e-3)
 
@@ -115,7 +116,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.sequences, b.sequences)
     assert a.behavior_logprobs is not None
     assert b.behavior_logprobs is not None
-    torch.testing.assert_close(a.behavior_logprobs, b.behavior_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.behavior_logprobs, b.behavior_logprobs)
 
 
 def test_the_penalty_by_hand() -> None:

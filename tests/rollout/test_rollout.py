@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, Rollout
@@ -55,7 +56,7 @@ def test_large_budget_equals_generate(architecture: str, compressor: Compressor)
         assert got.tolist() == want.tolist()
         assert bool(rollout.finished[row]) == (want[-1].item() == 1)
         logprobs = rollout.sampler_logprobs[row][rollout.completion_mask[row]]
-        torch.testing.assert_close(logprobs, plain_logprobs(policy, rollout, row, 1.0), atol=2e-5, rtol=0)
+        assert_same_logprobs(logprobs, plain_logprobs(policy, rollout, row, 1.0))
     assert (rollout.evictions.death == NEVER).all()
 
 
@@ -67,7 +68,7 @@ def test_replay_is_exact(architecture: str, compressor: Compressor) -> None:
     params = SamplingParams(num_generations=2, max_completion_length=40, temperature=0.9, seed=3)
     rollout = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, params)
     replayed = replay_logprobs(policy, rollout, temperature=0.9)
-    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replayed, rollout.sampler_logprobs)
     dense = torch.cat([plain_logprobs(policy, rollout, row, 0.9) for row in range(len(rollout))])
     sparse = rollout.sampler_logprobs[rollout.completion_mask]
     assert (dense - sparse).abs().max() > 1e-2, "nothing that matters was evicted: the test would prove nothing"
@@ -97,7 +98,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     assert (a.completion_lengths == b.completion_lengths).all()
     assert (a.sequences[:, :width] == b.sequences[:, :width]).all()
     assert (a.evictions.death[..., :width] == b.evictions.death[..., :width]).all()
-    torch.testing.assert_close(a.sampler_logprobs[:, :width], b.sampler_logprobs[:, :width], atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs[:, :width], b.sampler_logprobs[:, :width])
 
 
 @pytest.mark.parametrize("compressor", EVICTING, ids=IDS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
+from rollout_cases import put_back
 
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, Pyramid
 from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, SnapKV
@@ -11,7 +13,6 @@ from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SIZES = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
@@ -36,7 +37,7 @@ def model() -> torch.nn.Module:
 def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.sequences, b.sequences)
     assert torch.equal(a.evictions.death, b.evictions.death)
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
     torch.testing.assert_close(a.kv.stored_integral, b.kv.stored_integral)
 
 
@@ -45,7 +46,7 @@ def test_replay_is_exact(compressor: Compressor) -> None:
     policy = model()
     rollout = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, PARAMS)
     replayed = replay_logprobs(policy, rollout, temperature=0.9)
-    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replayed, rollout.sampler_logprobs)
     dense = rollout
     dense.evictions = EvictionRecord.from_dense(torch.full_like(rollout.evictions.death, NEVER))
     assert (replay_logprobs(policy, dense, temperature=0.9) - replayed).abs().max() > 1e-2, "nothing that matters died"

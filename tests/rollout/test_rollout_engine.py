@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
@@ -36,7 +37,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     assert (a.sequences == b.sequences).all()
     assert a.finished.tolist() == b.finished.tolist()
     assert (a.evictions.death == b.evictions.death).all()
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
     for name in ("stored", "full", "stored_integral", "full_integral"):
         torch.testing.assert_close(getattr(a.kv, name), getattr(b.kv, name), atol=0, rtol=0)
 
@@ -71,7 +72,7 @@ def test_other_families_equal_generate(family: str) -> None:
         length = len(prompt) + int(rollout.completion_lengths[row])
         assert rollout.sequences[row, :length].tolist() == want.tolist()
     sparse = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
-    torch.testing.assert_close(replay_logprobs(policy, sparse), sparse.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(policy, sparse), sparse.sampler_logprobs)
 
 
 @pytest.mark.thinned(3)
@@ -117,7 +118,7 @@ def test_most_likely_tokens_are_those_of_a_plain_forward_pass() -> None:
         own = rollout.completion_mask[row].nonzero().flatten()
         logits = policy(rollout.sequences[row : row + 1, : int(own[-1]) + 1]).logits[0].float() / 0.7
         want = logits.log_softmax(-1).topk(5)
-        torch.testing.assert_close(rollout.topk_logprobs[row, own], want.values[own - 1], atol=2e-5, rtol=0)
+        assert_same_logprobs(rollout.topk_logprobs[row, own], want.values[own - 1])
         assert (rollout.topk_ids[row, own] == want.indices[own - 1]).all()
     assert (rollout.topk_logprobs[~rollout.completion_mask] == 0).all()
     plain = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
@@ -200,7 +201,7 @@ def test_modules_that_are_more_than_a_product_are_called() -> None:
     policy.get_decoder().layers[1].self_attn.v_proj = Doubled(64, 32)
     policy.get_decoder().layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: out + 0.1)
     rollout = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
-    torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(policy, rollout), rollout.sampler_logprobs)
 
 
 def test_keys_and_values_in_another_type() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import SMALL
 from torch import Tensor
 
 from sparse_rl_lightning.cache.slots import CacheSize, SlotCache
@@ -28,7 +29,6 @@ from sparse_rl_lightning.rollout.session import VersionedLogs
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.gpus import RealGPU
 from tests.pretend_gpu import PretendGPU
-from tests.rollout_cases import SMALL
 
 LOGGED = [SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_logprobs=3, min_completion_length=2)]
 

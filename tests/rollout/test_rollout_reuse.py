@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
@@ -30,7 +31,7 @@ def model(**kwargs: Any) -> PreTrainedModel:
 def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.sequences, b.sequences)
     assert torch.equal(a.evictions.death, b.evictions.death)
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
 
 
 def test_the_old_pool_is_free_before_the_new_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ from bisect import bisect_right
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
+from rollout_cases import put_back
 
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, LengthSchedule, Pyramid
 from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 PARAMS = SamplingParams(num_generations=2, max_completion_length=44, temperature=0.9, seed=4)
@@ -49,7 +50,7 @@ def model() -> torch.nn.Module:
 def assert_same(a: Rollout, b: Rollout) -> None:
     assert torch.equal(a.sequences, b.sequences)
     assert torch.equal(a.evictions.death, b.evictions.death)
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
     torch.testing.assert_close(a.kv.stored_integral, b.kv.stored_integral)
 
 
@@ -59,7 +60,7 @@ def test_replay_is_exact(compressor: Compressor) -> None:
     policy = model()
     rollout = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, PARAMS)
     replayed = replay_logprobs(policy, rollout, temperature=0.9)
-    torch.testing.assert_close(replayed, rollout.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replayed, rollout.sampler_logprobs)
     dense = rollout
     dense.evictions = EvictionRecord.from_dense(torch.full_like(rollout.evictions.death, NEVER))
     assert (replay_logprobs(policy, dense, temperature=0.9) - replayed).abs().max() > 1e-2, "nothing that matters died"

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
+from rollout_cases import put_back
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
-from tests.rollout_cases import put_back
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -38,7 +39,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
     for field in ("sequences", "completion_mask", "finished"):
         assert torch.equal(getattr(a, field), getattr(b, field)), field
     assert torch.equal(a.evictions.death, b.evictions.death)
-    torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
 
 
 @each_compressor
@@ -115,7 +116,7 @@ def test_every_token_knows_its_version_and_replay_refuses_mixed_sequences() -> N
     assert first
     fresh = model()  # the weights that drew version 1
     part = rollout[torch.tensor(first)]
-    torch.testing.assert_close(replay_logprobs(fresh, part), part.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(replay_logprobs(fresh, part), part.sampler_logprobs)
 
 
 @each_compressor

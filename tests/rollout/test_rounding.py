@@ -11,10 +11,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import PreTrainedModel
-
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from tests.rollout_cases import (
+from rollout_cases import (
     CASES,
     CONVERSATIONS,
     PARAMS,
@@ -25,6 +22,9 @@ from tests.rollout_cases import (
     made,
     model_of,
 )
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 
 
 def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:

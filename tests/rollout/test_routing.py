@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 from torch import Tensor, nn
 
 from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
@@ -24,7 +25,6 @@ from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, Sampling
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.rollout_cases import put_back
 from tests.tiny_grpo import ALPHABET, Recorder, fit, module
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]

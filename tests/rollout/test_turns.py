@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -159,7 +160,7 @@ def test_texts_are_attended_under_masks_of_limited_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(chunks, "visible_attention", None)  # which takes a mask of all pairs
     got = converse(model, compressor, PROMPTS[1:3], most=1)
     assert torch.equal(got.sequences, want.sequences)
-    torch.testing.assert_close(got.sampler_logprobs, want.sampler_logprobs, atol=2e-5, rtol=0)
+    assert_same_logprobs(got.sampler_logprobs, want.sampler_logprobs)
 
 
 def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:

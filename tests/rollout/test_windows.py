@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import put_back
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
@@ -46,7 +47,6 @@ from sparse_rl_lightning.rollout import (
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.rollout_cases import put_back
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 W = 8
