@@ -115,12 +115,12 @@ class CompressedCache(Cache):
         with sampling_mode(self.sampler.model):
             shown = self._shown(input_ids, attention_mask, asked.get("position_ids"))
             if self._scheduler is None:
-                self._read([row[own].tolist() for row, own in zip(input_ids, shown, strict=True)])
+                self._read([row[mask].tolist() for row, mask in zip(input_ids, shown, strict=True)])
             else:
                 self._feed(input_ids)
         self._num_tokens += input_ids.shape[1]
-        own = {"logits": self._engine.logits[: len(input_ids), None].clone(), KEYWORD: self}
-        out = CausalLMOutputWithPast(**cast("dict[str, Any]", own))
+        outputs = {"logits": self._engine.logits[: len(input_ids), None].clone(), KEYWORD: self}
+        out = CausalLMOutputWithPast(**cast("dict[str, Any]", outputs))
         return out if asked.get("return_dict", True) else out.to_tuple()
 
     # ---------------------------------------------------------------- what was evicted, and how much is held
@@ -202,19 +202,19 @@ class CompressedCache(Cache):
                     f"input_ids of shape {tuple(ids.shape)}: give every call of generate a new cache, or call reset()."
                 )
             padding = self._num_tokens - torch.tensor(fed, device=ids.device)
-        own = index - padding[:, None]  # each token's position, below 0 for padding
-        if mask is not None and (mask.shape != (len(ids), len(index)) or bool((mask.bool() != (own >= 0)).any())):
+        counted = index - padding[:, None]  # each token's position, below 0 for padding
+        if mask is not None and (mask.shape != (len(ids), len(index)) or bool((mask.bool() != (counted >= 0)).any())):
             raise UserError(
                 "A CompressedCache needs prompts padded on the left, as generate does, and shows a row its own tokens "
                 f"later on, all of them: attention_mask of shape {(len(ids), len(index))}, zeros for that padding "
                 f"alone, got one of shape {tuple(mask.shape)}."
             )
-        own = own[:, -ids.shape[1] :]
+        counted = counted[:, -ids.shape[1] :]
         if positions is not None and (
-            positions.shape[-1] != ids.shape[1] or bool(((positions != own) & (own >= 0)).any())
+            positions.shape[-1] != ids.shape[1] or bool(((positions != counted) & (counted >= 0)).any())
         ):
             raise UserError("A CompressedCache counts positions from each row's first token: leave out position_ids.")
-        return own >= 0
+        return counted >= 0
 
     def _read(self, prompts: Sequence[list[int]]) -> None:
         """Read the prompts, row i into slot i."""
@@ -330,11 +330,11 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
             lm_eval.simple_evaluate(HFLM(pretrained=model, tokenizer=tokenizer), tasks=["gsm8k"])
     """
     CompressedCache(compressor, model, **options)  # what cannot be is refused here, not in the first call
-    before, own = vars(model).get("generate"), cast("Callable[..., Any]", model.generate)
+    before, plain = vars(model).get("generate"), cast("Callable[..., Any]", model.generate)
     config: Any = model.generation_config
     implementation, config.cache_implementation = config.cache_implementation, None  # generate takes one or the other
-    generate = partial(_generate, own, model, compressor, options)  # goes along with a copy of the model
-    vars(model)["generate"] = update_wrapper(generate, own)
+    generate = partial(_generate, plain, model, compressor, options)  # goes along with a copy of the model
+    vars(model)["generate"] = update_wrapper(generate, plain)
     try:
         yield
     finally:
@@ -346,9 +346,9 @@ def compressed_generation(model: PreTrainedModel, compressor: Compressor, **opti
 
 
 def _generate(
-    own: Callable[..., Any], model: PreTrainedModel, compressor: Compressor, options: dict[str, Any], *args: Any,
+    plain: Callable[..., Any], model: PreTrainedModel, compressor: Compressor, options: dict[str, Any], *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     if given_cache(kwargs) is None:
         kwargs[KEYWORD] = CompressedCache(compressor, model, **options)
-    return own(*args, **kwargs)
+    return plain(*args, **kwargs)
