@@ -23,6 +23,7 @@ from sparse_rl_lightning.rollout.engine.decoders.adapted_products import Adapted
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projection
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder
+from tests.closeness import assert_same_logprobs
 from tests.pretend_gpu import PretendGPU
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
@@ -185,7 +186,7 @@ def test_rollouts_of_an_adapted_policy_are_those_of_its_forward_pass(monkeypatch
         with torch.no_grad():
             own = model(rollout.sequences).logits.log_softmax(-1)[:, 2:-1]
         exact = own.gather(-1, rollout.sequences[:, 3:, None]).squeeze(-1)
-        assert float((exact - rollout.sampler_logprobs[:, 3:]).abs().max()) < 2e-5
+        assert_same_logprobs(rollout.sampler_logprobs[:, 3:], exact)
     calls: list[Any] = []
     with monkeypatch.context() as patch:
         forward = adapted_products.Adapted.__call__

@@ -31,6 +31,7 @@ from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout, replay_logprobs
 from sparse_rl_lightning.testing import character_tokenizer
+from tests.closeness import assert_same_logprobs
 from tests.families import family
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
@@ -61,7 +62,7 @@ def without_sinks(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def parity(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    assert_same_logprobs(a, b)
 
 
 @pytest.mark.thinned(3)

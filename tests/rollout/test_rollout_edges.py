@@ -85,4 +85,4 @@ def test_running_sums_of_a_float64_model(compressor: H2O) -> None:
     assert torch.equal(rollout.evictions.death, want.evictions.death)
     with torch.no_grad():
         replayed = replay_logprobs(policy, rollout)
-    torch.testing.assert_close(replayed.float(), rollout.sampler_logprobs, atol=1e-6, rtol=0)
+    assert_same_logprobs(replayed.float(), rollout.sampler_logprobs, share=1e-6)

@@ -45,6 +45,7 @@ from sparse_rl_lightning.rollout import (
     replay_logprobs,
 )
 from sparse_rl_lightning.testing import character_tokenizer
+from tests.closeness import assert_same_logprobs
 from tests.families import family
 from tests.rollout.test_rollout_memory import allocated, attributes
 from tests.tiny_grpo import ALPHABET, fit, module, weights
@@ -72,7 +73,7 @@ def windowed(name: str) -> PreTrainedModel:
 
 
 def parity(a: Any, b: Any) -> None:
-    torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
+    assert_same_logprobs(a, b)
 
 
 # ---------------------------------------------------------------- the truth
