@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,9 +28,14 @@ class ValidationLog:
         self._log = log
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
 
-    def begin(self, rewards: Rewards) -> None:
+        self._world_size = 1
+
+    def begin(self, rewards: Rewards, world_size: int = 1) -> None:
         """Forget the batches of a validation that was interrupted."""
         self._intervals.clear()
+        self._world_size = (
+            world_size  # weights are multiples of it: Lightning divides their sum by it, in whole numbers
+        )
         rewards.failures = Failures()
 
     def batch(self, scores: Scores, counts: Tensor, key: str, by_benchmark: bool) -> None:
@@ -40,10 +46,11 @@ class ValidationLog:
         samples = counts.repeat_interleave(scores.num_samples)
         rewarded = scores.rewards[samples.to(scores.rewards.device) & ~scores.rewards.isnan()]
         mean = rewarded.mean() if len(rewarded) else scores.rewards.new_zeros(())  # no rewarded rows: weight 0
-        self._log(key.format("reward"), mean, prog_bar=True, batch_size=len(rewarded), sync_dist=True)
+        log = partial(self._log, sync_dist=True)
+        log(key.format("reward"), mean, prog_bar=True, batch_size=self._world_size * len(rewarded))
         lengths = scores.lengths[samples.to(scores.lengths.device)].float()
         length = lengths.mean() if len(lengths) else lengths.new_zeros(())
-        self._log(key.format("length"), length, prog_bar=True, batch_size=int(counts.sum()), sync_dist=True)
+        log(key.format("length"), length, prog_bar=True, batch_size=self._world_size * int(counts.sum()))
         applies, correct = scores.applies & counts, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
@@ -51,7 +58,7 @@ class ValidationLog:
             chosen = correct[rows]
             own = key if name is None else key.format(f"{name}/{{}}")
             for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # no such rows: weight 0
-                self._log(own.format(f"pass@{k}"), value, batch_size=len(chosen), sync_dist=True)
+                log(own.format(f"pass@{k}"), value, batch_size=self._world_size * len(chosen))
             device = scores.rewards.device
             if own not in self._intervals:
                 self._intervals[own] = ConfidenceInterval().to(device)

@@ -300,7 +300,7 @@ class SparseGRPO(PolicyModule):
 
     def on_validation_epoch_start(self) -> None:
         """Count only this validation's rows, even if the last one was interrupted."""
-        self._validation.begin(self.rewards)
+        self._validation.begin(self.rewards, self._world_size)
         self._dealt = ranks.DealtRows(self._trainer)
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start

@@ -140,7 +140,8 @@ class SupervisedWarmup(PolicyModule):
         _, counts = self._dealt.next(len(batch))
         loss, accuracy, count = self._loss(batch, counts)  # a token mean over all batches
         found = {"val_loss": loss.nan_to_num(), "val_token_accuracy": accuracy.nan_to_num()}  # NaN without a token
-        self.log_dict(found, prog_bar=True, batch_size=count, sync_dist=True)
+        weight = count * self._world_size  # Lightning divides the sum of the weights by it, in whole numbers
+        self.log_dict(found, prog_bar=True, batch_size=weight, sync_dist=True)
 
     def _loss(self, rows: list[dict[str, Any]], counts: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
         """Mean loss and accuracy over the tokens to learn, and their number; all rows count, or those of a mask."""
