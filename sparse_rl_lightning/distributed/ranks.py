@@ -151,10 +151,9 @@ class DealtRows:
     match; a row that another rank has seen counts nowhere.
     """
 
-    def __init__(self, trainer: Trainer | None = None) -> None:
+    def __init__(self, trainer: Trainer | None = None, world_size: int = 1) -> None:
         self._num_rows = math.inf
-        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        self._places = itertools.count(rank, world_size)
+        self._places = itertools.count(trainer.global_rank if trainer else 0, world_size)
         if trainer and world_size > 1 and not trainer.predicting:  # whose rows are not repeated
             loop: Any = trainer._evaluation_loop  # val_dataloaders may be those of an earlier fit
             sampler = getattr(loop._combined_loader.iterables, "sampler", None)

@@ -301,7 +301,7 @@ class SparseGRPO(PolicyModule):
     def on_validation_epoch_start(self) -> None:
         """Count only this validation's rows, even if the last one was interrupted."""
         self._validation.begin(self.rewards, self._world_size)
-        self._dealt = ranks.DealtRows(self._trainer)
+        self._dealt = ranks.DealtRows(self._trainer, self._world_size)
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 

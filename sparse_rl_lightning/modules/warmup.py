@@ -133,7 +133,7 @@ class SupervisedWarmup(PolicyModule):
 
     def on_validation_epoch_start(self) -> None:
         """Count every held-out row once, whichever ranks have it."""
-        self._dealt = DealtRows(self._trainer)
+        self._dealt = DealtRows(self._trainer, self._world_size)
 
     def validation_step(self, batch: list[dict[str, Any]], batch_idx: int) -> None:
         """Log the same loss, and the token accuracy, on held-out rows."""

@@ -47,7 +47,7 @@ def test_validation_is_that_of_one_rank(name: str, measures: int, together: Outc
     """Greedy, after the same step: means over the rows, each of which counts once."""
     expected = validation(alone[TOGETHER[name][0]])
     assert len(expected) == measures
-    assert len(set(expected.values())) > measures // 2
+    assert len(set(expected.values())) > 1
     assert validation(together[name]) == pytest.approx(expected, abs=1e-5)
 
 

@@ -227,5 +227,5 @@ def test_an_accuracy_counts_what_cannot_be_judged_as_wrong_and_a_reward_leaves_i
     assert scores([1.0, 0.5, math.nan]).mean == 0.75
     logged: dict[str, float] = {}
     log = ValidationLog(lambda name, value, **_: logged.update({name: float(value)}))
-    log.batch(scores([math.nan] * 3), torch.ones(3, dtype=torch.bool), "{}", by_benchmark=False)
+    log.batch(scores([math.nan] * 3), torch.ones(1, dtype=torch.bool), "{}", by_benchmark=False)
     assert logged["pass@1"] == 0.0
