@@ -125,7 +125,7 @@ def check_trainable(model: torch.nn.Module) -> None:
             "All weights of the policy are frozen, so there is nothing to train. A PeftModel is loaded for inference "
             "unless it is asked for: PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    tuned = _parts_of_peft()[0] if has_adapters(model) else ()
+    tuned: Any = _parts_of_peft()[0] if has_adapters(model) else ()
     for name, layer in model.named_modules():
         if not isinstance(layer, tuned):
             continue
