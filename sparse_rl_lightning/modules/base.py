@@ -337,7 +337,7 @@ class PolicyModule(LightningModule):
         save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)
 
     @classmethod
-    def load_from_checkpoint(cls, *given: Any, **named: Any) -> Self:  # type: ignore[override]  # Lightning's own
+    def load_from_checkpoint(cls, *given: Any, **named: Any) -> Self:
         """A module with a checkpoint's weights, as Lightning's, from plain data; the module's arguments are given.
 
         Raises:

@@ -34,12 +34,12 @@ def describe(module: RolloutModule) -> dict[str, str]:
     policy, generator = module.policy, module.generator
     rule = generator.options.downsampling
     samples = str(generator.sampling.num_generations) + (f", of which {type(rule).__name__} drops some" if rule else "")
-    corrections = [type(each).__name__ for each in (module, *rollout_callbacks(module)) if each.corrects]
+    corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
     return {
         "policy": f"{type(policy).__name__}, {count_weights(policy) / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),
         **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
-        "corrections": ", ".join(corrections) or "none",
+        "corrections": ", ".join([type(module).__name__] * module.corrects + corrections) or "none",
         "samples per prompt": samples,
         "temperature": str(generator.sampling.temperature),
         "seeds": ", ".join(f"{name.removesuffix('.seed')} {seed}" for name, seed in module.seeds.items()),

@@ -216,8 +216,8 @@ def name_logger(config: Any, num_added: int = 0) -> None:
     is_open = trainer.logger is None or trainer.logger is True or added
     if trainer.default_root_dir and is_open and not trainer.barebones:
         folder, name = os.path.split(trainer.default_root_dir.rstrip("/"))
-        arguments = Namespace(save_dir=folder or ".", name=name)
-        csv = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=arguments)
+        arguments = {"save_dir": folder or ".", "name": name}
+        csv = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": arguments}
         trainer.logger = [csv, *added] if added else csv
 
 
