@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from sparse_rl_lightning.checkpoints.gguf_contents import bits, check_read, difference_of_roundings, rope_scaling
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import check_regular
-from sparse_rl_lightning.policies.pretrained import check_finite, check_whole, reason, without_reports
+from sparse_rl_lightning.policies.pretrained import check_finite, check_numbers, check_whole, reason, without_reports
 
 MAGIC = b"GGUF"
 
@@ -48,25 +57,51 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
             raise UserError(f"{str(file)!r} is not a GGUF file: it does not begin with {MAGIC.decode()}.")
     if importlib.util.find_spec("gguf") is None:
         raise UserError("reading GGUF needs the package gguf: pip install 'sparse-rl-lightning[gguf]'.")
+    return _loaded(path, repr(str(file)), dtype)
+
+
+def _loaded(path: Path, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read a file that is one; every error tells its name."""
+    from gguf import GGUFReader
+
     packed: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # newer ones would leave the weights packed
         packed["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # alone in a folder: what else is beside the file, or in the working directory, is not of it
     with TemporaryDirectory() as alone, without_reports():
-        os.symlink(path.resolve(), Path(alone) / MAGIC.decode())
+        link = Path(alone) / MAGIC.decode()
+        os.symlink(path.resolve(), link)
         try:
+            reader = GGUFReader(path)
+            settings: dict[str, Any] = PreTrainedConfig.get_config_dict(alone, gguf_file=link.name)[0]
+            check_numbers(settings, "metadata")
+            if scaling := rope_scaling(reader, settings):
+                settings["rope_scaling"] = scaling
+            tensors = {tensor.name: tensor for tensor in reader.tensors}
+            pair = [tensors[place] for place in ("token_embd.weight", "output.weight") if place in tensors]
+            settings["tie_word_embeddings"] = len(pair) < 2
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                alone, dtype=dtype, gguf_file=MAGIC.decode(), trust_remote_code=False, output_loading_info=True,
-                **packed,
+                alone, config=AutoConfig.for_model(**settings), dtype=dtype, gguf_file=link.name,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **packed,
             )  # fmt: skip
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=MAGIC.decode(), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=link.name, trust_remote_code=False)
         except Exception as error:  # foreign data: nearly every class of errors has been seen
-            raise UserError(f"{str(file)!r} cannot be read. {reason(alone, error)}") from error
-    model, found = loaded
-    check_whole(found, str(file))
-    wrapped: Any = model
-    wrapped.config._name_or_path = tokenizer.name_or_path = ""
-    check_finite(model.named_parameters(), str(file))
+            raise UserError(f"{name} cannot be read. {reason(alone, error).replace(str(link), name)}") from error
+    model, report = loaded
+    check_whole(report, name)
+    check_finite(model.named_parameters(), name)
+    check_read(reader, model, report["unexpected_keys"], name)
+    if len(pair) == 2 and (difference := difference_of_roundings(*pair)) is not None:
+        finer = max(pair, key=bits)
+        kept = model.get_output_embeddings() if finer is pair[1] else model.get_input_embeddings()
+        model.get_input_embeddings().weight = model.get_output_embeddings().weight = kept.weight
+        model.config.tie_word_embeddings = True
+        warnings.warn(
+            f"{name}: {' and '.join(f'{tensor.name} ({tensor.tensor_type.name})' for tensor in pair)} are roundings of "
+            f"one matrix (mean difference {difference:.1%} of its size). The policy has it once, from {finer.name}.",
+            stacklevel=3,
+        )
+    model.config._name_or_path = tokenizer.name_or_path = ""
     _forget(model)
     return model, tokenizer
 

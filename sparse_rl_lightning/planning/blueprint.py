@@ -14,19 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from sparse_rl_lightning.calibration import SHAPES, ModelShape
 from sparse_rl_lightning.calibration.shapes import TIED
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.lora import LoraPolicy, adapters
 from sparse_rl_lightning.policies.pretrained import check_files, check_plain, other_weights, reason
 from sparse_rl_lightning.policies.source import PolicySource, PretrainedPolicy
-
-MOST, MOST_LAYERS = 2**24, 1000
-"""The largest size of a layer, and number of layers, that a plan counts."""
-
-DUE = {
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "max_position_embeddings",
-}  # fmt: skip
-"""Sizes that cannot be 0."""
 
 FAMILIES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama"}
 """Types of the models in ``calibration.SHAPES``, by the beginning of their names."""
@@ -125,7 +116,6 @@ def read_config(path: str) -> PreTrainedConfig:
     try:
         check_files(source)
         check_plain(source)
-        _check_sizes(PreTrainedConfig.get_config_dict(source)[0], "config.json")
         found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except UserError as error:
         raise UserError(f"policy: {path!r}: {error}") from error
@@ -140,21 +130,6 @@ def read_config(path: str) -> PreTrainedConfig:
     except Exception as error:  # foreign data
         raise UserError(f"policy: the config.json of {path!r} cannot be read. {reason(path, error)}") from error
     return found
-
-
-def _check_sizes(own: dict[str, Any], where: str) -> None:
-    """Refuse sizes that no model has: making a list of so many layers has no end, or some product fails later.
-
-    What is small or no number counts only where it is a size of :data:`DUE`: -1 and lists have meanings elsewhere.
-    """
-    for name, value in own.items():
-        if isinstance(value, dict):
-            _check_sizes(value, f"{where}.{name}")
-        elif name in DUE or name.startswith("num_") or name.endswith(("_size", "_dim", "_layer", "_layers")):
-            most = MOST_LAYERS if name.endswith(("_layer", "_layers")) else MOST
-            for one in value if isinstance(value, list) else [value]:  # for each layer its own
-                if one is not None and (name in DUE or (isinstance(one, (int, float)) and one > most)):
-                    check_number(f"{where}.{name}", one, least=int(name in DUE), most=most)
 
 
 def known_name(path: str) -> str | None:

@@ -29,12 +29,26 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import Mxfp4Config
 
-from sparse_rl_lightning.errors import FileError, UserError
+from sparse_rl_lightning.errors import FileError, UserError, check_number
 from sparse_rl_lightning.files import check_regular, whole_file
 from sparse_rl_lightning.policies.support import WORKS
 
 LARGEST_JSON = 2**30
 """Bytes of a model's configuration, tokenizer or index of weights."""
+DUE = {
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings",
+}  # fmt: skip
+"""Sizes that cannot be 0."""
+RANGES: dict[str, dict[str, Any]] = {
+    "num_hidden_layers": {"least": 1, "most": 1000},
+    "|".join(DUE): {"least": 1, "most": 2**24},
+    ".*_layers?": {"most": 1000},
+    "num_.*|.*_(size|dim)": {"most": 2**24},
+    ".*eps(ilon)?": {"least": 0},
+    "rope_theta|rope_local_base_freq": {"above": 0},
+}
+"""What numbers of a configuration must be, by the first pattern that their names have."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
 """Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
 MAKERS = {r"runs/(warmup\w*)/": r"sparse-rl fit --config configs/\1.yaml", r"runs/models/smollm2": "make real-model"}
@@ -84,14 +98,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     for name, token in loaded.special_tokens_map.items():  # some are of the class, and in no file
         if stored.special_tokens_map.get(name) is None and isinstance(token, str) and token in vocabulary:
             setattr(stored, name, token)
-    return loaded if _states(stored) == _states(loaded) else stored
-
-
-def _states(tokenizer: Any) -> list[Any]:
-    """The steps from a text to its ids and back, serialized."""
-    names = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder")
-    steps = [getattr(getattr(tokenizer, "backend_tokenizer", None), name, None) for name in names]
-    return [None if step is None else step.__getstate__() for step in steps]
+    return stored
 
 
 def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation: str | None = None) -> PreTrainedModel:
@@ -114,7 +121,7 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation
         except FileError as error:
             raise UserError(f"{where} cannot be loaded. {error}") from error
         except UserError as error:
-            raise UserError(f"{where} {error}") from error
+            raise UserError(f"{where}: {error}") from error
         except Exception as error:  # foreign data: nearly every class of errors has been seen
             raise UserError(f"{where} cannot be loaded. {reason(path, error)}") from error
     model: PreTrainedModel = loaded[0]
@@ -172,7 +179,7 @@ def check_files(path: str) -> None:
 
 
 def check_plain(path: str) -> dict[str, Any]:
-    """Refuse weights that are quantized in the folder, unless transformers loads them as numbers, with these options.
+    """Refuse numbers that no model has, and quantized weights, unless transformers unpacks them with these options.
 
     It would leave MXFP4 (gpt-oss) quantized where it finds kernels for it.
     """
@@ -182,6 +189,7 @@ def check_plain(path: str) -> dict[str, Any]:
         config = None
     if not isinstance(config, dict):
         raise UserError("has a config.json that is no JSON object: give the folder that save_pretrained wrote.")
+    check_numbers(config, "config.json")
     held = config.get("quantization_config")
     method = held.get("quant_method") if isinstance(held, dict) else held
     if method == "mxfp4":
@@ -192,6 +200,20 @@ def check_plain(path: str) -> dict[str, Any]:
             "weights; LoraPolicy(quantization='nf4') holds them in 4 bits, for sampler and learner alike."
         )
     return {}
+
+
+def check_numbers(settings: dict[str, Any], where: str) -> None:
+    """Refuse numbers that no model has: making a list of so many layers has no end, or some product fails later.
+
+    What is no number counts only where it is one of :data:`DUE`: lists and texts have meanings elsewhere.
+    """
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            check_numbers(value, f"{where}.{name}")
+        bounds = next((bounds for pattern, bounds in RANGES.items() if re.fullmatch(pattern, name)), None)
+        for number in value if isinstance(value, list) else [value]:  # for each layer its own
+            if bounds and number is not None and (name in DUE or isinstance(number, (int, float))):
+                check_number(f"{where}.{name}", number, **bounds)
 
 
 def _check_generation_config(path: str) -> None:
@@ -259,7 +281,11 @@ def reason(path: str, error: Exception) -> str:
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
     missing = "" if Path(path).exists() else "There is no such folder here. As a name on the hub: "
-    return missing + text if isinstance(error, (OSError, ImportError)) else f"{type(error).__name__}: {text[:400]}"
+    return (
+        missing + text
+        if isinstance(error, (OSError, ImportError, UserError))
+        else f"{type(error).__name__}: {text[:400]}"
+    )
 
 
 def other_weights(path: str) -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from disks import file_size_limit
@@ -19,12 +25,23 @@ from sparse_rl_lightning.policies.source import PretrainedPolicy
 
 gguf = pytest.importorskip("gguf")
 HIDDEN, INNER, HEADS, LAYERS = 32, 64, 2, 2
+VOCABULARY = 259
 IDS = torch.tensor([[5, 77, 30, 200, 3, 5]])
+LONG = torch.randint(2, VOCABULARY, (2, 100), generator=torch.Generator().manual_seed(0))
 TEMPLATE = "{% for m in messages %}<|s|>{{ m['content'] }}<|e|>{% endfor %}"
 
 
-def written(path: Path, quantized: bool = True, without: str = "none") -> Path:
-    """A tiny Llama as llama.cpp has it, quantized to eight bits or not, with a tokenizer of bytes."""
+def written(
+    path: Path,
+    quantized: bool = True,
+    without: str = "none",
+    more: Callable[[Any], object] = str,
+    tensors: dict[str, tuple[np.ndarray, str]] | None = None,
+) -> Path:
+    """A tiny Llama as llama.cpp has it, quantized to eight bits or not, with a tokenizer of bytes.
+
+    ``more`` writes more settings; ``tensors`` are more of them, or others, each with its format.
+    """
     path.parent.mkdir(exist_ok=True)
     file, random = gguf.GGUFWriter(str(path), "llama"), torch.Generator().manual_seed(1)
     file.add_context_length(128)
@@ -46,6 +63,7 @@ def written(path: Path, quantized: bool = True, without: str = "none") -> Path:
     file.add_eos_token_id(0)
     file.add_unk_token_id(0)
     file.add_chat_template(TEMPLATE)
+    more(file)
     half = {"attn_k": HIDDEN // HEADS, "attn_v": HIDDEN // HEADS}
     sizes = {f"attn_{name}": (half.get(f"attn_{name}", HIDDEN), HIDDEN) for name in ("q", "k", "v", "output")}
     sizes |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
@@ -53,8 +71,11 @@ def written(path: Path, quantized: bool = True, without: str = "none") -> Path:
     for layer in range(LAYERS):
         shapes |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
         shapes |= {f"blk.{layer}.{name}": (HIDDEN,) for name in ("attn_norm", "ffn_norm")}
+    for name, (values, kind) in (tensors or {}).items():
+        kind = gguf.GGMLQuantizationType[kind]
+        file.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name, shape in shapes.items():
-        if without in name:
+        if without in name or name in (tensors or {}):
             continue
         values = torch.randn(shape, generator=random).numpy() * 0.3
         kind = gguf.GGMLQuantizationType.Q8_0 if quantized and len(shape) == 2 else gguf.GGMLQuantizationType.F32
@@ -137,6 +158,186 @@ def test_weights_that_are_missing_are_refused(tmp_path: Path) -> None:
     """As those of a file in parts; transformers would draw them."""
     with pytest.raises(UserError, match=r"does not hold this model: 2 weights are missing.*ffn|mlp"):
         load_gguf(written(tmp_path / "part.gguf", without="ffn_up"))
+
+
+def patched(path: Path, key: str, kind: str, value: float) -> Path:
+    """The same file with another number, as a hostile or damaged one has it."""
+    content = bytearray(path.read_bytes())
+    start = content.find(key.encode()) + len(key) + 4  # behind its type
+    content[start : start + struct.calcsize(kind)] = struct.pack(kind, value)
+    path.write_bytes(content)
+    return path
+
+
+# ---------------------------------------------------------------- positions
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
+    "none": ({"rope_type": "default"}, lambda file: file.add_rope_scaling_type(gguf.RopeScalingType.NONE)),
+    "no factor": ({"rope_type": "default"}, lambda file: file.add_rope_scaling_factor(1.0)),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, lambda file: file.add_rope_scaling_factor(4.0)),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+        lambda file: [
+            file.add_rope_scaling_type(gguf.RopeScalingType.YARN), file.add_rope_scaling_factor(4.0),
+            file.add_rope_scaling_orig_ctx_len(32), file.add_rope_scaling_yarn_beta_fast(16.0),
+        ],
+    ),
+    "yarn of the context": (
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128},
+        lambda file: [
+            file.add_rope_scaling_type(gguf.RopeScalingType.YARN), file.add_rope_scaling_factor(2.0),
+            file.add_rope_scaling_finetuned(True),
+        ],
+    ),
+    "llama3": (LLAMA3 | {"original_max_position_embeddings": 64}, str),
+    "llama3 of another length": (LLAMA3 | {"original_max_position_embeddings": 32, "factor": 32.0}, str),
+}  # fmt: skip
+
+
+def frequency_factors(rope: dict[str, Any]) -> np.ndarray:
+    """What convert_hf_to_gguf.py of llama.cpp writes for Llama 3.1."""
+    factors, length, dim = [], rope["original_max_position_embeddings"], HIDDEN // HEADS
+    for frequency in 10000.0 ** -(np.arange(0, dim, 2) / dim):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif wavelength > length / rope["low_freq_factor"]:
+            factors.append(rope["factor"])
+        else:
+            share = length / wavelength - rope["low_freq_factor"]
+            share /= rope["high_freq_factor"] - rope["low_freq_factor"]
+            factors.append(1 / ((1 - share) / rope["factor"] + share))
+    return np.array(factors, dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_positions_are_those_of_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
+    rope, more = SCALED[name]
+    factors = {"rope_freqs": (frequency_factors(rope), "F32")} if rope["rope_type"] == "llama3" else {}
+    main([str(written(tmp_path / "tiny.gguf", more=more, tensors=factors)), str(tmp_path / "out"), "--dtype=float32"])
+    model = load_pretrained(str(tmp_path / "out"))[0]
+    config = load_gguf(written(tmp_path / "plain.gguf"), torch.float32)[0].config
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": "default"}
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    config.rope_parameters = rope | {"rope_theta": 10000.0}
+    original = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        logits = []
+        for other in (original, plain):
+            other.load_state_dict(model.state_dict())
+            logits.append(other(LONG).logits)
+        torch.testing.assert_close(model(LONG).logits, logits[0], atol=1e-5, rtol=0)
+        assert (logits[0] - logits[1]).abs().max() > 0.1 or rope["rope_type"] == "default"
+
+
+ODD = np.linspace(1.0, 3.0, 8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("more", "tensors", "names"),
+    [
+        (lambda file: file.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), {}, r"rope\.scaling\.type=longrope"),
+        (lambda file: file.add_rope_scaling_attn_factors(1.2), {}, r"llama\.rope\.scaling\.attn_factor=1\.2"),
+        (lambda file: file.add_float32("llama.rope.scale_linear", 4.5), {}, r"llama\.rope\.scale_linear"),
+        (lambda file: file.add_rope_dimension_count(8), {}, r"weights.*of another shape|llama\.rope\.dimension_count"),
+        (str, {"rope_freqs": (ODD, "F32")}, r"rope_freqs\.weight"),
+        (str, {"rope_freqs": (ODD[:4], "F32")}, r"rope_freqs\.weight"),
+        (str, {"rope_factors_long": (ODD, "F32")}, r"rope_factors_long\.weight"),
+        (str, {"blk.1.ffn_gate_inp": (np.ones((4, HIDDEN), np.float32), "F32")}, r"blk\.1\.ffn_gate_inp\.weight"),
+        (str, {"blk.2.attn_norm": (np.ones(HIDDEN, np.float32), "F32")}, r"blk\.2\.attn_norm\.weight"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused_by_name(
+    more: Callable[[Any], object], tensors: dict[str, tuple[np.ndarray, str]], names: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"^'{tmp_path}/tiny.gguf' .*({names})"):
+        load_gguf(written(tmp_path / "tiny.gguf", more=more, tensors=tensors))
+
+
+def test_a_number_that_the_model_has_no_place_for_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"tiny.gguf' says what its model does not have: .*sliding_window': 77"):
+        load_gguf(written(tmp_path / "tiny.gguf", more=lambda file: file.add_sliding_window(77)))
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "names"),
+    [
+        ("block_count", "<I", 0, "num_hidden_layers must be at least 1"),
+        ("block_count", "<I", 1, "9 have no place in a 'llama' of 1 layers, for example 'blk.1.attn_k.weight'"),
+        ("block_count", "<I", 10**6, "num_hidden_layers must be at least 1 and at most 1000"),
+        ("block_count", "<I", 4 * 10**9, "num_hidden_layers must be at least 1 and at most 1000"),
+        ("feed_forward_length", "<I", 65, r"4 weights are missing|6 of another shape"),
+        ("feed_forward_length", "<I", 4 * 10**9, "intermediate_size must be at least 1 and at most"),
+        ("context_length", "<I", 0, "max_position_embeddings must be at least 1"),
+        *[("layer_norm_rms_epsilon", "<f", value, "rms_norm_eps must be") for value in (math.nan, math.inf, -1.0)],
+        *[("freq_base", "<f", value, "rope_theta must be") for value in (math.nan, math.inf, 0.0, -5.0)],
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_before_one_is_made(
+    key: str, kind: str, value: float, names: str, tmp_path: Path
+) -> None:
+    file = patched(written(tmp_path / "tiny.gguf"), key, kind, value)
+    with pytest.raises(UserError, match=names) as caught:
+        load_gguf(file)
+    assert str(caught.value).startswith(f"'{file}' ")
+    assert not {"/GGUF", "report"} & {*str(caught.value).split()}
+
+
+# ---------------------------------------------------------------- embedding and output head
+
+
+def matrix(seed: int) -> np.ndarray:
+    """Rows of very different sizes, as of tokens that were never seen."""
+    rows = np.random.default_rng(seed).standard_normal((VOCABULARY, HIDDEN)).astype(np.float32) * 0.05
+    rows[:8] *= 10.0 ** -np.arange(1, 9)[:, None]
+    return rows
+
+
+def one_row_trained(rows: np.ndarray, share: float) -> np.ndarray:
+    rows = rows.copy()
+    rows[100] += share * matrix(7)[100]
+    return rows
+
+
+HEADS_OF = [
+    ("Q5_0", "Q8_0", matrix(0), "output.weight"),
+    ("Q8_0", "Q5_0", matrix(0), "token_embd.weight"),
+    ("Q4_1", "F16", matrix(0), "output.weight"),
+    ("F32", "BF16", matrix(0), "token_embd.weight"),
+    ("Q8_0", "BF16", matrix(0), "output.weight"),
+    ("F32", "F32", matrix(0), "token_embd.weight"),
+    ("Q5_0", "Q8_0", matrix(1), None),
+    ("F32", "F32", one_row_trained(matrix(0), 1e-3), None),
+    ("F16", "F32", one_row_trained(matrix(0), 1e-2), None),
+    ("Q5_0", "Q8_0", one_row_trained(matrix(0), 0.5), None),
+]
+
+
+@pytest.mark.parametrize(("low", "high", "head", "kept"), HEADS_OF)
+def test_two_roundings_of_one_matrix_are_tied_and_others_not(
+    low: str, high: str, head: np.ndarray, kept: str | None, tmp_path: Path
+) -> None:
+    pair = {"token_embd": (matrix(0), low), "output": (head, high)}
+    file = written(tmp_path / "tiny.gguf", tensors=pair)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        main([str(file), str(tmp_path / "out"), "--dtype=float32"])
+    said = [str(one.message) for one in told if "roundings of one matrix" in str(one.message)]
+    assert len(said) == (kept is not None)
+    assert all(f"token_embd.weight ({low}) and output.weight ({high})" in text for text in said)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied is model.config.tie_word_embeddings is (kept is not None)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for name, layer in {
+        "token_embd.weight": model.get_input_embeddings(), "output.weight": model.get_output_embeddings(),
+    }.items():  # fmt: skip
+        values = gguf.quants.dequantize(stored[kept or name].data, stored[kept or name].tensor_type)
+        assert torch.equal(layer.weight, torch.from_numpy(np.array(values)))
+
+
+# ---------------------------------------------------------------- the file
 
 
 def test_nothing_beside_the_file_or_in_the_working_directory_counts(

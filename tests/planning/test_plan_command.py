@@ -28,11 +28,12 @@ from sparse_rl_lightning.cli.yaml_files import read
 from sparse_rl_lightning.data import PromptDataModule
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
-from sparse_rl_lightning.planning.blueprint import Blueprint, _check_sizes, empty_model, read_config
+from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.memory import parts_of, slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import _scalar, job_of, levels, propose
+from sparse_rl_lightning.policies.pretrained import check_numbers
 from sparse_rl_lightning.testing import tiny_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -377,8 +378,8 @@ def test_names_are_quoted_where_they_would_read_as_something_else() -> None:
         ({"text_config": {"vocab_size": -1}}, "config.json.text_config.vocab_size must be at least 1"),
         ({"intermediate_size": [64, 10**12]}, "config.json.intermediate_size must be at least 1 and at most 16777216"),
         ({"intermediate_size": [64, 0]}, "config.json.intermediate_size must be at least 1"),
-        ({"num_local_experts": 10**30}, "config.json.num_local_experts must be at least 0 and at most 16777216"),
-        ({"model_type": "gpt2", "n_layer": 200_000}, "config.json.n_layer must be at least 0 and at most 1000"),
+        ({"num_local_experts": 10**30}, "config.json.num_local_experts must be at most 16777216"),
+        ({"model_type": "gpt2", "n_layer": 200_000}, "config.json.n_layer must be at most 1000"),
         ({"hidden_act": "sigmoidal"}, "no model is described by 'bad'.*sigmoidal"),
         ({"model_type": "nothing"}, "config.json of 'bad' cannot be read.*nothing"),
         ({"quantization_config": {"quant_method": "gptq"}}, "holds quantized weights"),
@@ -404,7 +405,7 @@ def test_sizes_of_every_causal_model_of_transformers_are_none_of_these() -> None
             configs[kind.__name__] = json.loads(kind().to_json_string(use_diff=False))
     assert len(configs) > 50
     for name, sizes in configs.items():
-        _check_sizes(sizes, name)
+        check_numbers(sizes, name)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3", "null"])
