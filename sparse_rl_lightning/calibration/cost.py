@@ -2,10 +2,11 @@
 
 A step of B sequences that read ``entries`` tokens of the cache each takes::
 
-    overhead + max(W / bandwidth, 2 P B / flops) + B entries max(kv / bandwidth, 4 layers heads head_dim / flops)
+    overhead + max(W / bandwidth, 2 P B / flops)
+             + B entries max(kv / bandwidth, 4 layers heads head_dim / flops) / kv_share
 
-with P weights (W bytes) that a step reads and kv bytes per token of the cache. Kernels are assumed to be ideal; the
-overhead accounts for the difference. Compressing and choosing pages cost nothing here.
+with P weights (W bytes) that a step reads and kv bytes per token of the cache. The overhead is what a step, each of its
+layers, and each sequence in a layer take beside that; the eviction of tokens is in it, the choice of pages is not.
 """
 
 from __future__ import annotations
@@ -56,13 +57,18 @@ class CostModel:
         """A step's attention over the cache, its tokens summed over the batch."""
         s = self.shape
         computing = 4 * s.num_layers * s.num_heads * s.head_dim / self.hardware.flops
-        return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries
+        return max(s.kv_bytes_per_token / self.hardware.bandwidth, computing) * entries / self.hardware.kv_share
+
+    def overhead_seconds(self, batch: int) -> float:
+        """What a step takes whatever it reads and multiplies."""
+        h, layers = self.hardware, self.shape.num_layers
+        return h.step_overhead + layers * (h.layer_overhead + batch * h.sequence_overhead)
 
     def step_seconds(self, method: Method, work: Work) -> float:
         """The seconds of a decode step, averaged over all steps of the sequences."""
         entries = float(entries_read(method, work, self.shape.num_layers).mean())
         attention = self.attention_seconds(work.batch * entries)
-        return self.hardware.step_overhead + self.linear_seconds(work.batch) + attention
+        return self.overhead_seconds(work.batch) + self.linear_seconds(work.batch) + attention
 
     def tokens_per_second(self, method: Method, work: Work) -> float:
         """Tokens drawn per second."""

@@ -80,15 +80,24 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Best speeds of a machine, and the fixed cost of a decode step."""
+    """Best speeds of a machine, and what a decode step takes beside them."""
 
     bandwidth: float  # bytes per second from memory
     flops: float  # floating-point operations per second of a matrix product
     step_overhead: float = 0.0  # seconds per decode step for anything else
+    layer_overhead: float = 0.0  # seconds per decode step and layer: launches, kernels that wait for memory
+    sequence_overhead: float = (
+        0.0  # seconds per decode step, layer and sequence: work that bytes and products leave out
+    )
+    kv_share: float = 1.0  # of the bandwidth, or of flops where they take longer, that attention reaches
 
     def __post_init__(self) -> None:
-        if self.bandwidth <= 0 or self.flops <= 0 or self.step_overhead < 0:
-            raise UserError(f"Hardware: bandwidth and flops must be positive, step_overhead not negative, got {self}.")
+        overheads = self.step_overhead, self.layer_overhead, self.sequence_overhead
+        if self.bandwidth <= 0 or self.flops <= 0 or min(overheads) < 0 or not 0 < self.kv_share <= 1:
+            raise UserError(
+                "Hardware: bandwidth and flops must be positive, overheads not negative, kv_share above 0 and at most "
+                f"1, got {self}."
+            )
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -102,8 +111,8 @@ class Hardware:
             raise UserError(f"there is no file {str(path)!r}. {remedy}")
         try:
             found = json.loads(whole_file(path, 2**24))
-            return cls(**{f.name: float(found[f.name]) for f in fields(cls)})
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return cls(**{f.name: float(found.get(f.name, f.default)) for f in fields(cls)})
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error
 
@@ -112,8 +121,9 @@ class Hardware:
         write_whole(output_file(path, "path"), json.dumps({**asdict(self), **notes}, indent=2) + "\n")
 
 
-H200 = Hardware(bandwidth=4.3e12, flops=790e12)
-"""Speeds that an H200 reaches in practice in bfloat16; its data sheet lists 4.8e12 and 989e12."""
+H200 = Hardware(4.3e12, 790e12, layer_overhead=48.3e-6, sequence_overhead=0.101e-6, kv_share=0.894)
+"""An H200 in bfloat16: what copies of 8.6 GB and products reach (its data sheet lists 4.8e12 and 989e12), and overheads
+fitted to the decode steps in ``benchmarks/results`` (``tests/calibration/test_measured_steps.py``)."""
 
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int]] = {
     # layers, hidden, heads, KV heads, head dimension, intermediate, vocabulary: from the models' config.json

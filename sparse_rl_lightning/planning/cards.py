@@ -20,10 +20,17 @@ class Card:
 
     @property
     def hardware(self) -> Hardware:
-        """What is reached in practice: the shares of the data sheet that an H200 reaches."""
+        """What is reached in practice: the shares of the data sheet that an H200 reaches, and its overheads.
+
+        That of layers is launches, as long on any card; that of sequences is work, as much longer as products are.
+        """
         sheet = CARDS["h200-141gb"]
-        return Hardware(
-            self.bandwidth * H200.bandwidth / sheet.bandwidth, self.flops * H200.flops / sheet.flops, H200.step_overhead
+        faster = self.flops / sheet.flops
+        return replace(
+            H200,
+            bandwidth=self.bandwidth * H200.bandwidth / sheet.bandwidth,
+            flops=faster * H200.flops,
+            sequence_overhead=H200.sequence_overhead / faster,
         )
 
 

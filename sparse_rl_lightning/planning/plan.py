@@ -106,7 +106,7 @@ class Plan:
             hours, rollouts = one * count / 3600, math.ceil(count / steps)
             whole = f", {hours:.1f} hours for all {count}, in {rollouts:,} rollout(s)"
         return (
-            f"Lower bound, if all {self.job.sequences} completions of a rollout have "
+            f"If all {self.job.sequences} completions of a rollout have "
             f"{self.job.sampling.max_completion_length} tokens: {times};\n"
             f"{duration(one)} for each of {steps} optimizer steps{whole}. Predicted, not measured."
         )

@@ -1,7 +1,7 @@
-"""Seconds of a rollout and of learning from it, if every completion has its full length: what they take at least.
+"""Seconds of a rollout and of learning from it, if every completion has its full length.
 
-Decoding is the cost model's (:mod:`sparse_rl_lightning.calibration.cost`). The learner is counted by its matrix
-products: 2 per weight and token forward, as many again for the gradient of what comes in and, where weights are
+Decoding is the cost model's (:mod:`sparse_rl_lightning.calibration.cost`). The learner takes at least what its matrix
+products do: 2 per weight and token forward, as many again for the gradient of what comes in and, where weights are
 trained, for theirs; attention computes half of a square. Prompts being read, rewards, the optimizer's step and what the
 learner's products with quantized weights or inputs in the host's memory take longer are left out.
 """
