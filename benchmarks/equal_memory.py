@@ -5,9 +5,10 @@
 The memory is what the full cache fills with eight sequences. Every cache has as many slots as fit, and draws twice
 as many sequences: slots are refilled as sequences end. Prompts are the task of ``make real`` as chats, completions may
 end from 1,500 tokens on and do at 2,500. Caches take turns; numbers are medians over the rounds, ratios those of the
-rounds' ratios. The second table adds what the learner takes for such sequences, one at a time: old log-probs, forward
-and backward pass. From that follow the training steps of an hour, with all samples learned from and with a part of
-them (down-sampling).
+rounds' ratios. The second table is of training steps: a rollout of as many sequences as a step draws, which fill
+fewer slots than there are, and what the learner takes for such sequences, one at a time: old log-probs, forward and
+backward pass. From that follow the steps of an hour, with all samples learned from and with a part of them
+(down-sampling).
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ class Sizes:
     most: int
     full_slots: int
     waves: int
+    drawn: int  # samples of a training step
     budget: int
     buffer: int
 
 
-USUAL = Sizes(1500, 2500, full_slots=8, waves=2, budget=128, buffer=32)
-QUICK = Sizes(40, 60, full_slots=2, waves=2, budget=24, buffer=8)
+USUAL = Sizes(1500, 2500, full_slots=8, waves=2, drawn=32, budget=128, buffer=32)
+QUICK = Sizes(40, 60, full_slots=2, waves=2, drawn=4, budget=24, buffer=8)
 
 
 STEPS_TITLE = "Training steps per hour"
 STEPS_HEADER = ("cache", "rollout, s", "learned", "learner, s", "steps per hour", "times as many")
-DRAWN, LEARNED = 32, (32, 8)
-"""Samples of a step, and those of them that are learned from."""
+ONE_OF = (1, 4)
+"""Of so many samples one is learned from."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,6 @@ class Run:
     tokens: int
     seconds: float
     kv_bytes: int
-
-    @property
-    def step_seconds(self) -> float:
-        """Of as many sequences as a training step draws."""
-        return DRAWN * self.seconds / self.sequences
 
     @property
     def rate(self) -> float:
@@ -89,12 +86,12 @@ def caches(sizes: Sizes) -> dict[str, Compressor]:
     return {"FullKV": FullKV(), f"RKV {label}": RKV(**own)}
 
 
-def rolled_out(sampler: RolloutSampler, prompts: list[list[int]], sizes: Sizes, seed: int) -> Run:
-    """As many sequences as keep all slots busy for some waves."""
+def rolled_out(sampler: RolloutSampler, prompts: list[list[int]], sizes: Sizes, seed: int, drawn: int = 0) -> Run:
+    """So many sequences, or as many as keep all slots busy for some waves."""
     params = SamplingParams(max_completion_length=sizes.most, min_completion_length=sizes.least, seed=seed)
     longest = max(map(len, prompts))
-    slots = sampler.engine_key(params, 10**6, longest, before=sampler.memory_plan).size.num_slots
-    count = sizes.waves * slots
+    slots = sampler.engine_key(params, drawn or 10**6, longest, before=sampler.memory_plan).size.num_slots
+    count = drawn or sizes.waves * slots
     asked = (prompts * (count // len(prompts) + 1))[:count]
     start = time.perf_counter()
     rollout = sampler.generate(asked, params)
@@ -116,12 +113,13 @@ def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rou
     """All caches in turns; the tables after every round."""
     limit, longest = full_bytes(model, prompts, sizes), max(map(len, prompts))
     learner: list[float] = []
-    found: dict[str, list[Run]] = {name: [] for name in caches(sizes)}
+    found, steps = ({name: list[Run]() for name in caches(sizes)} for _ in range(2))
     for turn in range(rounds):
         for name, compressor in list(caches(sizes).items())[:: 1 if turn % 2 == 0 else -1]:
             sampler = RolloutSampler(model, compressor, memory_limit=limit + 1)
             found[name].append(rolled_out(sampler, prompts, sizes, seed=turn))
-            say(f"round {turn + 1}, {name}: {found[name][-1]}")
+            steps[name].append(rolled_out(sampler, prompts, sizes, turn, sizes.drawn))
+            say(f"round {turn + 1}, {name}: {found[name][-1]}, a step's: {steps[name][-1]}")
         last = [runs[-1] for runs in found.values()]
         mean = sum(run.tokens for run in last) // sum(run.sequences for run in last)
         learner.append(learner_seconds(model, longest + mean))
@@ -129,7 +127,7 @@ def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rou
         lengths = f"prompts of at most {longest} tokens, completions of {sizes.least:,} to {sizes.most:,}"
         yield [
             table(found, f"{memory}, {lengths}, {turn + 1} round(s)."),
-            steps_table(found, statistics.median(learner)),
+            steps_table(steps, statistics.median(learner)),
         ]
 
 
@@ -165,15 +163,17 @@ def learner_seconds(model: PreTrainedModel, length: int) -> float:
 
 
 def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
-    """Steps per hour by cache and by how many samples are learned from."""
-    note = f"A step of {DRAWN} samples; the learner takes {learner:.1f} s a sequence, one at a time."
-    rows, full = Table(STEPS_TITLE, STEPS_HEADER, note), next(iter(found.values()))
-    for learned in LEARNED:
+    """Steps per hour by cache and by how many samples are learned from; each run draws a step's."""
+    full = next(iter(found.values()))
+    drawn = full[0].sequences
+    note = f"A step of {drawn} samples, all in flight where there are slots for them"
+    rows = Table(STEPS_TITLE, STEPS_HEADER, f"{note}; the learner takes {learner:.1f} s a sequence, one at a time.")
+    for learned in (drawn // part for part in ONE_OF):
         for name, runs in found.items():
-            steps = [[3600 / (run.step_seconds + learned * learner) for run in own] for own in (runs, full)]
-            rollout = statistics.median(run.step_seconds for run in runs)
+            steps = [[3600 / (run.seconds + learned * learner) for run in own] for own in (runs, full)]
+            rollout = statistics.median(run.seconds for run in runs)
             rows.add(
-                name, f"{rollout:,.0f}", f"{learned} of {DRAWN}", f"{learned * learner:,.0f}",
+                name, f"{rollout:,.0f}", f"{learned} of {drawn}", f"{learned * learner:,.0f}",
                 f"{statistics.median(steps[0]):.1f}", f"{median_ratio(*steps):.2f}",
             )  # fmt: skip
     return rows

@@ -68,7 +68,7 @@ def bench_attention(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     }
     goal = "never slower" if name == "small" else ">= 2" if dtype == torch.float32 else ">= 3"
     return bench.compare(
-        f"decode attention, {name}, {label(dtype)}", goal,
+        f"decode attention, {num_heads} heads of {dim}, {label(dtype)}", goal,
         lambda: ops.decode_attention(pools, chosen, query, dim**-0.5, entries), rivals,
         moved=pools.nbytes, stream=lambda: [pool.view(torch.float32).sum() for pool in (pools.keys, pools.values)],
     )  # fmt: skip

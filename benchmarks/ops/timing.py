@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common.tables import Table, median_ratio
+from sparse_rl_lightning.calibration import H200
 
 Call = Callable[[], object]
 SHAPES = {"large": (16, 28, 4, 128, 640), "small": (16, 8, 2, 64, 640)}  # slots, heads, KV heads, head size, entries
-H200_BANDWIDTH = 4.3e12  # bytes per second that an H200 reaches
 STREAM = "stream"
 GPU_SLOTS = 256
 GPU_SHARE = 0.7  # of the copy's speed, the goal where the memory is the limit
@@ -21,6 +21,33 @@ HIDDEN_CYCLES = 2_000_000  # the GPU is kept busy while the host enqueues
 HEADER = (
     "what", "own ms", "fastest rival ms", "ratio", "goal", "met", "share of the stream", "H200 floor ms", "all rivals",
 )  # fmt: skip
+
+
+def elapsed(call: Call, device: str) -> float:
+    """Seconds of one call: on a GPU its own, between two events."""
+    wait(device)
+    if device == "cuda":
+        return elapsed_on_gpu(call)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def elapsed_on_gpu(call: Call) -> float:
+    """Seconds between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HIDDEN_CYCLES)
+    start.record()
+    call()
+    end.record()
+    wait("cuda")
+    return 1e-3 * start.elapsed_time(end)
+
+
+def wait(device: str) -> None:
+    """Until the device is idle."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 @dataclass
@@ -52,31 +79,6 @@ class Bench:
         slots, *rest = SHAPES[name]
         return (GPU_SLOTS if self.device == "cuda" else slots, *rest)
 
-    def time(self, call: Call) -> float:
-        """Seconds of one call."""
-        self.wait()
-        if self.device == "cuda":
-            return self.time_on_gpu(call)
-        start = time.perf_counter()
-        call()
-        self.wait()
-        return time.perf_counter() - start
-
-    def time_on_gpu(self, call: Call) -> float:
-        """Seconds between two events on the GPU."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HIDDEN_CYCLES)
-        start.record()
-        call()
-        end.record()
-        self.wait()
-        return 1e-3 * start.elapsed_time(end)
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     def compare(
         self, what: str, goal: str, own: Call, rivals: dict[str, Call], prepare: Call = lambda: None,
         moved: int = 0, stream: Call | None = None,
@@ -91,12 +93,12 @@ class Bench:
         for turn in range(self.rounds + 2):
             for name, call in calls.items():
                 prepare()
-                taken = self.time(call)
+                taken = elapsed(call, self.device)
                 if turn >= 2:
                     times[name].append(taken)
         middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
         ratios = {name: median_ratio(theirs, times["own"]) for name, theirs in times.items()}
-        floor = 1e3 * moved / H200_BANDWIDTH if moved else None
+        floor = 1e3 * moved / H200.bandwidth if moved else None
         least = GPU_SHARE if self.device == "cuda" and stream is not None else 0.0
         found = {name: (middle[name], ratios[name]) for name in rivals}
         return Row(what, goal, middle["own"], found, ratios.get(STREAM), floor, least)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from benchmarks.ops.timing import Call, elapsed
 from sparse_rl_lightning.calibration import Hardware
 
-Call = Callable[[], object]
 STREAM_BYTES = 2**28  # no cache holds so much
+COPIED = 2**32  # bytes, on a GPU: a copy of fewer is over before all of its memory works
 WIDTHS = {"cpu": 1024, "cuda": 8192}  # of matrices whose product is all arithmetic
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 REPEATS = 7
@@ -57,11 +57,11 @@ class BoundMeter:
 
 def bandwidth(device: str, count: int = STREAM_BYTES) -> float:
     """Bytes per second of a plain sum (CPU: reading) or copy (GPU: reading and writing)."""
-    source = torch.ones(count // 4, device=device)
     if device == "cpu":
-        return count / seconds(source.sum, device)
+        return count / seconds(torch.ones(count // 4).sum, device)
+    source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * count / seconds(lambda: target.copy_(source), device)
+    return 2 * COPIED / seconds(lambda: target.copy_(source), device)
 
 
 def machine(dtype: torch.dtype, device: str) -> Hardware:
@@ -72,21 +72,8 @@ def machine(dtype: torch.dtype, device: str) -> Hardware:
 
 
 def seconds(call: Call, device: str) -> float:
-    """Median time of a call."""
-    times = []
-    for _ in range(REPEATS + 1):
-        wait(device)
-        start = time.perf_counter()
-        call()
-        wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def wait(device: str) -> None:
-    """Until the device is idle."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    """Median time of a call; the first one warms up."""
+    return statistics.median([elapsed(call, device) for _ in range(REPEATS + 1)][1:])
 
 
 def product_forms(policy: PreTrainedModel, rows: int) -> dict[str, Call]:

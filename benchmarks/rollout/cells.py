@@ -68,7 +68,7 @@ class Step:
 
 def compressors(budgets: tuple[int, ...]) -> dict[str, Compressor]:
     """The full cache first, then one evicting cache per budget."""
-    evicting = {f"{budget} + {BUFFER}": SnapKV(budget=budget, buffer=BUFFER, num_sinks=0) for budget in budgets}
+    evicting = {f"SnapKV {budget} + {BUFFER}": SnapKV(budget=budget, buffer=BUFFER, num_sinks=0) for budget in budgets}
     return {"FullKV": FullKV(), **evicting}
 
 
@@ -141,9 +141,9 @@ def cells_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
     """Every model, batch, length and cache; the table after every row."""
     best = machine(dtype, device)
     note = (
-        f"Random weights, {label(dtype)}; {BUFFER} steps each after {WARM_UP}, one eviction among them. Floor: weights "
-        f"and keys and values once, at the {best.bandwidth / 1e12:.2f} TB/s of a copy; for weights their products "
-        f"at the {best.flops / 1e12:.2f} TFLOP/s of a square one, where those take longer."
+        f"Random weights, {label(dtype)}; {BUFFER} steps each after {WARM_UP}, one eviction among them, SnapKV without "
+        f"sinks. Floor: weights, keys and values once, at the {best.bandwidth / 1e12:.2f} TB/s of a copy; for weights "
+        f"their products at the {best.flops / 1e12:.2f} TFLOP/s of a square one, where those take longer."
     )
     table = Table("Steps at given lengths", HEADER, note)
     for model in grid.models:
@@ -188,7 +188,8 @@ def memory_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]
     model, length, best = grid.models[0], grid.memory_length, machine(dtype, device)
     policy = random_policy(SHAPES[model], dtype, device)
     title = f"Equal memory: {grid.memory_bytes / 1e9:g} GB, {SHAPES[model].name}, length {length:,}"
-    table = Table(title, ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV", "KV GB", "plan"))
+    header = ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV", "KV GB", "plan")
+    table = Table(title, header, "SnapKV without sinks.")
     dense = None
     for name, compressor in compressors(grid.budgets).items():
         params = SamplingParams(num_generations=grid.memory_sequences, max_completion_length=NEW_TOKENS)

@@ -13,7 +13,8 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, median_ratio, met
-from benchmarks.rollout.bound import Bound, BoundMeter, wait
+from benchmarks.ops.timing import wait
+from benchmarks.rollout.bound import Bound, BoundMeter
 from benchmarks.rollout.policies import Shape, random_policy, random_prompts
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV

@@ -8,7 +8,7 @@ import time
 import torch
 
 from benchmarks.common.tables import Table, median_ratio
-from benchmarks.rollout.bound import wait
+from benchmarks.ops.timing import wait
 from benchmarks.rollout.policies import random_policy, random_prompts
 from benchmarks.rollout.speed import Setting
 from sparse_rl_lightning import RolloutSampler, SamplingParams

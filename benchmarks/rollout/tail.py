@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, label, median_ratio, met
-from benchmarks.rollout.bound import wait
+from benchmarks.ops.timing import wait
 from benchmarks.rollout.policies import Countdown, Shape, spread
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import Compressor

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, met
-from benchmarks.rollout.bound import wait
+from benchmarks.ops.timing import wait
 from benchmarks.rollout.cells import SHARE, Grid, Step, compressors, free_memory, needed, plan, try_step
 from benchmarks.rollout.policies import SHAPES, Countdown, random_prompts, spread
 from benchmarks.rollout.speed import generate_runner
@@ -76,9 +76,9 @@ def note(grid: Grid, result: Rollout) -> str:
     """What was rolled out, and what it is compared with."""
     return (
         f"{grid.num_prompts} prompts x {grid.num_generations}, {grid.num_slots} slots, prompt {grid.prompt_length}; "
-        f"{spread(result.completion_lengths.cpu())}. Steps alone: with as many sequences as were in slots, which all "
-        f"compress at the same time; `generate` is timed over the first {min(GENERATED, grid.longest)} tokens of as "
-        "many sequences as there are slots, none of which ends: its best."
+        f"{spread(result.completion_lengths.cpu())}. SnapKV without sinks. Steps alone: with as many sequences as were "
+        f"in slots, which all compress at the same time; `generate` is timed over the first "
+        f"{min(GENERATED, grid.longest)} tokens of as many sequences as there are slots, none of which ends: its best."
     )
 
 

@@ -20,6 +20,16 @@ def test_slots_fill_the_memory_of_the_full_cache() -> None:
         assert sizes.least <= float(row[6]) <= sizes.most
     assert table.note.startswith("0 MiB of slots, prompts of at most 15 tokens")
     assert [row[0] for row in steps.rows] == 2 * [full[0], compressed[0]]
+    assert [row[2] for row in steps.rows] == ["4 of 4", "4 of 4", "1 of 4", "1 of 4"]
+
+
+def test_the_rollout_of_a_step_draws_what_the_step_does() -> None:
+    """And not a share of a rollout that keeps all slots busy: fewer sequences at once are slower, each."""
+    sizes = equal_memory.QUICK
+    sampler = equal_memory.RolloutSampler(tiny_model(vocab_size=64), memory_limit=2**20)
+    busy, step = (equal_memory.rolled_out(sampler, [[5] * 12], sizes, 0, drawn) for drawn in (0, sizes.drawn))
+    assert busy.slots > sizes.drawn == step.slots == step.sequences
+    assert busy.sequences == sizes.waves * busy.slots
 
 
 def test_ratios_are_of_the_rounds() -> None:
@@ -34,7 +44,7 @@ def test_ratios_are_of_the_rounds() -> None:
 
 def test_steps_are_of_rollout_and_learner() -> None:
     """32 sequences take 20 s with the full cache and 4 s with the other; the learner takes 1 s for each."""
-    found = {name: [equal_memory.Run(8, 16, 1600, seconds, 0)] for name, seconds in (("FullKV", 10.0), ("RKV", 2.0))}
+    found = {name: [equal_memory.Run(8, 32, 3200, seconds, 0)] for name, seconds in (("FullKV", 20.0), ("RKV", 4.0))}
     rows = equal_memory.steps_table(found, learner=1.0).rows
     assert rows[:2] == [
         ("FullKV", "20", "32 of 32", "32", "69.2", "1.00"),

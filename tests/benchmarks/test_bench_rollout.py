@@ -127,7 +127,10 @@ def test_refill_and_lock_step_do_the_same_work(found: dict[str, Rows], page: str
 def test_grid_is_complete(found: dict[str, Rows]) -> None:
     cells = found["Steps at given lengths"]
     want = [
-        (batch, length, cache) for batch in ("8", "16") for length in ("40", "80") for cache in ("FullKV", "16 + 32")
+        (batch, length, cache)
+        for batch in ("8", "16")
+        for length in ("40", "80")
+        for cache in ("FullKV", "SnapKV 16 + 32")
     ]
     assert [(row["batch"], row["length"], row["cache"]) for row in cells] == want
     assert all(float(row["ms per step"]) > 0 for row in cells)
@@ -135,7 +138,7 @@ def test_grid_is_complete(found: dict[str, Rows]) -> None:
     assert int(memory[0]["slots"]) < int(memory[1]["slots"])
     assert all(" slots of " in row["plan"] for row in memory)
     whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
-    assert whole == ["FullKV", "16 + 32", "16 + 32, top-p 0.95", "generate"]
+    assert whole == ["FullKV", "SnapKV 16 + 32", "SnapKV 16 + 32, top-p 0.95", "generate"]
 
 
 def test_cells_without_room_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,4 +265,4 @@ def test_gpu_parts_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
     found = tables(run(tmp_path, "--device", *arguments))
     assert all(float(row["ms per step"]) > 0 for row in found["Steps at given lengths"])
     whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
-    assert whole == ["FullKV", "16 + 32", "16 + 32, top-p 0.95", "generate"]
+    assert whole == ["FullKV", "SnapKV 16 + 32", "SnapKV 16 + 32, top-p 0.95", "generate"]
