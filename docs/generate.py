@@ -22,7 +22,7 @@ from docs import docstrings, listing, logged, method_pages
 from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import decoders_table, models_table
-from docs.predictions import cards_table, recipe_tables
+from docs.predictions import cards_table, one_card_file, recipe_tables
 from docs.quoted import (
     budgets_table,
     compressors_table,
@@ -138,7 +138,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"": metric_tables},
     "models.md": {"families": models_table, "decoders": decoders_table},
     "papers.md": {"": recipe_tables},
-    "one_card.md": {"cards": cards_table},
+    "one_card.md": {"file": one_card_file, "cards": cards_table},
     "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"512": partial(crossing_table, 512), "2048": partial(crossing_table, 2048)},
     "measured/gpu.md": {

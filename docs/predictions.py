@@ -69,6 +69,11 @@ def memory_row(plan: Plan, name: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def one_card_file() -> str:
+    """The file for one card, as it is shipped."""
+    return f"```yaml\n{(CONFIGS / 'one_card.yaml').read_text('utf-8')}```"
+
+
 def cards_table() -> str:
     """The configurations by card, as they were predicted last."""
     return Table("", COLUMNS, rows=[tuple(row) for row in kept_cards()]).untitled
