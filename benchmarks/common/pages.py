@@ -14,6 +14,7 @@ from sparse_rl_lightning import __version__, ops
 from sparse_rl_lightning.files import write_whole
 
 END = "<!-- until here -->"
+UNITS = ("avx512_bf16", "amx_bf16")
 
 
 def say(text: str) -> None:
@@ -23,17 +24,23 @@ def say(text: str) -> None:
 
 def machine(device: str) -> str:
     """Date, machine and versions."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
     gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
-    where = f"{model} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
+    where = f"{processor()} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads{gpu}"
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
     versions = f"{packages}, sparse-rl-lightning {__version__}"  # a checkout need not be installed
     native = "kernels" if ops.has_kernel("decode_attention", device) else "PyTorch reference"
     return f"{datetime.date.today()}, {where}, {versions}, own ops: {native}"
+
+
+def processor() -> str:
+    """Name, numbers and units of 16 bits of the processor: machines of one name round and draw otherwise."""
+    info = Path("/proc/cpuinfo")
+    lines = (line.partition(":") for line in (info.read_text() if info.exists() else "").splitlines())
+    first = {name.strip(): value.strip() for name, _, value in reversed([*lines])}
+    numbers = [first[name] for name in ("cpu family", "model", "stepping") if name in first]
+    units = [unit for unit in UNITS if unit in first.get("flags", "").split()]
+    name = first.get("model name") or platform.processor() or platform.machine()
+    return " ".join(filter(None, [name, "/".join(numbers), *units]))
 
 
 def page_name(what: str, device: str) -> str:

@@ -3,11 +3,13 @@
     python -m experiments.real --studies rates                       # dense alone: rates and steps per rollout
     python -m experiments.real --studies main [--seeds 20 21] [--jobs 2] [--save docs/measured]
     python -m experiments.real --studies learned                     # does a learned eviction pass the best rule?
+    python -m experiments.real --studies cell                        # four runs of main again, on one machine
 
 The protocol is experiments/real/PROTOCOL.md. The model is SmolLM2-135M-Instruct (`make real-model`), the task a story
 with six given words. Every run is `sparse-rl fit` in a process of its own, six to nine minutes on a core. What a
 finished one came to is a line in --kept, and it is not run again unless its code has changed: task and reward, which
-are files of the study, caches, corrections and losses.
+are files of the study, caches, corrections and losses. Lines of `cell` have a file of their own,
+real_again.jsonl, and replace none.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +29,13 @@ from benchmarks.common.pages import insert, insert_if_marked, mark
 from experiments.arms.runs import Run
 from experiments.real.pictures import pictures
 from experiments.real.results import Results, blocks
-from experiments.real.studies import DEVICES, LEARNING_TO_EVICT, MAIN, RATES, Study, planned
+from experiments.real.studies import CELL, DEVICES, LEARNING_TO_EVICT, MAIN, RATES, Study, planned
 from experiments.real.teacher import teach
 from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 
 PAGE = "real.md"
-GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN, "learned": LEARNING_TO_EVICT}
+GROUPS: dict[str, tuple[Study, ...]] = {"rates": RATES, "main": MAIN, "learned": LEARNING_TO_EVICT, "cell": (CELL,)}
 
 
 def tidy(run: Run, archive: Archive) -> None:
@@ -66,22 +69,25 @@ def main() -> None:
         sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
     folder = args.runs.absolute()
     studies = {name: GROUPS[name] for name in args.studies}
-    every = [study for own in studies.values() for study in own]
+    every = [study for name, own in studies.items() if name != "cell" for study in own]
     runs = planned(every, folder, args.policy, args.device, args.seeds)
-    archive = Archive(args.kept)
+    cell = planned(studies.get("cell", ()), folder / "again", args.policy, args.device)
+    archive, again = Archive(args.kept), Archive(args.kept.with_stem(f"{args.kept.stem}_again"))
     if args.finished:
         for names in (("rates",), ("main", "learned")):  # the last two share a table
             admitted = [study for name in names for study in GROUPS[name]]
             archive.admit(planned(admitted, folder, args.policy, args.device))
+        again.admit(cell)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if any(archive.of(run) is None for run in runs if run.settings.method["class_path"] == "LearnedScore"):
             teach(args.policy, folder)
-        execute(runs, archive, args.jobs, after_each=lambda run: tidy(run, archive))
-    results = Results(archive, folder, args.policy, args.device)
+        for own, known in ((runs, archive), (cell, again)):
+            execute(own, known, args.jobs, after_each=partial(tidy, archive=known))
+    results = Results(archive, folder, args.policy, args.device, again)
     found = blocks(results, studies)
     if not found:
-        sys.exit(f"error: no run of {len(runs)} is finished in {folder}: run without --finished")
+        sys.exit(f"error: no run of {len(runs) + len(cell)} is finished in {folder}: run without --finished")
     print(*(f"## {name}\n\n{text}" for name, text in found.items()), sep="\n\n")
     if args.save:
         save(found, args.save)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.common.tables import Table
 from experiments.arms.runs import Arm
-from experiments.real.studies import DENSE, FIVE, HALF, NAIVE, REPLAY, SPARSE_RL, Study
+from experiments.real.studies import CELL, DENSE, FIVE, HALF, MAIN, NAIVE, REPLAY, SPARSE_RL, Study
 from experiments.stability.outcomes import COLLAPSED, ENOUGH, geometric, interval, mean
 from experiments.stability.records import Archive, Record
 from experiments.stability.results import paired
@@ -40,6 +40,7 @@ class Results:
     folder: Path  # of the runs
     policy: Path
     device: str
+    again: Archive | None = None  # what was run once more
 
     def of(self, study: Study, arm: Arm) -> Records:
         """Records of an arm by seed."""
@@ -68,6 +69,8 @@ def blocks(results: Results, studies: Mapping[str, Sequence[Study]]) -> dict[str
         tables["overview"] = [overview(whole, size) for size in dict.fromkeys(row[0] for row in whole.rows)]
         tables["readme"] = [against_dense(whole)]
         tables["signs"] = [signs_table(results, studies["main"])]
+    if "cell" in studies and results.again is not None:
+        tables["cell"] = [cell_table(results, results.again)]
     if "learned" in studies:
         tables["learned"] = [learned_table(results, studies["learned"])]
     texts = {name: "\n\n".join(own.untitled for own in several if own.rows) for name, several in tables.items()}
@@ -188,6 +191,24 @@ def learned_table(results: Results, studies: Sequence[Study]) -> Table:
             mean([run.end("dense", 1) for run in runs]), mean([run.p05 for run in runs], 3),
             *(column(runs) for column in COLUMNS.values()),
         )  # fmt: skip
+    return table
+
+
+def cell_table(results: Results, again: Archive) -> Table:
+    """One cell as it was run first and again: its first rollout, its ends, and leads over naive in all seeds."""
+    (seed,), cache, leads = CELL.seeds, str(CELL.budget), "ahead of naive, full cache, all seeds"
+    first = {arm.label: results.of(MAIN[1], arm) for arm in CELL.arms}
+    second = {
+        arm.label: replace(results, archive=again, folder=results.folder / "again").of(CELL, arm) for arm in CELL.arms
+    }
+    table = Table("", ("", "when", "first rollout", "full cache", "compressed", leads))
+    for name in second:
+        for when, known in (("first", first), ("again", {arm: own | second[arm] for arm, own in first.items()})):
+            if second[name] and seed in known[name]:
+                run = known[name][seed]
+                drawn = f"{run.curves['reward'][0]:.3f}, {run.curves['length'][0]:.1f} tokens"
+                ends = (f"{run.end(key, 1):.3f}" for key in ("dense", cache))
+                table.add(name, when, drawn, *ends, lead(known[name], known[NAIVE.label], "dense"))
     return table
 
 

@@ -111,6 +111,8 @@ FIVE = (DENSE, NAIVE, REWEIGHTING, SPARSE_RL, REPLAY)
 
 _HALF = Study("SnapKV", HALF, FIVE, USUAL, SEEDS)
 _QUARTER = replace(_HALF, budget=QUARTER, arms=FIVE[1:])
+CELL = replace(_QUARTER, seeds=(20,))
+"""Whose naive run had drawn other tokens than its partners before any update: run again, on one machine."""
 _CHANCE = tuple(replace(study, method="RandomEviction", arms=(SPARSE_RL,)) for study in (_HALF, _QUARTER))
 MAIN = (_HALF, _QUARTER, *_CHANCE)
 """Five arms under a half, four under a quarter, and chance under both."""

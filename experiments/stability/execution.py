@@ -22,6 +22,8 @@ def execute(
         say(
             f"{changed} are run anew: their rewards, tasks or compressors have changed, or nobody noted which they were"
         )
+    if others := archive.other_starts(waiting):
+        say(f"these begin from other weights than {', '.join(sorted(others))} of kept runs: keep their tables apart")
     minutes: list[float] = []
 
     def one(run: Run) -> tuple[Run, float]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ class Record:
     minutes: float  # of training, without the evaluations
     long_steps: list[list[float]] | None = None  # that StepGuard told of: rollout and largest ratio
     code: str = ""  # of its rewards, tasks and compressors; empty in lines from before it was noted
+    start: str = ""  # of the weights that it began from, likewise
 
     @classmethod
     def of(cls, found: Found) -> Record:
@@ -67,7 +70,7 @@ class Record:
             rejected=_mean(found.column("rejection_rate")), clipped=_mean(course["clipped"]),
             saved=summary["kv_saving_final"], largest_ratio=max(course["ratios"]),
             spikes=sum(norm > SPIKE for norm in norms) / max(1, len(norms)), minutes=found.minutes,
-            long_steps=long_steps(found.run), code=found.run.code,
+            long_steps=long_steps(found.run), code=found.run.code, start=start_of(found.run),
         )  # fmt: skip
 
     def end(self, cache: str, last: int, until: float = math.inf) -> float:
@@ -117,6 +120,12 @@ class Archive:
         known = self.records.get(key_of(run))
         return known is not None and known.settings == settings_of(run) and known.code != run.code
 
+    def other_starts(self, runs: Sequence[Run]) -> set[str]:
+        """Weights that kept runs of the same studies began from, and these would not."""
+        places = {key_of(run).partition("/")[0] for run in runs}
+        kept_starts = {one.start for key, one in self.records.items() if key.partition("/")[0] in places}
+        return kept_starts - {"", *map(start_of, runs)}
+
     def _write(self) -> None:
         kept.write(self.path, (asdict(self.records[key]) for key in sorted(self.records)))
 
@@ -133,6 +142,21 @@ def settings_of(run: Run) -> str:
     for place in sorted(places, key=len, reverse=True):
         words = [word.replace(place, "") for word in words]
     return hashlib.sha256(kept.known_as("\n".join(words)).encode()).hexdigest()[:12]
+
+
+def start_of(run: Run) -> str:
+    """Twelve characters that change with the weights of the policy it starts from; empty where they are no files."""
+    policy = run.settings.policy
+    folder = json.loads(policy)["init_args"]["policy"] if policy.startswith("{") else policy
+    return _digest_of(tuple(sorted(Path(folder).glob("*.safetensors"))))
+
+
+@cache
+def _digest_of(files: tuple[Path, ...]) -> str:
+    weights = hashlib.sha256()
+    for file in files:
+        weights.update(file.read_bytes())
+    return weights.hexdigest()[:12] if files else ""
 
 
 def long_steps(run: Run) -> list[list[float]] | None:

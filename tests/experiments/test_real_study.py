@@ -22,6 +22,7 @@ from experiments.real import gradients, studies, task
 from experiments.real.pictures import pictures
 from experiments.real.results import Results, blocks
 from experiments.real.teacher import network_of
+from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 from experiments.stability.studies import Recipe
 from sparse_rl_lightning import compressors
@@ -144,6 +145,50 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert [line.split(" | ")[1] for line in found["main"].splitlines()[2:]] == ["before training"] * 2 + ["dense"] * 2
     command.tidy(run, archive)
     assert not run.checkpoint.parent.exists()
+
+
+def test_a_cell_that_was_run_again_stands_beside_what_it_came_to_first(tmp_path: Path) -> None:
+    """Other seeds' runs stay; those of the cell take the place of the first in the lead alone, whose lines are kept."""
+    for run in studies.planned(studies.MAIN[1:2], tmp_path / "runs", REAL):
+        write(run, 0.2 if run.arm.label == "naive" else 0.5)
+    archive, again = Archive(tmp_path / "real.jsonl"), Archive(tmp_path / "real_again.jsonl")
+    results = Results(archive, tmp_path / "runs", REAL, "cpu", again)
+    assert blocks(results, {"cell": (studies.CELL,)}) == {}, "nothing was run again"
+    for run in studies.planned((studies.CELL,), tmp_path / "runs" / "again", REAL):
+        write(run, 0.4 if run.arm.label == "naive" else 0.5)
+        assert again.of(run) is not None
+    rows = [line.strip("| ").split(" | ") for line in blocks(results, {"cell": (studies.CELL,)})["cell"].splitlines()]
+    shown = {(row[0], row[1]): row[2:] for row in rows[2:]}
+    assert list(shown)[:2] == [("naive", "first"), ("naive", "again")]
+    assert len(shown) == 8
+    drawn = "0.000, 90.0 tokens"
+    assert shown["Sparse-RL", "first"] == [drawn, "0.500", "0.250", "+30.0 ± 0.0"]
+    assert shown["Sparse-RL", "again"] == [drawn, "0.500", "0.250", "+26.0 ± 11.1"]  # one lead of five is 10
+    assert shown["naive", "first"][1] == "0.200" != shown["naive", "again"][1]
+
+
+def test_a_line_names_the_weights_that_its_run_began_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds that begin from two policies are not one study: a warm-up ends elsewhere on another processor."""
+    monkeypatch.setattr(Run, "execute", lambda run: write(run, 0.5))
+    archive = Archive(tmp_path / "real.jsonl")
+    starts = []
+    for place, weights in enumerate((b"one", b"another", b"")):
+        policy = tmp_path / str(place)
+        policy.mkdir()
+        if weights:
+            (policy / "model.safetensors").write_bytes(weights)
+        runs = studies.CELL.runs(20 + place, tmp_path / "runs", policy)[:1]
+        execute(runs, archive, 1)
+        record = archive.of(runs[0])
+        assert record is not None
+        starts.append(record.start)
+        told = capsys.readouterr().err
+        assert ("begin from other weights" in told) == (place > 0)
+        assert all(start in told for start in starts[:place])
+    assert [len(start) for start in starts] == [12, 12, 0]
+    assert starts[0] != starts[1]
 
 
 def test_learned_eviction_is_told_beside_the_best_rule(tmp_path: Path) -> None:

@@ -486,6 +486,9 @@ def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch,
         def is_of_other_code(self, run: Any) -> bool:
             return False
 
+        def other_starts(self, runs: Any) -> set[str]:
+            return set()
+
     monkeypatch.setattr(execution, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
         execution.execute([Interrupted() for _ in range(50)], Empty(), jobs=1)
