@@ -206,16 +206,16 @@ class _Walk:
         if _is_builder(kind):
             return ""
         reduce = copyreg.dispatch_table.get(kind)
+        made: Any
         try:
             made = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:  # foreign code; or a lock, a stream, which are no settings
             return self._name(kind)
         if isinstance(made, str):
             return made
-        function, arguments, state, *_ = (*made, None)
-        arguments = (
-            arguments if function is kind else arguments[1:] if arguments[:1] == (kind,) else (function, *arguments)
-        )
+        function, arguments, state = (*made, None)[:3]
+        if function is not kind:
+            arguments = arguments[1:] if arguments[:1] == (kind,) else (function, *arguments)
         attributes: dict[str, Any] = {}
         for some in state if isinstance(state, tuple) else (state,):  # those in slots apart
             if isinstance(some, Mapping):

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -156,8 +156,9 @@ class DealtRows:
         self._places = itertools.count(trainer.global_rank if trainer else 0, world_size)
         if trainer and world_size > 1 and not trainer.predicting:  # whose rows are not repeated
             loop: Any = trainer._evaluation_loop  # val_dataloaders may be those of an earlier fit
-            sampler = getattr(loop._combined_loader.iterables, "sampler", None)
-            self._num_rows = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else math.inf
+            sampler: Any = getattr(loop._combined_loader.iterables, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                self._num_rows = len(cast(Any, sampler).dataset)
 
     def next(self, count: int) -> tuple[list[int], Tensor]:
         """The places of the next rows of this rank, and which of them (count,) are not repeats."""

@@ -93,7 +93,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if type(loaded) is PreTrainedTokenizerFast or _cached(path, "tokenizer.json") is None:
         return loaded
-    stored = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    stored: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
     vocabulary = stored.get_vocab()
     for name, token in loaded.special_tokens_map.items():  # some are of the class, and in no file
         if stored.special_tokens_map.get(name) is None and isinstance(token, str) and token in vocabulary:

@@ -25,13 +25,14 @@ GROWING = ("dynamic", "longrope")
 def layer_windows(config: Any) -> tuple[int, ...]:
     """The window (L) of each layer with attention in tokens, 0 for full attention; empty if no layer has one."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
-    window: int | None = getattr(config, "sliding_window", None) if _knows_windows(type(config)) else None
+    kind: Any = type(config)
+    window: int | None = getattr(config, "sliding_window", None) if _knows_windows(kind) else None
     if types is None:  # all layers alike
         slides = window is not None and getattr(config, "use_sliding_window", True)
         types = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
     if window is None or "sliding_attention" not in types:
         return ()
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types if kind != LINEAR)
+    return tuple(window if name == "sliding_attention" else 0 for name in types if name != LINEAR)
 
 
 @lru_cache

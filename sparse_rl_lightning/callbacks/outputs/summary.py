@@ -295,7 +295,7 @@ class RunSummary(RolloutCallback):
 def held_out_rows(trainer: Trainer, count: int) -> Rows:
     """The first ``count`` validation rows of the data module, or of the loader that ``fit`` was given."""
     data = getattr(trainer, "datamodule", None)
-    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
+    loader: Any = trainer.val_dataloaders if data is None else data.val_dataloader()
     if isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else None
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which gives each rank other rows
