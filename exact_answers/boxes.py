@@ -1,4 +1,4 @@
-r"""Search for the last ``\boxed{}`` of a text in one scan of its end."""
+r"""The answer in a text: the last ``\boxed{}``, found in one scan of its end, and what a gold answer says without."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ _BRACE = re.compile(r"(\\{1,2}boxed\s*\{)|\\.|([{}])", re.DOTALL)  # two backsla
 _ANNOUNCED = re.compile(
     r"(?:so |thus |hence |therefore |and )?(?:the |my |our )?(?:final |correct )?answers?(?: is| are)? ?[:=]? ?", re.I
 )
+_SAID = re.compile(r"(?:####|\banswers?(?: is\b| are\b)? ?[:=]|\banswers? (?:is|are)\b)[:*]*\s*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or|text|mathrm)\b)[a-zA-Z]{2,}")
 
 
 def extract_boxed(text: str, boxes_in_thoughts: bool = False) -> str | None:
@@ -79,3 +82,27 @@ def is_within_limits(answer: str) -> bool:
         depth += (match[0][-1] == "{" and match[0] != "\\{") - (match[0] == "}")
         deepest = max(deepest, depth)
     return deepest <= MAX_NESTING
+
+
+def gold_answer(gold: str) -> str:
+    r"""The bare answer that a gold holds; a gold without text around its answer is returned unchanged.
+
+    That is its only ``\boxed{}``, or the last of several with words around them, as in completions; without any, what
+    follows ``####`` or "the answer is" to the end of the sentence. Math-verify reads these as the same.
+    """
+    tail = gold[-TAIL:]
+    span = find_last_box(tail)
+    if span is not None:
+        box, rest = tail[span[1] : span[2]].strip(), tail
+        for _ in range(tail.count("\\boxed")):
+            if (inner := find_last_box(rest)) is not None:
+                rest = rest[: inner[0]] + " " + rest[inner[2] + 1 :]
+        return box if _WORD.search(rest) or tail.count("\\boxed") == 1 else gold
+    said = list(_SAID.finditer(tail)) if "\\boxed" not in tail else []
+    answer = _SENTENCE_END.split(tail[said[-1].end() :], maxsplit=1)[0].strip(" *_") if said else ""
+    return answer or gold
+
+
+def is_tagged(gold: str) -> bool:
+    """Whether a gold is text of a markup that no answer has, such as ``<answer>5</answer>``."""
+    return re.search(r"</[a-zA-Z]+>", gold) is not None

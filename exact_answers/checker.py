@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
-from exact_answers.boxes import extract_boxed, is_within_limits
+from exact_answers.boxes import extract_boxed, gold_answer, is_tagged, is_within_limits
 from exact_answers.compare import Comparison, Pair, read_atom
-from exact_answers.golds import gold_answer, is_tagged
 from exact_answers.lenient import LenientComparison, extract_answer
 from exact_answers.structure import Atom, parse_answer, without_braces
 from exact_answers.symbolic.pool import SymbolicPool
@@ -136,7 +135,7 @@ def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
 
     Args:
         completion: Text of the policy; hostile text of any length is fine.
-        gold: Answer, or a text with one (:func:`~exact_answers.golds.gold_answer`). An empty gold matches nothing.
+        gold: Answer, or a text with one (:func:`~exact_answers.boxes.gold_answer`). An empty gold matches nothing.
         answers: Convention, ``strict`` or ``lenient``.
     """
     return default_checker().check_by(answers, [completion], [gold])[0]
@@ -164,7 +163,7 @@ def audit_golds(golds: Sequence[str]) -> GoldAudit:
 def answer_kind(gold: str) -> AnswerKind:
     r"""How an answer is compared: as a number, an expression, several parts, or character by character as text.
 
-    It is the bare one that :func:`~exact_answers.golds.gold_answer` finds. It is uncheckable if it is empty, too long,
+    It is the bare one that :func:`~exact_answers.boxes.gold_answer` finds. It is uncheckable if it is empty, too long,
     nested too deeply, has tags around it, or is changed by a ``\boxed{}`` around it.
     """
     gold = gold_answer(gold)

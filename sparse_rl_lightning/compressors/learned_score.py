@@ -178,11 +178,11 @@ def load_network(path: str) -> ScoreNetwork:
     try:
         tensors = load_file(place)
         if not all(tensor.is_floating_point() for tensor in tensors.values()):
-            raise ValueError("integers would be cast")
+            raise TypeError("integers would be cast")
         layers, heads, head_dim, width = tensors["key"].shape
         network = ScoreNetwork(ModelSizes(layers, heads, head_dim, tensors["hidden"].shape[2]), width)
         network.load_state_dict(tensors)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"LearnedScore: weights={path!r} does not hold a network of it. Give FOLDER/{FILE}.") from error
     return network
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmark_files import GOLDS, ROWS, write_benchmarks
 
-from exact_answers.golds import gold_answer
+from exact_answers.boxes import gold_answer
 from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
 from sparse_rl_lightning.data.benchmarks import render
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
