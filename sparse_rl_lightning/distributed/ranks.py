@@ -152,7 +152,7 @@ class DealtRows:
     """
 
     def __init__(self, trainer: Trainer | None = None, world_size: int = 1) -> None:
-        self._num_rows = math.inf
+        self.world_size, self._num_rows = world_size, math.inf
         self._places = itertools.count(trainer.global_rank if trainer else 0, world_size)
         if trainer and world_size > 1 and not trainer.predicting:  # whose rows are not repeated
             loop: Any = trainer._evaluation_loop  # val_dataloaders may be those of an earlier fit

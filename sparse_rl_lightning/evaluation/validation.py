@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.distributed.ranks import DealtRows
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.metrics import ConfidenceInterval, accuracy
 from sparse_rl_lightning.rewards.scoring import Failures, Rewards
@@ -27,15 +28,12 @@ class ValidationLog:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
+        self.rows = DealtRows()
 
-        self._world_size = 1
-
-    def begin(self, rewards: Rewards, world_size: int = 1) -> None:
-        """Forget the batches of a validation that was interrupted."""
+    def begin(self, rewards: Rewards, rows: DealtRows) -> None:
+        """Forget the batches of a validation that was interrupted, and begin with the first of this rank's rows."""
         self._intervals.clear()
-        self._world_size = (
-            world_size  # weights are multiples of it: Lightning divides their sum by it, in whole numbers
-        )
+        self.rows = rows
         rewards.failures = Failures()
 
     def batch(self, scores: Scores, counts: Tensor, key: str, by_benchmark: bool) -> None:
@@ -47,10 +45,11 @@ class ValidationLog:
         rewarded = scores.rewards[samples.to(scores.rewards.device) & ~scores.rewards.isnan()]
         mean = rewarded.mean() if len(rewarded) else scores.rewards.new_zeros(())  # no rewarded rows: weight 0
         log = partial(self._log, sync_dist=True)
-        log(key.format("reward"), mean, prog_bar=True, batch_size=self._world_size * len(rewarded))
+        each = self.rows.world_size  # Lightning divides the sum of weights by it, in whole numbers
+        log(key.format("reward"), mean, prog_bar=True, batch_size=each * len(rewarded))
         lengths = scores.lengths[samples.to(scores.lengths.device)].float()
         length = lengths.mean() if len(lengths) else lengths.new_zeros(())
-        log(key.format("length"), length, prog_bar=True, batch_size=self._world_size * int(counts.sum()))
+        log(key.format("length"), length, prog_bar=True, batch_size=each * int(counts.sum()))
         applies, correct = scores.applies & counts, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
@@ -58,7 +57,7 @@ class ValidationLog:
             chosen = correct[rows]
             own = key if name is None else key.format(f"{name}/{{}}")
             for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # no such rows: weight 0
-                log(own.format(f"pass@{k}"), value, batch_size=self._world_size * len(chosen))
+                log(own.format(f"pass@{k}"), value, batch_size=each * len(chosen))
             device = scores.rewards.device
             if own not in self._intervals:
                 self._intervals[own] = ConfidenceInterval().to(device)

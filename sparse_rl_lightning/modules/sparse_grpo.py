@@ -130,7 +130,7 @@ class SparseGRPO(PolicyModule):
         self.val_sampling = val_sampling or SamplingParams(
             max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
         )
-        self._validation, self._dealt = ValidationLog(self.log), ranks.DealtRows()
+        self._validation = ValidationLog(self.log)
         self.run_state: RolloutState = RolloutState(self)
         self._reference: list[PreTrainedModel] = []  # in a list, so that it is in no checkpoint and no optimizer
 
@@ -285,13 +285,13 @@ class SparseGRPO(PolicyModule):
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with the first ``completion`` under the module's compressor, drawn as in validation."""
-        places, _ = self._dealt.next(len(batch))
+        places, _ = self._validation.rows.next(len(batch))
         texts = self.generator.generate(batch, self.val_sampling, first=VALIDATION, places=places).texts
         first = texts[:: self.val_sampling.num_generations]
         return [row | {"completion": text} for row, text in zip(batch, first, strict=True)]
 
     def _evaluate(self, batch: Rows, stage: str) -> None:
-        places, counts = self._dealt.next(len(batch))
+        places, counts = self._validation.rows.next(len(batch))
         # the full cache comes last: it takes most of the memory that is left
         for name in ("sparse", "dense") if self.generator.is_sparse else ("dense",):
             draw = partial(self.generator.generate, params=self.val_sampling, dense=name == "dense", first=VALIDATION)
@@ -300,8 +300,7 @@ class SparseGRPO(PolicyModule):
 
     def on_validation_epoch_start(self) -> None:
         """Count only this validation's rows, even if the last one was interrupted."""
-        self._validation.begin(self.rewards, self._world_size)
-        self._dealt = ranks.DealtRows(self._trainer, self._world_size)
+        self._validation.begin(self.rewards, ranks.DealtRows(self._trainer, self._world_size))
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
