@@ -102,7 +102,7 @@ def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout
     drawn = rollout.completion_mask
     assert torch.equal(drawn, (rollout.turns % 2 == 1))
     replayed = replay_logprobs(model, rollout, TEMPERATURE)
-    assert_same_logprobs(replayed[drawn], rollout.sampler_logprobs[drawn], tolerance)
+    assert_same_logprobs(replayed[drawn].float(), rollout.sampler_logprobs[drawn], tolerance)
     assert rollout.sampler_logprobs[~drawn].abs().max() == 0
     forced = forced_rollout(model, rollout, compressor, TEMPERATURE, SEED)
     assert torch.equal(forced.evictions.death, rollout.evictions.death)
@@ -219,7 +219,7 @@ def test_memory_does_not_grow_with_turns() -> None:
     assert session.engine.cache.pool_bytes == rollout.kv.peak_bytes
     replayed = replay_logprobs(model, rollout, TEMPERATURE)
     drawn = rollout.completion_mask
-    assert_same_logprobs(replayed[drawn], rollout.sampler_logprobs[drawn], share=5e-5)
+    assert_same_logprobs(replayed[drawn].float(), rollout.sampler_logprobs[drawn], share=5e-5)
 
 
 def test_a_conversation_is_no_record_of_version_1() -> None:
