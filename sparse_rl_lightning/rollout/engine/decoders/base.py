@@ -74,7 +74,8 @@ class Decoder(ABC):
     def __init__(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> None:
         check_weights(model)
         self.model, self.geometry, self.in_float32 = model, geometry, in_float32
-        self._signature = signature(model, self.followed)
+        self.followed: list[nn.Module] = []  # whose adapters are copied: a refresh follows when they are switched
+        self._signature = signature(model)
 
     @abstractmethod
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -92,11 +93,6 @@ class Decoder(ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V); a row's bits do not depend on the number of rows."""
-
-    @property
-    def followed(self) -> Sequence[nn.Module]:
-        """The layers whose adapters are copied, so that a refresh follows when they are switched or rescaled."""
-        return ()
 
     @abstractmethod
     def refresh(self) -> None:

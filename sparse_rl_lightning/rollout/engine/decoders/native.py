@@ -28,13 +28,14 @@ from sparse_rl_lightning.ops.append import QKTransform, parts
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.patched import is_changed, is_patched, refusal, uncompiled
-from sparse_rl_lightning.rollout.engine.decoders.adapted_products import adapted, adapted_bytes, plain_adapters
+from sparse_rl_lightning.rollout.engine.decoders.adapted_products import Adapted, adapted, adapted_bytes
 from sparse_rl_lightning.rollout.engine.decoders.base import (
     Attend,
     Decoder,
     DecoderKind,
     head_product,
     per_head,
+    signature,
 )
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import (
     Copied,
@@ -98,13 +99,8 @@ class NativeDecoder(Decoder):
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
-
-    @property
-    def followed(self) -> list[nn.Module]:
-        """The layers of peft that are not called."""
-        layers: Any = self.model.get_decoder().layers
-        groups = (group for layer in layers for group in _groups(layer))
-        return [module for group in groups if plain_adapters(group) for module in group]
+        self.followed = [layer for made in self._projections if isinstance(made, Adapted) for layer in made.modules]
+        self._signature = signature(model, self.followed)
 
     def _joined(self, modules: Group) -> Projection:
         dtype = self.geometry.dtype
