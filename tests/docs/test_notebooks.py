@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import sparse_rl_lightning
 from benchmarks import REAL as MODEL
-from docs.stored import FOLDER, LARGEST, NOTEBOOKS, REAL, execute, tidied
+from docs.stored import FOLDER, LARGEST, LOGGED, NOTEBOOKS, REAL, execute, tidied
 
 TINY = [path for path in NOTEBOOKS if path not in REAL]
 FAST = "quickstart"  # `make test` runs this one, `make test-slow` all there are
@@ -57,6 +58,23 @@ def shown(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 
 def numbers_after(label: str, text: str) -> list[float]:
     return [float(found.replace(",", "")) for found in re.findall(re.escape(label) + r"\s*" + NUMBER, text)]
+
+
+def assert_as_stored(path: Path, notebook: nbformat.NotebookNode) -> None:
+    """A run prints the words that are stored, and nearly its numbers: another processor rounds, and draws, otherwise.
+
+    Of each cell's numbers above a thousandth, three quarters agree within a quarter of their size, or within 0.01.
+    """
+    stored = nbformat.read(path, as_version=4)
+    for index, cells in enumerate(zip(stored.cells, notebook.cells, strict=True)):
+        before, now = (printed_by(nbformat.v4.new_notebook(cells=[cell])) for cell in cells)
+        words = [re.sub(r"\s+", " ", re.sub(NUMBER, "#", text)) for text in (before, LOGGED.sub("", now))]
+        assert words[0] == words[1], (
+            f"cell {index} prints other words than are stored: python -m docs.stored {path.stem}"
+        )
+        numbers = zip(*(numbers_after("", text) for text in (before, now)), strict=True)
+        near = [math.isclose(*pair, rel_tol=0.25, abs_tol=0.01) for pair in numbers if max(map(abs, pair)) > 1e-3]
+        assert sum(near) >= 0.75 * len(near), f"cell {index} prints other numbers than are stored:\n{before}\n{now}"
 
 
 def check_quickstart(notebook: nbformat.NotebookNode, printed: str) -> None:
@@ -246,6 +264,7 @@ def test_notebook_of_the_real_model_runs(path: Path, folder: Path) -> None:
     printed = run(notebook, folder, seconds=3500)
     assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
     CHECKS[path.stem](notebook, printed)
+    assert_as_stored(path, notebook)
 
 
 @pytest.mark.timeout(600)  # each under two or three minutes on an idle core
@@ -262,3 +281,4 @@ def test_notebook_runs(path: Path, folder: Path) -> None:
     printed = run(notebook, folder)
     assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
     CHECKS[path.stem](notebook, printed)
+    assert_as_stored(path, notebook)
