@@ -116,7 +116,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert naive[2:6] == ["0.20 ± 0.00", "0.10 ± 0.00", "+0.0 ± 0.0", "+0.0 ± 0.0"]
     assert naive[6] == "-40.2 ± 0.6"  # behind dense training, whose seed 20 ends higher
     assert next(row for row in rows if row[1] == "Sparse-RL, RandomEviction")[4] == "+38.0 ± 0.0"
-    leads = ["+0.0 ± 0.0", "-40.2 ± 0.6", "+0.0 ± 0.0"]
+    leads = ["+0.0 ± 0.0", "-40.2 ± 0.6", "-20.1 ± 0.3"]
     assert ["naive", "0.20 ± 0.00", "0.10 ± 0.00", *leads, "0 of 5", "10.0 ± 0.0 %"] in short
     assert ["a quarter", "a gradient longer than 10", "5 of 5", "0 of 20"] in signs
     (tmp_path / "docs" / "measured").mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     assert found["readme"] in (tmp_path / "README.md").read_text()
     front = [line.strip("| ").split(" | ") for line in found["readme"].splitlines()[2:]]
     assert [row[0] for row in front] == ["naive", "reweighting only", "Sparse-RL", "replay"]
-    assert front[0][1:] == ["-40.2 ± 0.6", "-40.2 ± 0.6", "+0.0 ± 0.0"]
+    assert front[0][1:] == ["-40.2 ± 0.6", "-40.2 ± 0.6", "-20.1 ± 0.3"]
     page = (tmp_path / "docs" / "measured" / "real.md").read_text()
     assert all(found[name] in page for name in ("main", "signs"))
     assert {row[0] for row in rows if row[1] == "dense"} == {"a half", "a quarter"}
