@@ -135,7 +135,7 @@ def verify(completion: str, gold: str, answers: Convention = "strict") -> bool:
 
     Args:
         completion: Text of the policy; hostile text of any length is fine.
-        gold: Answer, or a text with one (:func:`~exact_answers.boxes.gold_answer`). An empty gold matches nothing.
+        gold: Answer, or a text with one (``gold_answer``). An empty gold matches nothing.
         answers: Convention, ``strict`` or ``lenient``.
     """
     return default_checker().check_by(answers, [completion], [gold])[0]
@@ -163,7 +163,7 @@ def audit_golds(golds: Sequence[str]) -> GoldAudit:
 def answer_kind(gold: str) -> AnswerKind:
     r"""How an answer is compared: as a number, an expression, several parts, or character by character as text.
 
-    It is the bare one that :func:`~exact_answers.boxes.gold_answer` finds. It is uncheckable if it is empty, too long,
+    It is the bare one that ``gold_answer`` finds. It is uncheckable if it is empty, too long,
     nested too deeply, has tags around it, or is changed by a ``\boxed{}`` around it.
     """
     gold = gold_answer(gold)

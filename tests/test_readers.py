@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "record.safetensors": read_record,
     "rows.jsonl": lambda path: read_json_lines(str(path)),
     "rows.csv": lambda path: read_table(str(path), None, "train"),
-    "results.json": lambda path: Results(path, {}),
+    "results.json": lambda path: Results(path, {}, 2),
     "last.ckpt": check_whole,
     "config.json": lambda path: read_config(str(path.parent)),
     "tokenizer.json": lambda path: load_pretrained(str(path.parent)),
