@@ -127,6 +127,8 @@ def facts() -> dict[str, str]:
         "more": f"{int(slots['sequences in flight']) / int(full['sequences in flight']):.0f}",
         "tokens": f"{round(int(full['tokens of a completion'].replace(',', '')), -2):,}",
         "faster": slots["times as fast"],
+        "cache": re.sub("RKV (.*)", r"R-KV (\1)", slots["cache"]),
+        "gpu_cache": re.sub("SnapKV (.*)", r"SnapKV (\1)", whole[1]["cache"]),
         "step": steps[1]["times as many"],
         "whole": whole[1]["times as fast as FullKV"],
         "mean": lengths,
@@ -145,9 +147,9 @@ def facts() -> dict[str, str]:
 
 
 HEAD = (
-    "The same KV memory holds {more} times as many sequences of {tokens} tokens.",
-    "They generate {faster} times as many tokens per second on a CPU; a whole training step is predicted {step} times",
-    "On an H200 a rollout of {mean}-token completions was {whole} times as fast.",
+    "Under {cache} the same KV memory holds {more} times as many sequences of {tokens} tokens as with our full cache.",
+    "They generate {faster} times as many tokens per second on a CPU; a training step is predicted {step} times",
+    "On an H200 a rollout of {mean}-token completions under {gpu_cache} was {whole} times as fast.",
     "At {least} to {most} tokens {least_gain} to {most_gain} times a paged cache's speed is modeled.",
     "Under a tight cache a small policy collapsed in {collapsed} uncorrected runs.",
 )
@@ -170,10 +172,9 @@ CONDITIONS = (
 )  # fmt: skip
 ONLY: dict[Path, tuple[str, ...]] = {
     README: (
-        "Python 3.11+", "Apache-2.0", "On SmolLM2-135M-Instruct", "SmolLM2 learns", "after twelve rollouts, five seeds",
+        "Python 3.11+", "Apache-2.0", "On SmolLM2-135M-Instruct", "Stories by SmolLM2", "after twelve rollouts, five seeds",
         "half of the 95 % interval", "five seeds cannot tell", "bounds its weights at 1.5", "A dozen compressors",
         "Two comparisons were primary", "Several ranks (DDP, ZeRO, FSDP2) are tested only as two CPU processes",
-        "Apache-2.0",
     ),
     INDEX: ("are new | install, then the quickstart (five minutes, CPU)", "in five minutes on a CPU"),
 }  # fmt: skip
