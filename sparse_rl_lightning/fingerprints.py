@@ -32,7 +32,7 @@ WHOLE = 2**16
 """Size above which weights are sampled: at least this many numbers and at least one of every row."""
 LONGEST = 2_000
 """Characters of a text above which a hash stands in its place, so that what is shared does not multiply it."""
-BUILDERS = ("jsonargparse", "lightning.pytorch.cli")
+BUILDERS = ("jsonargparse.", "lightning.pytorch.cli._InstantiatorFn")
 """What makes objects of configurations: a class given there comes wrapped into functions that hold the whole parser."""
 PACKAGE = Path(__file__).resolve().parent
 ANSWERS = PACKAGE.with_name("exact_answers")
@@ -240,7 +240,6 @@ class _Walk:
         return full_name(kind) + self.classes[kind]
 
     _WRITERS: ClassVar[Sequence[tuple[Any, Callable[[_Walk, Any], str]]]] = (
-        (DTensor, lambda walk, value: "sharded"),  # every rank has another part
         (Tensor, lambda walk, value: _bytes_of(value)),
         (np.ndarray, _array),
         (Mapping, _mapping),
@@ -273,6 +272,8 @@ def _step(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor, step: int = 1) -> str:
+    if isinstance(tensor, DTensor):
+        return "sharded"  # every rank has another part
     numbers = tensor.detach().reshape(-1)[::step].contiguous().cpu()
     content = hashlib.sha256(numbers.view(torch.uint8).numpy().tobytes()).hexdigest()
     return f"{tuple(tensor.shape)} {tensor.dtype} {content}"
@@ -295,8 +296,8 @@ def _without_places(config: Any) -> Any:
 
 
 def _is_builder(thing: Any) -> bool:
-    module = f"{getattr(thing, '__module__', '')}."
-    return any(module.startswith(f"{name}.") for name in BUILDERS)
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}".startswith(BUILDERS)
 
 
 def _bases(kind: Any) -> tuple[Any, ...]:

@@ -170,6 +170,6 @@ def _obstacle(model: PreTrainedModel) -> str:
     frequencies = rotation_of(getattr(decoder, "rotary_emb", None))[0]
     if frequencies is None:
         return "its positions are not rotary ones with frequencies that all layers of full attention share"
-    if frequencies.device.type != "meta" and not frequencies.isfinite().all():
+    if frequencies.device.type == "cpu" and not frequencies.isfinite().all():
         return f"its rotary frequencies are not finite, look at config.json, rope_parameters: {rope_of(config)}"
     return ""

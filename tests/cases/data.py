@@ -67,7 +67,7 @@ LINES = [
          slow=True),
     Case("a byte order mark, CRLF and blank lines", TRAINS, 0, rows="\ufeff" + ROWS.replace("\n", "\r\n\r\n"),
          slow=True),
-    Case("UTF-16", "p.jsonl, line 1 is not JSON ('utf-8' codec can't decode byte 0xff", 1, rows=ROWS.encode("utf-16")),
+    Case("UTF-16", "p.jsonl is in UTF-16 by its first bytes. Save it in UTF-8.", 1, rows=ROWS.encode("utf-16")),
     Case("zeros at the end", "p.jsonl, line 5 is not JSON", 1, rows=ROWS.encode() + b"\0\0\0", slow=True),
     Case("gzip under the name of JSONL", "p.jsonl, line 1 is not JSON", 1, rows=gzip.compress(ROWS.encode(), mtime=0),
          slow=True),

@@ -93,7 +93,6 @@ MODEL, DATA = "model.init_args", "data.init_args"
 MISTAKES = {
     "other data": Mistake(["place in the data fits another run", "was 16 and is 24"], {f"{DATA}.num_train": 24}),
     "prompts": Mistake(["prompts per rollout was 4 and is 2"], {f"{DATA}.prompts_per_rollout": 2}),
-    "micro-batches": Mistake(["steps per rollout was 2 and is 4"], {f"{MODEL}.steps_per_generation": 4}),
     "optimizer": Mistake(
         ["of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD", "weights"],
         {f"{MODEL}.optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}},

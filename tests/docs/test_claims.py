@@ -172,9 +172,10 @@ CONDITIONS = (
 )  # fmt: skip
 ONLY: dict[Path, tuple[str, ...]] = {
     README: (
-        "Python 3.11+", "Apache-2.0", "On SmolLM2-135M-Instruct", "Stories by SmolLM2", "after twelve rollouts, five seeds",
-        "half of the 95 % interval", "five seeds cannot tell", "bounds its weights at 1.5", "A dozen compressors",
-        "Two comparisons were primary", "Several ranks (DDP, ZeRO, FSDP2) are tested only as two CPU processes",
+        "Python 3.11+", "Apache-2.0", "On SmolLM2-135M-Instruct", "Stories by SmolLM2",
+        "after twelve rollouts, five seeds", "half of the 95 % interval", "five seeds cannot tell",
+        "bounds its weights at 1.5", "A dozen compressors", "Two comparisons were primary",
+        "Several ranks (DDP, ZeRO, FSDP2) are tested only as two CPU processes",
     ),
     INDEX: ("are new | install, then the quickstart (five minutes, CPU)", "in five minutes on a CPU"),
 }  # fmt: skip

@@ -134,15 +134,15 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return save
 
 
-def prompt_file(folder: Path, chat: bool) -> Path:
-    """Four rows as the data of the paper's configurations has them: rendered ChatML, or chat messages."""
+def prompt_file(folder: Path, chat: bool, prompt: str, answer: str) -> Path:
+    """Four rows as the data of the configurations has them: rendered ChatML or chat messages, or a bare question."""
     rows = []
     for n in range(4):
         system, user = "You are a helpful assistant.", f"What is {n}+{n}? Put your answer within \\boxed{{}}."
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        row = {"prompt": messages if chat else f"{text}<|im_start|>assistant\n", "label": str(2 * n)}
-        rows.append(row | {"problem": user, "answer": str(2 * n)})  # as other data sets name them
+        rendered = messages if chat else f"{text}<|im_start|>assistant\n"
+        rows.append({prompt: user if prompt == "problem" else rendered, answer: str(2 * n)})
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -174,7 +174,9 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
         f"data.init_args.{key}": "null" for key in ("config", "val_split") if key in config["data"]["init_args"]
     }
     if config["data"]["class_path"] == "JsonlPrompts":
-        changes["data.init_args.path"] = prompt_file(folder, chat="llama" in str(source).lower())
+        columns = config["data"]["init_args"] | {key.rpartition(".")[2]: value for key, value in changes.items()}
+        names = columns.get("prompt_column", "prompt"), columns.get("answer_column", "answer")
+        changes["data.init_args.path"] = prompt_file(folder, "llama" in str(source).lower(), *names)
     return [f"--{key}={value}" for key, value in changes.items()]
 
 

@@ -32,7 +32,7 @@ OPTION = re.compile(r"--([a-z_]+)((?:\.\w+)*)(?:[+= ].*)?")
 NAMED_FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:ipynb|md|png|py|sh|toml|yaml)")
 
 THEIRS = {"GRPOTrainer", "GRPOConfig"}  # classes of other programs
-NO_KEYS = {"model.generate", "trainer.pt"}  # a method, a file
+NO_KEYS = {"model.generate", "trainer.fit", "trainer.pt", "--optimizer.lr"}  # methods, a file, a mistake
 TORCHRUN = {"node_rank", "nnodes", "nproc_per_node", "master_addr"}
 OWN_OPTIONS = {action.dest for action in benchmark_parser()._actions} | {
     "config",
@@ -118,6 +118,8 @@ def is_key(top: str, path: str) -> bool:
 
 def classes_of(annotation: Any) -> list[Any]:
     """Ours and Lightning's classes that a value of this type may be, with those below them."""
+    if torch.optim.Optimizer in typing.get_args(annotation):  # what makes one
+        return [torch.optim.AdamW]
     found = {annotation} if inspect.isclass(annotation) else set()
     for part in typing.get_args(annotation):
         found |= set(classes_of(part)) if not isinstance(part, list) else set()
@@ -127,7 +129,7 @@ def classes_of(annotation: Any) -> list[Any]:
 
 def is_option(name: str, path: str) -> bool:
     if name in ("model", "data", "trainer"):
-        return is_key(name, path.replace(".help", "")) if path else True
+        return path in ("", ".help") or is_key(name, path.replace(".help", ""))
     return name in OWN_OPTIONS | CALIBRATION | TORCHRUN
 
 
