@@ -317,7 +317,9 @@ def _files(kind: Any) -> set[Path]:
     """The file of a class or function and those of its own that are imported there; none where there is no file."""
     try:
         file = Path(inspect.getfile(kind)).resolve()
-    except (TypeError, OSError):  # built in, or typed into a notebook
+    except (TypeError, OSError):  # built in
+        return set()
+    if not file.is_file():  # typed into a notebook, whose cells have names of files that nobody writes
         return set()
     depth = kind.__module__.count(".") + (file.name == "__init__.py")
     return _with_imports(file, file.parents[min(depth, len(file.parents) - 1)])

@@ -331,6 +331,16 @@ def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:
     assert len({fingerprint(a=typed(one)) for one in (text, *others)}) == 4
 
 
+def test_a_cell_of_a_notebook_has_a_file_s_name_and_no_file() -> None:
+    def typed(text: str) -> Any:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, "/tmp/ipykernel_1/2.py", "exec"), names)
+        return names["reward"]
+
+    texts = [describe(typed(f"def reward(completions): return [{number}]")) for number in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_what_functions_hold_counts() -> None:
     def made(number: int) -> list[Any]:
         def default(x: int, more: int = number) -> int:

