@@ -18,7 +18,7 @@ _ANNOUNCED = re.compile(
     r"(?:so |thus |hence |therefore |and )?(?:the |my |our )?(?:final |correct )?answers?(?: is| are)? ?[:=]? ?", re.I
 )
 _SAID = re.compile(r"(?:####|\banswers?(?: is\b| are\b)? ?[:=]|\banswers? (?:is|are)\b)[:*]*\s*", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+_SENTENCE_END = re.compile(r"\n|[.?](?:\s|$)")  # an exclamation mark is a factorial
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or|text|mathrm)\b)[a-zA-Z]{2,}")
 
 

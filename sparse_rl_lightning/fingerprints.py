@@ -34,6 +34,8 @@ LONGEST = 2_000
 """Characters of a text above which a hash stands in its place, so that what is shared does not multiply it."""
 BUILDERS = ("jsonargparse.", "lightning.pytorch.cli._InstantiatorFn")
 """What makes objects of configurations: a class given there comes wrapped into functions that hold the whole parser."""
+LIVE = ("random.Random", "numpy.random.", "torch._C.Generator", "lightning.pytorch.trainer.")
+"""Objects that every use changes: where a generator of numbers or a trainer stands is no setting."""
 PACKAGE = Path(__file__).resolve().parent
 ANSWERS = PACKAGE.with_name("exact_answers")
 """The answer checker, which counts as a part of those parts that import it."""
@@ -205,6 +207,8 @@ class _Walk:
         kind = type(value)
         if _is_builder(kind):
             return ""
+        if f"{kind.__module__}.{kind.__qualname__}".startswith(LIVE):
+            return full_name(kind)
         reduce = copyreg.dispatch_table.get(kind)
         made: Any
         try:
@@ -215,14 +219,14 @@ class _Walk:
             return made
         function, arguments, state = (*made, None)[:3]
         if function is not kind:
-            arguments = arguments[1:] if arguments[:1] == (kind,) else (function, *arguments)
+            arguments = arguments[1:] if arguments and arguments[0] is kind else (function, *arguments)
         attributes: dict[str, Any] = {}
         for some in state if isinstance(state, tuple) else (state,):  # those in slots apart
             if isinstance(some, Mapping):
                 attributes |= {str(name): held for name, held in some.items() if not _is_cache(kind, str(name))}
             elif some is not None:
                 arguments = (*arguments, some)
-        named = {name: held for name, held in attributes.items() if name.strip("_") not in self._without}
+        named = {name: held for name, held in attributes.items() if name not in self._without}
         return self._join(
             self._name(kind),
             arguments,
@@ -297,7 +301,7 @@ def _without_places(config: Any) -> Any:
 
 def _is_builder(thing: Any) -> bool:
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}".startswith(BUILDERS)
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}".startswith(BUILDERS)
 
 
 def _bases(kind: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import operator
+import random
 import re
 import sys
 import threading
@@ -329,6 +330,15 @@ def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:
     others = [text.replace("norm(", "amax("), text.replace("-1", "-2"), text.replace("return", "return -")]
     assert fingerprint(a=typed(text)) == fingerprint(a=typed(text))
     assert len({fingerprint(a=typed(one)) for one in (text, *others)}) == 4
+
+
+def test_what_use_changes_is_no_setting() -> None:
+    """Generators of numbers, by where they stand; and built-in methods, which have no module."""
+    made = [random.Random(0), np.random.default_rng(0), np.random.RandomState(0), torch.Generator()]
+    before = describe(made), fingerprint(made=made)
+    made[0].random(), made[1].random(), made[2].rand(), torch.rand(1, generator=made[3])
+    assert (describe(made), fingerprint(made=made)) == before
+    assert describe([str.strip, partial(str.lower)]) != describe([str.strip, partial(str.upper)])
 
 
 def test_a_cell_of_a_notebook_has_a_file_s_name_and_no_file() -> None:

@@ -90,6 +90,7 @@ def _loaded(path: Path, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel,
     model, report = loaded
     check_whole(report, name)
     check_finite(model.named_parameters(), name)
+    model.config._name_or_path = tokenizer.name_or_path = ""
     check_read(reader, model, report["unexpected_keys"], name)
     if len(pair) == 2 and (difference := difference_of_roundings(*pair)) is not None:
         finer = max(pair, key=bits)
@@ -101,7 +102,6 @@ def _loaded(path: Path, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel,
             f"one matrix (mean difference {difference:.1%} of its size). The policy has it once, from {finer.name}.",
             stacklevel=3,
         )
-    model.config._name_or_path = tokenizer.name_or_path = ""
     _forget(model)
     return model, tokenizer
 

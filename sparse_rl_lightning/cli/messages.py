@@ -240,7 +240,10 @@ FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
         r"File does not exist: '((.+)/(.+))'",
         lambda found: _did_you_mean(found[3], (path.name for path in Path(found[2]).glob("*.y*ml"))),
     ),
-    (r"module '([\w.]+)' has no attribute '(\w+)'", lambda found: _did_you_mean(found[2], dir(sys.modules[found[1]]))),
+    (
+        r"module '([\w.]+)' has no attribute '(\w+)'",
+        lambda found: _did_you_mean(found[2], dir(sys.modules.get(found[1]))),
+    ),
     (
         r"argument --(model|data): expected one argument",
         lambda found: f"--{found[1]}.help=NAME, such as SparseGRPO, lists the keys of a class and of its groups.",

@@ -34,8 +34,8 @@ PLACES = {
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
 
-SEEN = ("seed",)
-"""Attributes that :func:`seeds_of` compares, as the numbers that they come to."""
+SEEN = ("seed", "_network", "_warned")
+"""Attributes that are no settings: those that :func:`seeds_of` compares, and what a run makes."""
 
 VERSIONS = {
     "python": sys.version.partition(" ")[0],
@@ -89,7 +89,7 @@ def settings_of(module: LightningModule) -> dict[str, str]:
     trainer: Any = module._trainer
     if trainer is not None:
         found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
-        found["trainer.callbacks"] = frozenset(_corrections(trainer.callbacks))
+        found["trainer.callbacks"] = sorted(describe(each, without=SEEN) for each in _corrections(trainer.callbacks))
     seen = {Rule.MADE, Rule.FREE} | ({Rule.SLOTS} if found.get("rollout.partial_rollout_steps") is None else set())
     return {name: describe(value, without=SEEN) for name, value in found.items() if rule_of(name) not in seen}
 

@@ -127,7 +127,7 @@ class RunState:
         if was.get("policy", {}).get("vocabulary", self.policy["vocabulary"]) != self.policy["vocabulary"]:
             changed.append("its tokenizer has another vocabulary")
         now = settings_of(self.module)
-        changed += _changes(was.get("described", {}), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
+        changed += _changes(_described(was), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
         if changed:
             raise UserError(
                 f"ckpt_path: with this configuration the checkpoint's weights would make another policy: "
@@ -169,7 +169,7 @@ class RunState:
                 sampler.load_state_dict(state)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        was, now, is_within = checkpoint.get(KEY, {}).get("described", {}), self.settings, self.is_within(checkpoint)
+        was, now, is_within = _described(checkpoint.get(KEY, {})), self.settings, self.is_within(checkpoint)
         if now["versions"] != was.get("versions"):  # which changes code that nobody has touched
             was, now = ({name: without_code(text) for name, text in each.items()} for each in (was, now))
         changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
@@ -344,6 +344,12 @@ def _thinned(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _thinned(one) for name, one in value.items()}
     return [_thinned(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _described(was: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a checkpoint; of version 0.2 those that are written alike, such as numbers, without objects."""
+    older: dict[str, str] = was.get("settings", {})
+    return was.get("described") or {n: text for n, text in older.items() if n != "module" and not {*"([{"} & {*text}}
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

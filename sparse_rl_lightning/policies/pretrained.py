@@ -93,7 +93,11 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if type(loaded) is PreTrainedTokenizerFast or _cached(path, "tokenizer.json") is None:
         return loaded
-    stored: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    sides: dict[str, Any] = {
+        "padding_side": loaded.padding_side,
+        "truncation_side": loaded.truncation_side,
+    }  # some are of the class
+    stored: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False, **sides)
     vocabulary = stored.get_vocab()
     for name, token in loaded.special_tokens_map.items():  # some are of the class, and in no file
         if stored.special_tokens_map.get(name) is None and isinstance(token, str) and token in vocabulary:
@@ -245,9 +249,15 @@ def check_finite(
 
     ``where`` is their origin, which begins the error message, and ``remedy`` its end.
     """
-    broken = [name for name, value in weights if value.is_floating_point() and not bool(value.isfinite().all())]
+    broken = [name for name, value in weights if not _is_finite(value)]
     if broken:
         raise UserError(f"{where}: {len(broken)} weights hold NaN or infinity, for example {broken[0]!r}. {remedy}")
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all numbers are; NaN is the smallest and the largest, so that no copy is made."""
+    is_empty = not (isinstance(value, Tensor) and value.is_floating_point() and value.numel())  # or a user's own state
+    return is_empty or all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
 def check_whole(found: dict[str, Any], where: str) -> None:

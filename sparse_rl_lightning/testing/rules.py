@@ -104,7 +104,7 @@ def layer_index(compressor: Compressor) -> str | None:
     try:
         compressor._shaped_score(fill_free_memory(_layer(compressor), 0.0))
     except UserError as error:
-        return f"{error}{users_line(error)}"
+        return f"{error}{users_line(error)}" if "needs_layer_index" in str(error) else None
     return None
 
 

@@ -357,6 +357,10 @@ def test_a_gold_with_text_around_its_answer_counts_as_that(gold: str, answer: st
     assert answer_kind(gold) in ("number", "expression", "parts")
 
 
+def test_a_factorial_is_no_end_of_a_sentence() -> None:
+    assert MathChecker().check([r"\boxed{120}", r"\boxed{5}"], ["#### 5!", "#### 5!"]) == [True, False]
+
+
 def test_audit_counts_and_names_the_places() -> None:
     audit = audit_golds(["5", "", r"\sqrt2", "7", "}"])
     assert audit.kinds == {"number": 2, "uncheckable": 2, "expression": 1}

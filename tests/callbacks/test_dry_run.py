@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from tiny_grpo import Recorder, Rows, fit, likes_a, module, weights
 from torch import Tensor
 
@@ -130,6 +132,28 @@ def test_a_correction_that_cannot_work_ends_the_run_before_the_policy_is_loaded(
     assert f"trial of {type(mine).__name__} on a made-up rollout" in error.value.__notes__[0]
     with pytest.raises(AssertionError, match="the policy is loaded"):  # which is left out where it is not wanted
         fit(grpo, 1, [DryRun(enabled=False), *([mine] if isinstance(mine, Callback) else [])])
+
+
+class MadeLater(CorrectionCallback):
+    """Needs what hooks and the trainer bring later, and logs by the trainer's own logger."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.mean = 0.0
+
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        trainer.logger.log_metrics({"xi": 1.0}, step=7)
+        assert self.mean == 0 < trainer.optimizers[0].param_groups[0]["lr"]
+
+
+class OfOptimizers(MadeLater):
+    mean = 0.0
+
+
+@pytest.mark.parametrize("mine", [MadeLater(), OfOptimizers()], ids=lambda mine: type(mine).__name__)
+def test_what_a_run_brings_later_is_not_tried(mine: Any, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(module(), 1, [mine], logger=logger)
+    assert (Path(logger.log_dir) / "metrics.csv").read_text().count("\n") == 2, "a head and the real rollout"
 
 
 class NeedsAll(CorrectionCallback):

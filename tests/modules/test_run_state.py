@@ -422,6 +422,18 @@ def test_checkpoints_of_version_0_1_still_load(name: str, tmp_path: Path) -> Non
     load_policy(exported, path)
 
 
+def test_plain_settings_of_version_0_2_are_compared(tmp_path: Path) -> None:
+    """Its objects were written otherwise."""
+    train(tmp_path, 1, {})
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    described = checkpoint[KEY].pop("described")
+    checkpoint[KEY]["settings"] = described | {"module": "'SparseGRPO'", "compressor": "RKV(budget=9)"}
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ValueError, match=r"within a rollout.*: sampling.temperature was 1.0 and is 0.3\. Resume"):
+        train(tmp_path, 2, sampling(temperature=0.3), tmp_path / "older.ckpt")
+    train(tmp_path, 2, {}, tmp_path / "older.ckpt")
+
+
 def test_a_description_is_the_same_in_every_process() -> None:
     own = settings_of(module(reward=[likes_a, functools.partial(likes_a)]))
     assert without_code(own["reward_funcs"]) == "[tiny_grpo.likes_a, partial(tiny_grpo.likes_a)]"

@@ -73,6 +73,20 @@ def test_what_is_read_is_the_file(changed: str, architecture: str, name: str, tm
         assert again.decode(ids) == served.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["GemmaTokenizer", "CohereTokenizer", "GPT2Tokenizer"])
+def test_a_side_of_the_class_alone_is_kept(name: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "policy", "normalizer", "llama", name)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("padding_side", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    side = AutoTokenizer.from_pretrained(folder).padding_side
+    assert side == ("right" if name == "GPT2Tokenizer" else "left")
+    model, tokenizer = PretrainedPolicy(str(folder)).load()
+    save_folder(tmp_path / "export", model, tokenizer)
+    exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
+    assert side == tokenizer.padding_side == exported.padding_side
+
+
 def test_special_tokens_of_the_class_alone_are_kept(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "normalizer", "qwen3", "GPT2Tokenizer")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "a"}')

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, correct_by, rollout_callbacks
 from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
@@ -31,28 +32,35 @@ class _NotLoaded(Exception):
 def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
     """Run corrections and a loss that are not of this library on a made-up rollout: copies, which log nothing.
 
+    What they write to files of their own is written. What needs something that later hooks or the trainer's optimizer
+    bring is not tried.
+
     Raises:
         Exception: What one of them raises, with a note.
     """
     trial: Any = copy.copy(module)
+    quiet = copy.copy(trainer)
+    vars(quiet)["_loggers"] = [DummyLogger()]
     vars(trial).update(
         policy=_NotLoaded(), tokenizer=_NotLoaded(), log=lambda *_, **__: None,
-        log_dict=lambda *_, **__: None, _trainer=trainer, _device=trainer.strategy.root_device,
+        log_dict=lambda *_, **__: None, _trainer=quiet, _device=trainer.strategy.root_device,
     )  # fmt: skip
     random = random_state()
     for piece in (*rollout_callbacks(module), module.loss):
         if type(piece).__module__.startswith("sparse_rl_lightning.") or not getattr(piece, "corrects", True):
             continue
         try:
-            mine = copy.deepcopy(piece, {id(trainer): trainer, id(module): trial})
+            mine = copy.deepcopy(piece, {id(trainer): quiet, id(module): trial})
         except Exception:  # it holds something that cannot be copied, and its state must stay as it is
             continue
         try:
             with warnings.catch_warnings(action="ignore"):
-                _run(trainer, trial, mine, made_up_rollout(trial))
-        except _NotLoaded:
+                _run(quiet, trial, mine, made_up_rollout(trial))
+        except (_NotLoaded, IndexError):  # the trainer has no optimizer yet
             continue
         except Exception as error:
+            if isinstance(error, AttributeError) and error.obj is mine:  # a later hook makes it
+                continue
             error.add_note(NOTE.format(type(piece).__name__))
             raise
     restore_random_state(random)
