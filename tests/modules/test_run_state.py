@@ -205,7 +205,7 @@ WITHIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "steps": ({}, {"steps_per_generation": 4}, "steps_per_generation was 2 and is 4"),
     "passes": ({"num_iterations": 2, "steps_per_generation": 1}, {}, "steps_per_generation was 1 and is 2.*, num_iter"),
     "eviction temperature": (drawn(), drawn(temperature=0.6), r"draws was Drawn\(.*0.3.* and is Drawn\(.*0.6"),
-    "eviction method": (drawn(), drawn(KeyDiff), r"draws was Drawn\(RKV\(.* and is Drawn\(KeyDiff"),
+    "eviction method": (drawn(), drawn(KeyDiff), r"draws was Drawn\(.*RKV\(.* and is Drawn\(.*KeyDiff"),
     "objective": (
         {"kind": ReplayGRPO}, {"kind": ReplayGRPO, "replay_objective": "dense"},
         "replay_objective was 'sparse' and is 'dense'",
