@@ -219,3 +219,13 @@ CONVERSATIONS = {
     "hybrid": Case(architecture="qwen3_5_text"),
     "windows": Case(window=8),
 }
+
+
+def put_back_midway(sampler: RolloutSampler, prompts: list[list[int]], params: SamplingParams) -> Rollout:
+    """Draw as ``generate`` does, with all slots taken out and put back after 21 steps."""
+    session = RolloutSession(sampler, params, 40)
+    numbers = session.add(prompts, range(len(prompts) * params.num_generations))
+    session.advance(max_steps=21)
+    put_back(session)
+    session.advance()
+    return session.take(numbers)

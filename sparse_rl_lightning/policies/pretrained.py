@@ -256,8 +256,8 @@ def check_finite(
 
 def _is_finite(value: Tensor) -> bool:
     """Whether all numbers are; NaN is the smallest and the largest, so that no copy is made."""
-    is_empty = not (isinstance(value, Tensor) and value.is_floating_point() and value.numel())  # or a user's own state
-    return is_empty or all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
+    has_none = not (isinstance(value, Tensor) and value.is_floating_point() and value.numel())  # or a user's own state
+    return has_none or all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
 def check_whole(found: dict[str, Any], where: str) -> None:

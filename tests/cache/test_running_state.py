@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_cases import put_back
+from rollout_cases import put_back_midway
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +20,7 @@ from sparse_rl_lightning.compressors import H2O, Combined, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
-from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import check_compressor, tiny_model
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "own_compressor.md"
@@ -154,12 +154,7 @@ def test_numbers_move_with_their_entries(rule: Any) -> None:
     for num_slots, max_prefill_tokens in ((2, 1000), (5, 7)):
         sampler = RolloutSampler(policy, compressor, num_slots, max_prefill_tokens=max_prefill_tokens)
         assert_same(whole, sampler.generate(PROMPTS, PARAMS))
-    session = RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40)
-    numbers = session.add(PROMPTS, range(12))
-    session.advance(max_steps=21)
-    put_back(session)
-    session.advance()
-    assert_same(whole, session.take(numbers))
+    assert_same(whole, put_back_midway(RolloutSampler(policy, compressor, 4), PROMPTS, PARAMS))
 
 
 def test_numbers_of_heads_speak_of_evicted_tokens_too() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import assert_same_logprobs
-from rollout_cases import put_back
+from rollout_cases import put_back_midway
 
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, Pyramid
 from sparse_rl_lightning.compressors import H2O, RKV, TOVA, Compressor, SnapKV
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
-from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
@@ -67,12 +67,7 @@ def test_sequence_is_the_same_in_any_slot_order_and_chunk(compressor: Compressor
 def test_slots_that_are_put_back_go_on(compressor: Compressor) -> None:
     policy = model()
     want = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
-    session = RolloutSession(RolloutSampler(policy, compressor, 4), PARAMS, 40)
-    numbers = session.add(PROMPTS, range(10))
-    session.advance(max_steps=21)
-    put_back(session)
-    session.advance()
-    assert_same(want, session.take(numbers))
+    assert_same(want, put_back_midway(RolloutSampler(policy, compressor, 4), PROMPTS, PARAMS))
 
 
 @pytest.mark.parametrize(
