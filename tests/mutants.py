@@ -1,8 +1,9 @@
 """Small mistakes put into the library one by one: which of them do the fast tests notice?
 
-``make mutants`` draws a sample of places by a seed, over areas alike, changes each in a copy of the tree, and runs the
-tests that cover its line, the cheapest first. What survives is listed in tests/mutants.md, with the sentence that
-judges it in ``mutants_judged.json``. mutmut and cosmic-ray do this for suites that run in seconds: neither draws a
+``make mutants`` draws a sample of places of the whole package by a seed, each as likely as another, changes one after
+the other in a copy of the tree, and runs the tests that cover its line, the cheapest first. What survives is listed in
+tests/mutants.md, with the sentence that judges it in ``mutants_judged.json``. Places that check what somebody gave, or
+refuse it, are counted apart. mutmut and cosmic-ray do this for suites that run in seconds: neither draws a
 sample, or orders thousands of slow tests by what they cover.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import ast
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -28,24 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
 JUDGED = ROOT / "tests" / "mutants_judged.json"
-AREAS: dict[str, tuple[str, ...]] = {  # globs below the package, or of exact_answers beside it
-    "mathematics": ("acceptance.py", "advantages.py", "corrections.py", "logprobs.py", "losses.py", "output_head.py"),
-    "evictions and replay": ("evictions.py", "replay/*.py"),
-    "cache": ("cache/*.py",),
-    "engine": ("rollout/engine/*.py", "rollout/engine/decoders/*.py"),
-    "rollout": ("rollout/*.py",),
-    "compressors and budgets": ("compressors/*.py", "budgets/*.py"),
-    "learner": ("learner/*.py",),
-    "modules": ("modules/*.py",),
-    "corrections' callbacks": ("callbacks/corrections/*.py", "callbacks/base.py"),
-    "checkpoints": ("checkpoints/*.py",),
-    "data": ("data/*.py",),
-    "rewards": ("rewards/*.py", "exact_answers/*.py"),
-    "environments": ("environments/*.py",),
-    "distributed and down-sampling": ("distributed/*.py", "downsampling/*.py"),
-}
-LEFT_OUT = ("docs", "benchmarks", "experiments", "report", "project", "cases", "cli", "planning", "integrations")
-"""Folders of tests that no mutant is shown to."""
+LEFT_OUT = ("docs", "benchmarks", "experiments", "project", "answers")
+"""Folders of tests that no mutant is shown to: they test what lies beside the package."""
+CHECKS = ("check", "refuse", "_check", "_refuse")
+"""Beginnings of the names of functions that check what somebody gave."""
 FLIPPED: dict[type[ast.AST], type[Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
@@ -61,13 +49,18 @@ SILENT = ("warn", "rank_zero", "log", "say", "tell", "_tell", "debug", "info")
 class Mutant:
     """One change of one place."""
 
-    area: str
-    file: str  # below the package, or of exact_answers beside it
+    file: str  # below the package
     line: int
     place: str  # qualified name of the function or class
     before: str
     after: str
     span: tuple[int, int, int, int]  # first line and column, last line and column
+    is_check: bool = False
+
+    @property
+    def area(self) -> str:
+        """The folder of the package."""
+        return Path(self.file).parts[0] if "/" in self.file else "files beside the folders"
 
     @property
     def name(self) -> str:
@@ -77,12 +70,7 @@ class Mutant:
 
 def path_of(file: str, tree: Path) -> Path:
     """Where a mutant's file lies in a copy of the tree."""
-    return tree / (file if file.startswith("exact_answers/") else f"sparse_rl_lightning/{file}")
-
-
-def file_of(path: Path, tree: Path) -> str:
-    """The name of a file in the name of its mutants."""
-    return path.relative_to(tree).as_posix().removeprefix("sparse_rl_lightning/")
+    return tree / "sparse_rl_lightning" / file
 
 
 # ---------------------------------------------------------------- places
@@ -124,8 +112,8 @@ def _says(node: ast.AST) -> bool:
     return name.startswith(SILENT) or name.endswith("Error")
 
 
-def places(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[ast.AST, str]]:
-    """Nodes of code whose change may matter, with the qualified name of where they stand."""
+def places(tree: ast.AST, inside: tuple[str, ...] = (), is_check: bool = False) -> Iterator[tuple[ast.AST, str, bool]]:
+    """Nodes of code whose change may matter, the qualified name of where they stand, and whether they check."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -135,49 +123,43 @@ def places(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[ast.AS
             is_silent = _says(node.value) if isinstance(node, ast.Expr) else _says(node)
             if is_silent or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 continue
-            own: tuple[str, ...] = inside
+            names, checks = inside, is_check or (field == "test" and _refuses(tree))
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 if node.name in ("__repr__", "__str__") or "overload" in ast.unparse(node.decorator_list or []):  # type: ignore[arg-type]
                     continue
-                own = (*inside, node.name)
-            if own and hasattr(node, "lineno"):
-                yield node, ".".join(own)
-            yield from places(node, own)
+                names, checks = (*inside, node.name), checks or node.name.startswith(CHECKS)
+            if names and hasattr(node, "lineno"):
+                yield node, ".".join(names), checks
+            yield from places(node, names, checks)
 
 
-def mutants_of(area: str, path: Path, dice: random.Random) -> Iterator[Mutant]:
+def _refuses(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and any(isinstance(statement, ast.Raise) for statement in node.body)
+
+
+def mutants_of(path: Path, dice: random.Random) -> Iterator[Mutant]:
     """All mutants of a file."""
     source = path.read_text(encoding="utf-8")
-    file = file_of(path, ROOT)
-    for found, place in places(ast.parse(source)):
-        node: Any = found
+    file = path.relative_to(ROOT / "sparse_rl_lightning").as_posix()
+    for place, name, is_check in places(ast.parse(source)):
+        node: Any = place
         new = changed(node, dice)
         if new is None:
             continue
         text = ast.unparse(new)
         text = f"({text})" if isinstance(new, ast.expr) and not isinstance(new, ast.Constant) else text
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        yield Mutant(area, file, node.lineno, place, ast.unparse(node), text, span)
+        yield Mutant(file, node.lineno, name, ast.unparse(node), text, span, is_check)
 
 
 def sample(number: int, seed: int) -> list[Mutant]:
-    """Mutants of all areas alike, at most one of a line."""
-    dice, drawn = random.Random(seed), []
-    pools = {}
-    for area, globs in AREAS.items():
-        files = sorted({path for one in globs for path in ROOT.glob(path_of(one, Path()).as_posix())})
-        pools[area] = [one for path in files for one in mutants_of(area, path, dice)]
-        dice.shuffle(pools[area])
-    seen = set[tuple[str, int]]()
-    while len(drawn) < number and any(pools.values()):
-        for pool in pools.values():
-            while pool and len(drawn) < number:
-                one = pool.pop()
-                if (one.file, one.line) not in seen:
-                    seen.add((one.file, one.line))
-                    drawn.append(one)
-                    break
-    return drawn
+    """Mutants of the whole package, each place as likely as another, at most one of a line."""
+    dice = random.Random(seed)
+    files = sorted((ROOT / "sparse_rl_lightning").rglob("*.py"))
+    pool = [mutant for path in files for mutant in mutants_of(path, dice)]
+    dice.shuffle(pool)
+    lines = {(mutant.file, mutant.line): mutant for mutant in reversed(pool)}  # the first that was drawn of a line
+    return [mutant for mutant in pool if lines[mutant.file, mutant.line] is mutant][:number]
 
 
 def applied(source: str, mutant: Mutant) -> str:
@@ -249,7 +231,7 @@ def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, floa
             ranks = BUILD / f"ranks-{share}.ini"
             ranks.write_text(RANKS.format(file=BUILD / f"ranks-{share}"))
             files = BUILD / f"durations-{share}.json", BUILD / f"coverage-{share}"
-            counted = ["-m", "coverage", "run", "--source=sparse_rl_lightning,exact_answers", f"--data-file={files[1]}"]
+            counted = ["-m", "coverage", "run", "--source=sparse_rl_lightning", f"--data-file={files[1]}"]
             command = [*counted, *PYTEST, "-p", "mutants", *shares[share]]
             ran(tree, command, MUTANTS_DURATIONS=str(files[0]), MUTANTS_RANKS=str(ranks))
 
@@ -272,7 +254,7 @@ def _covered(tree: Path, jobs: int) -> dict[str, Any]:
             data = CoverageData(str(found))
             data.read()
             for file in data.measured_files():
-                own = lines[file_of(Path(file), tree)]
+                own = lines[Path(file).relative_to(tree / "sparse_rl_lightning").as_posix()]
                 for line, contexts in data.contexts_by_lineno(file).items():
                     own[line] += set(contexts) - set(own[line])
     for test, spent in list(seconds.items()):
@@ -317,13 +299,13 @@ def chosen(mutant: Mutant, lines: dict[int, list[str]], seconds: dict[str, float
         return seconds.get(test, 1.0) - 0.3 * (test.startswith(folder) + (stem in test))
 
     order = sorted(covering, key=lambda test: (cost(test), test))
-    found, total = [], 0.0
+    shown, total = list[str](), 0.0
     for test in order:
         total += seconds.get(test, 1.0)
-        if total > limit and found:
+        if total > limit and shown:
             break
-        found.append(test)
-    return found
+        shown.append(test)
+    return shown
 
 
 def judged(mutant: Mutant, tree: Path, tests: list[str], limit: float) -> str:
@@ -344,47 +326,61 @@ def judged(mutant: Mutant, tree: Path, tests: list[str], limit: float) -> str:
 
 
 def page(results: list[tuple[Mutant, str]], seed: int) -> str:
-    """The table of kill rates, and the survivors with their sentences."""
+    """The table of shares that are caught, and the survivors with their sentences."""
     known: dict[str, str] = json.loads(JUDGED.read_text()) if JUDGED.exists() else {}
-    rows, left = [], []
-    totals = [0, 0, 0, 0]
-    for area in AREAS:
-        own = [(mutant, said) for mutant, said in results if mutant.area == area]
-        same = sum(known.get(mutant.name, "").startswith("equivalent") for mutant, _ in own)
-        caught = sum(said in ("caught", "too slow") for _, said in own)
-        since = sum(known.get(mutant.name, "").startswith("caught since") for mutant, _ in own)
-        totals = [total + one for total, one in zip(totals, (len(own), same, caught, since), strict=True)]
-        left += [(mutant, said) for mutant, said in own if said not in ("caught", "too slow")]
-        rows.append(_row(area, len(own), same, caught, since))
-    rows.append(_row("all", *totals))
-    lines = [f"- `{mutant.name}` ({said}): {known.get(mutant.name, 'not judged yet')}" for mutant, said in left]
+    drawn = [(mutant, known.get(mutant.name, "not judged yet"), outcome) for mutant, outcome in results]
+    areas: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for mutant, sentence, outcome in drawn:
+        areas[mutant.area].append((sentence, outcome))
+    sums = {
+        "all": [(sentence, outcome) for _, sentence, outcome in drawn],
+        "of these checks and refusals": [(sentence, outcome) for mutant, sentence, outcome in drawn if mutant.is_check],
+        "all others": [(sentence, outcome) for mutant, sentence, outcome in drawn if not mutant.is_check],
+    }
+    rows = [_row(name, judgements) for name, judgements in [*sorted(areas.items()), *sums.items()]]
+    lines = [
+        f"- `{mutant.name}` ({outcome}): {sentence}" for mutant, sentence, outcome in drawn if outcome not in CAUGHT
+    ]
     return "\n".join([
         "# Mutants", "",
         "<!-- written by tests/mutants.py -->", "",
-        f"{totals[0]} small mistakes, drawn with seed {seed} over all areas alike, put into the library one by one",
+        f"{len(results)} small mistakes, drawn with seed {seed} over the whole package, put into it one by one",
         "(`make mutants`). Caught are those that make a fast test fail that covers their line. Equivalent ones change",
         "nothing that can be seen; they do not count. Caught since are those by a test that the sample led to: what",
-        "such tests are worth the next sample says, of another seed.", "",
-        "| area | mutants | equivalent | caught | rate | caught since | rate |", "|---|---|---|---|---|---|---|", *rows,
-        "",
+        "such tests are worth the next sample says, of another seed. Shares with their 95 % intervals (Wilson).", "",
+        "| area | mutants | equivalent | caught | share | caught since | share |",
+        "|---|---|---|---|---|---|---|", *rows, "",
         "## What survived", "", *lines, "",
     ])  # fmt: skip
 
 
-def _row(area: str, count: int, same: int, caught: int, since: int) -> str:
-    rates = (_share(part, count - same) for part in (caught, caught + since))
-    return f"| {area} | {count} | {same} | {caught} | {next(rates)} | {since} | {next(rates)} |"
+CAUGHT = ("caught", "too slow")
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else ""
+def _row(name: str, judgements: list[tuple[str, str]]) -> str:
+    same = sum(sentence.startswith("equivalent") for sentence, _ in judgements)
+    caught = sum(outcome in CAUGHT for _, outcome in judgements)
+    since = sum(sentence.startswith("caught since") for sentence, _ in judgements)
+    count = len(judgements) - same
+    shares = _share(caught, count), _share(caught + since, count)
+    return f"| {name} | {len(judgements)} | {same} | {caught} | {shares[0]} | {since} | {shares[1]} |"
+
+
+def _share(caught: int, count: int) -> str:
+    """A share of mutants with Wilson's interval."""
+    if not count:
+        return ""
+    share, z = caught / count, 1.96
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return f"{100 * share:.0f} % ({100 * (middle - half):.0f} to {100 * (middle + half):.0f})"
 
 
 def main() -> None:
     """Draw, judge, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=20261126)
+    parser.add_argument("--seed", type=int, default=20261129)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=40, help="of tests that a mutant is shown to")
     parser.add_argument("--only", default="", help="mutants whose name has this text, judged again")
