@@ -13,7 +13,7 @@ TRAINED := runs/quickstart/policy/config.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model real check test test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model real check test test-answers test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,8 +31,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp 
 	@touch $@
 
 # nothing but the package index is ever asked, and two test processes share two cores without fighting
-quickstart tools real check test test-slow test-real: export HF_HUB_OFFLINE = 1
-check test test-slow: export OMP_NUM_THREADS = 1
+quickstart tools real check test test-answers test-slow test-real: export HF_HUB_OFFLINE = 1
+check test test-answers test-slow: export OMP_NUM_THREADS = 1
 
 quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
 	$(BIN)/sparse-rl fit --config configs/quickstart.yaml
@@ -73,8 +73,11 @@ check: lint typecheck ## before every commit: linters, types and the core tests,
 test: lint typecheck ## linters, types, and all tests but slow ones; twenty minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" --durations=20
 
+test-answers: $(INSTALLED) ## the tests of the answer checker, a package by itself; a minute
+	$(BIN)/python -m pytest -n $(WORKERS) exact_answers/tests -m "not slow"
+
 test-slow: $(INSTALLED) ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not real"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow and not real" tests exact_answers/tests
 
 PROCESSORS := default/SSE41 avx2/AVX2 avx512/AVX512_CORE
 test-processors: $(INSTALLED) ## the numeric tests as three kinds of processors add; an hour

@@ -42,7 +42,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def here(folder: str, *suffixes: str) -> set[str]:
     """Files of the checkout below ``folder`` by their path from its root; what was built or compiled is left out."""
     names = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
-    names = {name for name in names if "__pycache__" not in name and not name.endswith(".so")}
+    names = {name for name in names if not {"__pycache__", "tests"} & set(name.split("/")) and not name.endswith(".so")}
     return {name for name in names if not suffixes or name.endswith(suffixes)}
 
 

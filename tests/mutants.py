@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"
 JUDGED = ROOT / "tests" / "mutants_judged.json"
-LEFT_OUT = ("docs", "benchmarks", "experiments", "project", "answers")
+LEFT_OUT = ("docs", "benchmarks", "experiments", "project")
 """Folders of tests that no mutant is shown to: they test what lies beside the package."""
 CHECKS = ("check", "refuse", "_check", "_refuse")
 """Beginnings of the names of functions that check what somebody gave."""

@@ -7,7 +7,7 @@ Texts are what a fuzzer makes of bytes: half of them read as UTF-8, lone surroga
 words of LaTeX. Every text is searched for a box, normalized, read, and compared with a second one and with itself. It
 ends with an error at the first text on which a function raises, takes more than a second of processor time, or does not
 find a text equal to itself. math-verify is never asked.
-``tests/answers/test_math_fuzz.py`` asks for the same of random texts without instrumentation.
+``exact_answers/tests/test_math_fuzz.py`` asks for the same of random texts without instrumentation.
 """
 
 from __future__ import annotations

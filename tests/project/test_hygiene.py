@@ -17,7 +17,9 @@ from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("sparse_rl_lightning", "exact_answers")
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "tests" not in path.parts[-2:]
+)
 
 MAX_BYTES = 1_000_000
 MAX_FILE_LINES = 600

@@ -15,7 +15,6 @@ from hostile import Hostile, hostile_completions
 from exact_answers import MathChecker, answer_kind
 from exact_answers.boxes import extract_boxed
 from exact_answers.compare import Comparison
-from sparse_rl_lightning.rewards import boxed_format_reward
 
 HOSTILE = hostile_completions()
 ENOUGH, TIMEOUT = 240.0, 1.0  # seconds for what takes milliseconds, and for what takes minutes
@@ -42,7 +41,6 @@ def test_is_not_paid_and_takes_no_time(hostile: Hostile) -> None:
     assert boxed is None or not Comparison().same(boxed, hostile.gold)
     assert time.process_time() - start < 1.0
     answer_kind(hostile.completion)  # as a gold answer
-    boxed_format_reward([], [hostile.completion], [])
     assert time.process_time() - start < 2.0
 
 

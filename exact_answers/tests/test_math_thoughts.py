@@ -10,42 +10,39 @@ from hypothesis import strategies as st
 
 from exact_answers import MathChecker, extract_answer, extract_boxed, verify
 from exact_answers.thoughts import MARKS, without_thoughts
-from sparse_rl_lightning.rewards import MathReward, boxed_format_reward, boxed_math_reward
 
-BOXES = [  # completion, its answer, its answer if thoughts count, whether its format is paid
-    (r"\boxed{6}", "6", "6", 1.0),
-    (r"I think: \boxed{6}", "6", "6", 1.0),
-    (r"<think>\boxed{5}</think>\boxed{6}", "6", "6", 1.0),
-    (r"\boxed{6}<think>\boxed{5}", "6", "5", 0.0),
-    (r"\boxed{6}<think>\boxed{5}</think>", "6", "5", 0.0),
-    (r"\boxed{6}<think>\boxed{6} ", "6", "6", 0.0),
-    (r"\boxed{6}<think>maybe</think> ", "6", "6", 0.0),
-    (r"<think>\boxed{5}</think>", None, "5", 0.0),
-    (r"<think>\boxed{5}", None, "5", 0.0),
-    (r"<think>\boxed{5}</think>The answer is 6", None, "5", 0.0),
-    (r"Is it \boxed{5}?</think>So \boxed{6}.", "6", "6", 1.0),  # the template wrote <think>
-    (r"Is it \boxed{5}?</think>So it is not.", None, "5", 0.0),
-    (r"\boxed{5}</think>", None, "5", 0.0),
-    (r"<think>\boxed{4}</think>\boxed{5}</think>\boxed{6}", "6", "6", 1.0),  # its thought held a thought
-    (r"<think>a</think>\boxed{6}<think>\boxed{5}</think>.", "6", "5", 0.0),
-    (r"<think>a<think>\boxed{5}</think>\boxed{6}", "6", "6", 1.0),
-    (r"\bo<think></think>xed{5}", None, None, 0.0),
-    (r"<think>\boxed{5</think>\boxed{6}", "6", "6", 1.0),
-    (r"<think>\boxed{5}</think>\boxed{", None, None, 0.0),
-    *((rf"{begin}\boxed{{5}}{end}\boxed{{6}}{begin}\boxed{{7}}", "6", "7", 0.0) for begin, end in MARKS.items()),
+BOXES = [  # completion, its answer, its answer if thoughts count
+    (r"\boxed{6}", "6", "6"),
+    (r"I think: \boxed{6}", "6", "6"),
+    (r"<think>\boxed{5}</think>\boxed{6}", "6", "6"),
+    (r"\boxed{6}<think>\boxed{5}", "6", "5"),
+    (r"\boxed{6}<think>\boxed{5}</think>", "6", "5"),
+    (r"\boxed{6}<think>\boxed{6} ", "6", "6"),
+    (r"\boxed{6}<think>maybe</think> ", "6", "6"),
+    (r"<think>\boxed{5}</think>", None, "5"),
+    (r"<think>\boxed{5}", None, "5"),
+    (r"<think>\boxed{5}</think>The answer is 6", None, "5"),
+    (r"Is it \boxed{5}?</think>So \boxed{6}.", "6", "6"),  # the template wrote <think>
+    (r"Is it \boxed{5}?</think>So it is not.", None, "5"),
+    (r"\boxed{5}</think>", None, "5"),
+    (r"<think>\boxed{4}</think>\boxed{5}</think>\boxed{6}", "6", "6"),  # its thought held a thought
+    (r"<think>a</think>\boxed{6}<think>\boxed{5}</think>.", "6", "5"),
+    (r"<think>a<think>\boxed{5}</think>\boxed{6}", "6", "6"),
+    (r"\bo<think></think>xed{5}", None, None),
+    (r"<think>\boxed{5</think>\boxed{6}", "6", "6"),
+    (r"<think>\boxed{5}</think>\boxed{", None, None),
+    *((rf"{begin}\boxed{{5}}{end}\boxed{{6}}{begin}\boxed{{7}}", "6", "7") for begin, end in MARKS.items()),
 ]
 
 
-@pytest.mark.parametrize(("completion", "said", "anywhere", "paid"), BOXES)
-def test_boxes_in_thoughts(completion: str, said: str | None, anywhere: str | None, paid: float) -> None:
+@pytest.mark.parametrize(("completion", "said", "anywhere"), BOXES)
+def test_boxes_in_thoughts(completion: str, said: str | None, anywhere: str | None) -> None:
     assert extract_boxed(completion) == said
     assert extract_boxed(completion, boxes_in_thoughts=True) == anywhere
-    assert boxed_format_reward([], [completion], []) == [paid]
     for gold in ("4", "5", "6", "7"):
         assert verify(completion, gold) is (said == gold)
-        assert boxed_math_reward([], [completion], [], answer=[gold]) == [float(said == gold)]
-        asked = MathReward(boxes_in_thoughts=True)
-        assert asked([], [completion], [], answer=[gold]) == [float(anywhere == gold)]
+        asked = MathChecker(boxes_in_thoughts=True)
+        assert asked.check([completion], [gold]) == [anywhere == gold]
         assert asked.take_counters()["no_box"] == (anywhere is None)
 
 
