@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,27 +17,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.fingerprints import describe, full_name
+from sparse_rl_lightning.fingerprints import change, describe, full_name
 from sparse_rl_lightning.policies.pretrained import check_finite
 
 KEY = "sparse_rl_optimizer"
 
 
-@dataclass(frozen=True)
-class OptimizerDescription:
-    """A description of an optimizer and its schedule as configured, for comparison."""
-
-    optimizer: str
-    groups: list[str]
-    schedule: str
-    described: str
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, schedule: LRScheduler | None) -> OptimizerDescription:
-        """Describe an optimizer and schedule that were just created."""
-        groups = [describe({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-        described = describe(schedule, without=("optimizer",))
-        return cls(full_name(type(optimizer)), groups, "" if schedule is None else full_name(type(schedule)), described)
+def describe_optimizer(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
+    """Describe an optimizer and a schedule that were just created, for comparison."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    described = describe(schedule, without=("optimizer",))
+    return {"optimizer": full_name(type(optimizer)), "groups": describe(groups), "described": described}
 
 
 def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
@@ -147,13 +136,10 @@ def apply_settings(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
     return list(changes)
 
 
-def schedule_change(was: Mapping[str, Any], now: OptimizerDescription) -> list[str]:
-    """Descriptions of the differences between a checkpoint's schedule and the configured one."""
-    if not was or (was["schedule"], was.get("described", now.described)) == (now.schedule, now.described):
-        return []
-    if was["schedule"] == now.schedule:
-        return [f"{now.schedule.rpartition('.')[2]} has other settings"]
-    return [f"the schedule was {was['schedule'] or 'none'} and is {now.schedule or 'none'}"]
+def schedule_change(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What has become of a checkpoint's schedule; nothing is known of one before version 0.3."""
+    before = was.get("described", now["described"])
+    return [] if before == now["described"] else [change("the schedule", before, now["described"])]
 
 
 def _counted(optimizer: Optimizer) -> set[str]:

@@ -27,7 +27,7 @@ from sparse_rl_lightning.distributed.ranks import check_processes, check_strateg
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.resuming import OptimizerDescription
+from sparse_rl_lightning.learner.resuming import describe_optimizer
 from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.run_state import RunState
@@ -228,7 +228,7 @@ class PolicyModule(LightningModule):
             ValueError: If the optimizer or this module refuses one of its numbers.
         """
         optimizer, schedule = self.configured()
-        self.run_state.optimizer = OptimizerDescription.of(optimizer, schedule)
+        self.run_state.optimizer = describe_optimizer(optimizer, schedule)
         if schedule is None:
             return optimizer
         # Lightning would step one that follows a metric after the checkpoint of the same step is written

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from sparse_rl_lightning.learner.resuming import (
     KEY as OPTIMIZER,
 )
 from sparse_rl_lightning.learner.resuming import (
-    OptimizerDescription,
     advance,
     apply_settings,
     check_optimizer,
     check_parts,
     check_weights,
+    describe_optimizer,
     schedule_change,
 )
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
@@ -56,7 +55,7 @@ class RunState:
         self.seeds: dict[str, int] = {}
         self.settings: dict[str, str] = {}
         self.policy: dict[str, Any] = {}
-        self.optimizer: OptimizerDescription | None = None
+        self.optimizer: dict[str, str] | None = None
         self._changes: list[str] = []
         self._steps: int | None = None  # done by a schedule that has changed
 
@@ -78,7 +77,7 @@ class RunState:
         """Store the description."""
         checkpoint[KEY] = {"seeds": self.seeds, "described": self.settings, "policy": self.policy}
         if self.optimizer is not None:
-            checkpoint[OPTIMIZER] = asdict(self.optimizer)
+            checkpoint[OPTIMIZER] = self.optimizer
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another policy, or in ``fit`` of a run that this one cannot go on with.
@@ -126,7 +125,7 @@ class RunState:
         changed = _changes(was.get("policy", {}).get("config", {}), self.policy["config"])
         if was.get("policy", {}).get("vocabulary", self.policy["vocabulary"]) != self.policy["vocabulary"]:
             changed.append("its tokenizer has another vocabulary")
-        now = settings_of(self.module)
+        now = self.settings or settings_of(self.module)  # without a trainer nothing was described yet
         changed += _changes(_described(was), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
         if changed:
             raise UserError(
@@ -197,8 +196,8 @@ class RunState:
         if checkpoint.get(ANEW):
             checkpoint.pop(OPTIMIZER, None)
         check_optimizer(checkpoint, optimizer)
-        was, now = checkpoint.get(OPTIMIZER, {}), OptimizerDescription.of(optimizer, schedule)
-        if was == asdict(now):
+        was, now = checkpoint.get(OPTIMIZER, {}), describe_optimizer(optimizer, schedule)
+        if was == now:
             return  # everything is the checkpoint's, bit by bit
         states = checkpoint["lr_schedulers"]
         steps = states[0].get("last_epoch") if states else None
