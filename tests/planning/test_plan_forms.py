@@ -23,7 +23,7 @@ from sparse_rl_lightning.planning import Job, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.knobs import changes
 from sparse_rl_lightning.planning.memory import MOST_PREFILLED, learner, prefill_bytes, slot_size
-from sparse_rl_lightning.planning.seconds import attention_flops, forward_flops, passes, rollout_seconds
+from sparse_rl_lightning.planning.plan import attention_flops, forward_flops, passes, rollout_seconds
 from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.policies.support import TESTED
 from sparse_rl_lightning.records import Rollout

@@ -34,7 +34,7 @@ from sparse_rl_lightning.planning.memory import (
     slot_size,
     states,
 )
-from sparse_rl_lightning.planning.seconds import forward_flops, passes
+from sparse_rl_lightning.planning.plan import forward_flops, passes
 from sparse_rl_lightning.policies import PretrainedPolicy
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import steps_past_end
