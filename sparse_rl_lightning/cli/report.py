@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def main(args: Sequence[str]) -> Path:
     folders = [Path(folder).expanduser() for folder in given.folders]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
-    records = list(zip(names(folders), map(read_run, folders), strict=True))
+    records = [(str(folder), read_run(folder)) for folder in folders]
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual
     target = output_file(
@@ -43,16 +42,3 @@ def main(args: Sequence[str]) -> Path:
                 say(f"{name}: {warning['text']}")
     say(f"Written: {output}")
     return output
-
-
-def names(folders: Sequence[Path]) -> list[str]:
-    """A short name per folder: its path without the folders that all of them share.
-
-    >>> names([Path("runs/a/x"), Path("runs/b/x")])
-    ['a/x', 'b/x']
-    """
-    if len(folders) == 1:
-        return [folders[0].resolve().name]
-    resolved = [folder.resolve() for folder in folders]
-    shared = os.path.commonpath([folder.parent for folder in resolved])
-    return [folder.relative_to(shared).as_posix() for folder in resolved]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sparse_rl_lightning.report.charts import picture
-from sparse_rl_lightning.report.comparison import comparison
 from sparse_rl_lightning.report.measures import summary_text
-from sparse_rl_lightning.report.page import MARK, page
+from sparse_rl_lightning.report.page import MARK, comparison, page
 from sparse_rl_lightning.report.record import PROGRESS, SUMMARY, RunRecord
 from sparse_rl_lightning.report.run_files import read_run
 

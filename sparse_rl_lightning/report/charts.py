@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.report.measures import CACHES
 from sparse_rl_lightning.report.plots import Plot, Series, plots_of_run, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.text import number, percent, printable
+from sparse_rl_lightning.text import number, percent, printable, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +54,7 @@ def picture(record: RunRecord) -> bytes:
         ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
     """
     plots = [plot for plot in plots_of_run(record) if plot.panel.pictured]
-    with _figures() as figure_class:
+    with figures() as figure_class:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         rows = max(1, math.ceil(len(plots) / COLUMNS))
@@ -66,9 +68,7 @@ def picture(record: RunRecord) -> bytes:
             ax.set(title=plot.panel.title, ylabel=plot.panel.unit)
             if len(plot.series) > 1:
                 ax.legend(loc="best")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160)
-        return buffer.getvalue()
+        return png(figure)
 
 
 def drawings(plots: Sequence[Plot]) -> list[str]:
@@ -77,7 +77,7 @@ def drawings(plots: Sequence[Plot]) -> list[str]:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
     """
-    with _figures() as figure_class:
+    with figures() as figure_class:
         return [_drawing(figure_class(figsize=(WIDTH / 72, HEIGHT / 72)), plot) for plot in plots]
 
 
@@ -182,9 +182,30 @@ def _attributes(style: re.Match[str]) -> str:
     return "".join(f' {name}="{value}"' for name, value in declared if not name.startswith("font"))
 
 
+def write_picture(path: Path, make: Callable[[], bytes]) -> list[Path]:
+    """Write a picture, and return its path; without matplotlib say what to install, and return nothing."""
+    try:
+        write_whole(path, make())
+    except ModuleNotFoundError as error:
+        say(f"No picture: {error}")
+        return []
+    return [path]
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()
+
+
 @contextmanager
-def _figures() -> Iterator[type[Figure]]:
-    """The Figure class in our style, without pyplot: no window, no global figure."""
+def figures() -> Iterator[type[Figure]]:
+    """The Figure class in our style, without pyplot: no window, no global figure.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparse_rl_lightning.report.record import ROUNDING, RunRecord
-from sparse_rl_lightning.text import DASH, duration, number, percent, printable, size, table
+from sparse_rl_lightning.text import duration, number, percent, printable, size, table
 
 CACHES = {"dense": "full cache", "sparse": "compressed cache"}
 
@@ -16,31 +16,12 @@ Find = Callable[[RunRecord], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run: how to find it in a record, to format it, and to format a difference of two."""
+    """A number of a run: how to find it in a record, and to format it."""
 
     label: str
     find: Find
     write: Callable[[float], str]
-    differ: Callable[[float, float], str]
     told: bool = False  # also in the terminal and at the top of a page
-
-    def cell(self, value: float | None, first: float | None) -> str:
-        """A number, with its difference from the first run's in parentheses."""
-        if value is None:
-            return DASH
-        return self.write(value) + ("" if first is None else f" ({self.differ(value, first)})")
-
-
-def _difference(digits: int, factor: float = 1.0, unit: str = "") -> Callable[[float, float], str]:
-    def differ(value: float, first: float) -> str:
-        shown = f"{factor * (value - first):+.{digits}f}".replace("-", "−")
-        return ("±" + shown[1:] if not float(shown[1:]) else shown) + unit
-
-    return differ
-
-
-def _ratio(value: float, first: float) -> str:
-    return f"×{value / first:.2f}" if first > 0 else DASH
 
 
 def _count(value: float) -> str:
@@ -59,26 +40,24 @@ def _late(key: str) -> Find:
     return lambda record: RunRecord(history=record.history[-max(1, len(record.history) // 10) :]).mean(key)
 
 
-POINTS = _difference(1, 100.0, " pp")
 MEASURES = (
-    Measure("reward, last tenth of the rollouts", _late("reward"), number, _difference(3)),
-    Measure("completion length, last tenth, tokens", _late("completions/mean_length"), lambda v: number(v, 1),
-            _difference(1)),
-    Measure("rejected sequences", _mean("rejection_rate"), percent, POINTS, True),
-    Measure("mismatch KL (k3), median, nats per token", _median("mismatch/kl_k3"), lambda v: number(v, 4),
-            _difference(4), True),
-    Measure("rounding KL (k3), median, nats per token", _median(ROUNDING), lambda v: f"{v:.1e}", _ratio, True),
-    Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number, _difference(3)),
-    Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, POINTS, True),
-    Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, POINTS, True),
-    Measure("peak KV memory", lambda record: record.maximum("kv/peak_bytes"), size, _ratio),
-    Measure("repeated 4-grams", _mean("completions/repetition_rate"), percent, POINTS, True),
-    Measure("rollout speed, median, tokens per second", _median("time/tokens_per_second"), _count, _ratio, True),
-    *(Measure(f"seconds per rollout, median, {stage}", _median(f"time/{stage}"), number, _ratio)
+    Measure("reward, last tenth of the rollouts", _late("reward"), number),
+    Measure("completion length, last tenth, tokens", _late("completions/mean_length"), lambda v: number(v, 1)),
+    Measure("rejected sequences", _mean("rejection_rate"), percent, True),
+    Measure("mismatch KL (k3), median, nats per token", _median("mismatch/kl_k3"), lambda v: number(v, 4), True),
+    Measure("rounding KL (k3), median, nats per token", _median(ROUNDING), lambda v: f"{v:.1e}", True),
+    Measure("acceptance, 5th percentile", _mean("acceptance/p05"), number),
+    Measure("KV tokens saved at the end of a sequence", _mean("kv/saving_final"), percent, True),
+    Measure("KV tokens saved over all decode steps", _mean("kv/saving_integral"), percent, True),
+    Measure("peak KV memory", lambda record: record.maximum("kv/peak_bytes"), size),
+    Measure("repeated 4-grams", _mean("completions/repetition_rate"), percent, True),
+    Measure("rollout speed, median, tokens per second", _median("time/tokens_per_second"), _count, True),
+    *(Measure(f"seconds per rollout, median, {stage}", _median(f"time/{stage}"), number)
       for stage in ("rollout", "rescoring", "rewards", "update")),
-    Measure("rollouts", lambda record: len(record.history), _count, _difference(0)),
-    Measure("optimizer steps", lambda record: record.steps or None, _count, _difference(0)),
-    Measure("time of training", lambda record: record.seconds or None, duration, _ratio),
+    Measure("held-out problems", lambda record: record.num_problems or None, _count),
+    Measure("rollouts", lambda record: len(record.history), _count),
+    Measure("optimizer steps", lambda record: record.steps or None, _count),
+    Measure("time of training", lambda record: record.seconds or None, duration),
 )  # fmt: skip
 
 
@@ -87,9 +66,7 @@ def greedy(records: Sequence[RunRecord]) -> list[Measure]:
     measured = "/".join(dict.fromkeys(record.measure for record in records))
 
     def measure(cache: str, name: str, moment: str) -> Measure:
-        return Measure(
-            f"greedy {measured}, {name}, {moment}", lambda r: getattr(r, moment).get(cache), number, _difference(3)
-        )
+        return Measure(f"greedy {measured}, {name}, {moment}", lambda r: getattr(r, moment).get(cache), number)
 
     return [measure(cache, name, moment) for cache, name in CACHES.items() for moment in ("before", "after")]
 

@@ -1,23 +1,25 @@
-"""The HTML page of a run: one file, no network and no script, readable on a phone, in light and dark mode."""
+"""The HTML page of a run, or of several: one file, no network and no script, readable on a phone, light and dark."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report.charts import DARK, HEIGHT, LIGHT, WIDTH, drawings
-from sparse_rl_lightning.report.measures import CACHES, facts, results
+from sparse_rl_lightning.report.measures import CACHES, MEASURES, facts, greedy, results
 from sparse_rl_lightning.report.panels import SECTIONS
-from sparse_rl_lightning.report.plots import MOST_POINTS, Plot, plots_of_run, short
+from sparse_rl_lightning.report.plots import MOST_POINTS, Named, Plot, color, plots_of_run, plots_of_runs, short
 from sparse_rl_lightning.report.record import RunRecord
-from sparse_rl_lightning.text import duration, number, printable, shortened, visible
+from sparse_rl_lightning.text import DASH, duration, number, printable, shortened, visible
 
 FOLDER = Path(__file__).parent
 MARK = b"default-src 'none'; style-src 'sha"
@@ -29,6 +31,8 @@ COUNTS = (
 )
 """Counters in the history, whose last value covers the whole run."""
 KINDS = ("rejected", "most mismatched", "lowest reward")
+PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|^trainer\.logger\..*name$")
+"""Keys that only name a place where a run writes."""
 MOST_CARDS = 24
 LONGEST = 2200
 """Largest number of characters in a text; files may contain more than RunSummary writes."""
@@ -164,3 +168,51 @@ def _why(entry: dict[str, Any]) -> str:
     if entry.get("finished") is False:
         parts.append("It was cut off at the length limit.")
     return " ".join(parts)
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def comparison(records: Named) -> str:
+    """The page of runs, each under its name, as text.
+
+    Raises:
+        ValueError: If there are fewer than two runs, or two have the same name.
+    """
+    names = [name for name, _ in records]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UserError(f"A comparison needs at least two runs, each under a name of its own, got {names}.")
+    differing, same = differing_settings(records)
+    runs = [
+        {"name": name, "title": record.title, "color": color(place), "course": course(record),
+         "warnings": warnings_of(record)}
+        for place, (name, record) in enumerate(records)
+    ]  # fmt: skip
+    return render(
+        title=f"{len(records)} runs compared",
+        runs=runs,
+        numbers=numbers(records),
+        unknown=", ".join(shortened(name, 60) for name, record in records if not record.config),
+        differing=differing,
+        same=same,
+        figures=figures(plots_of_runs(records)),
+    )
+
+
+def numbers(records: Named) -> list[list[str]]:
+    """Rows of the table of summaries, header first, without numbers that no run has."""
+    rows = [["", *(shortened(name, 60) for name, _ in records)]]
+    for measure in [*greedy([record for _, record in records]), *MEASURES]:
+        values = [measure.find(record) for _, record in records]
+        if any(value is not None for value in values):
+            rows.append([measure.label, *(DASH if value is None else measure.write(value) for value in values)])
+    return rows
+
+
+def differing_settings(records: Named) -> tuple[list[list[str]], int]:
+    """Rows of settings that differ, header first, and the number of equal ones; output paths count for neither."""
+    settings = [{**record.settings, **record.versions, **record.config} for _, record in records]
+    keys = [key for key in dict.fromkeys(chain.from_iterable(settings)) if not PLACES.search(key)]
+    rows = [[key, *(of_run.get(key, DASH) for of_run in settings)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return [["setting", *(name for name, _ in records)], *differing], len(rows) - len(differing)

@@ -194,23 +194,16 @@ def _accuracy_of_run(record: RunRecord) -> list[Plot]:
     lines = [
         (name, _accuracy_points(record, cache), color(place)) for place, (cache, name) in enumerate(CACHES.items())
     ]
-    measure, count = _measure(record), f"{record.num_problems} " if record.num_problems else ""
-    if record.before or record.after:
-        title = f"Greedy {measure}"
-        caption = f"Greedy completions of {count}held-out problems, before and after training."
-        if record.validation:
-            caption += " Between them, validations as the run is set to draw."
-    else:
-        title, caption = "Validation accuracy", "Validations of held-out problems, as the run is set to draw."
-    return _accuracy(title, measure, f"{caption} These are not trained on.", lines)
+    is_greedy, measure = bool(record.before or record.after), _measure(record)
+    return _accuracy(f"Greedy {measure}" if is_greedy else "Validation accuracy", measure, lines)
 
 
 def _accuracy_of_runs(records: Named, cache: str) -> list[Plot]:
     lines = [(name, _accuracy_points(record, cache), color(place)) for place, (name, record) in enumerate(records)]
     measures = list(dict.fromkeys(_measure(record) for _, record in records))
+    return _accuracy(f"Greedy {' or '.join(measures)}, {CACHES[cache]}", measures[0], lines)
+
+
+def _accuracy(title: str, measure: str, lines: list[tuple[str, Points, str]]) -> list[Plot]:
     caption = "Held-out problems, which are not trained on: greedy before and after, between them validations."
-    return _accuracy(f"Greedy {' or '.join(measures)}, {CACHES[cache]}", measures[0], caption, lines)
-
-
-def _accuracy(title: str, measure: str, caption: str, lines: list[tuple[str, Points, str]]) -> list[Plot]:
     return _plot(Panel(LEARNING, title, f"mean {measure}", caption, marked=True, pictured=True), lines)

@@ -6,23 +6,26 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file
+from sparse_rl_lightning.files import is_of, whole_file
 from sparse_rl_lightning.report.record import BESIDE, PROGRESS, SUMMARY, RunRecord
 from sparse_rl_lightning.text import shortened
 
 METRICS = "metrics.csv"
 LARGEST_FILE = 2**28
 """Bytes of a run's file; summaries of thousands of rollouts have some megabytes."""
-TEXTS = {"prompt", "completion", "cache", "token", "text", "file"}
-NUMBERS = {"rollout", "reward", "ratio", "token_place", "length"}
-"""Entries of samples, worst completions and warnings by their types, and ``kinds``, a list of texts."""
+ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("prompt", "completion", "cache", "token", "text", "file"), str),
+    **dict.fromkeys(("rollout", "reward", "ratio", "token_place", "length"), float),
+    "kinds": list[str],
+}
+"""What entries of samples, worst completions and warnings hold, by name."""
 LARGEST, SMALLEST = 1e30, 1e-30
 """Limits of metrics, beyond which no chart can show them; numbers nearer to 0 count as 0."""
 SAME = ("reward", "completions/mean_length", "time/rollout")
@@ -81,26 +84,25 @@ def _older(file: Path) -> list[str]:
 
 def _from_json(file: Path) -> RunRecord:
     """The record as RunSummary wrote it."""
-    found = json.loads(_text(file))
-    if not isinstance(found, dict) or not isinstance(found.get("history"), list):
+    content = json.loads(_text(file))
+    if not isinstance(content, dict) or not isinstance(content.get("history"), list):
         raise UserError("it is not a summary of a run.")
-    record, summary = RunRecord(), found.get("summary", {})
+    record, summary = RunRecord(), content.get("summary", {})
     for name in BESIDE:
         default = getattr(record, name)
-        setattr(record, name, value := found.get(name, default))
-        if not isinstance(value, type(default)):
-            raise UserError(f"{name} is not a {type(default).__name__}.")
-        if isinstance(value, dict) and not _are_texts(value.values()):
-            raise UserError(f"{name} has a value that is not text.")
+        value = content.get(name, default)
+        if not is_of(value, dict[str, str] if isinstance(default, dict) else type(default)):
+            raise UserError(f"{name} is not a {type(default).__name__}, or not one of texts.")
+        setattr(record, name, value)
     counts, measure = _numbers(summary), summary.get("measure", "reward")
     if not isinstance(measure, str):
         raise UserError("measure is not a str.")
     return replace(
         record,
-        samples=_entries(record, "samples"),
-        worst=_entries(record, "worst"),
-        warnings=_entries(record, "warnings"),
-        history=_rows(found["history"]),
+        samples=[*map(_entry, record.samples)],
+        worst=[*map(_entry, record.worst)],
+        warnings=[*map(_entry, record.warnings)],
+        history=_rows(content["history"]),
         validation=_rows(record.validation),
         before=_numbers(summary.get("before", {})),
         after=_numbers(summary.get("after", {})),
@@ -111,29 +113,14 @@ def _from_json(file: Path) -> RunRecord:
     )
 
 
-def _entries(record: RunRecord, name: str) -> list[dict[str, Any]]:
-    return [_entry(name, one) for one in getattr(record, name)]
-
-
-def _entry(name: str, entry: Any) -> dict[str, Any]:
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of a list as a page shows it, without null; numbers that cannot be written are left out."""
-    if not isinstance(entry, dict):
-        raise UserError(f"an entry of {name} is not a dict.")
-    found = {key: value for key, value in entry.items() if value is not None}
-    if not _are_texts(found[key] for key in TEXTS & found.keys()):
-        raise UserError(f"an entry of {name} has a value that is not text.")
-    kinds = found.get("kinds", [])
-    if not isinstance(kinds, list) or not _are_texts(kinds):
-        raise UserError(f"the kinds of an entry of {name} are not a list of texts.")
-    for key in NUMBERS & found.keys():
-        found[key] = _number(value := found[key])
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{key} of an entry of {name} is not a number.")
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+    values = {name: value for name, value in entry.items() if value is not None}
+    wrong = [name for name, kind in ENTRIES.items() if name in values and not is_of(values[name], kind)]
+    if wrong:
+        raise UserError(f"{', '.join(wrong)} of an entry of a list: of another type.")
+    shown = {name: _number(value) if ENTRIES.get(name) is float else value for name, value in values.items()}
+    return {name: value for name, value in shown.items() if value is not None}
 
 
 def _text(file: Path) -> str:

@@ -20,10 +20,10 @@ import pytest
 from report_runs import HOSTILE, Parser, record, row, text_of
 
 from sparse_rl_lightning.cli import console
-from sparse_rl_lightning.cli.report import main, names
+from sparse_rl_lightning.cli.report import main
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
-from sparse_rl_lightning.report.comparison import differing_settings
+from sparse_rl_lightning.report.page import differing_settings
 
 
 def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
@@ -353,10 +353,3 @@ def test_mistakes_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
-
-
-def test_names_are_short_and_different() -> None:
-    assert names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert names([Path("runs/a/x"), Path("runs/b/x")]) == ["a/x", "b/x"]
-    assert names([Path("runs/a"), Path("runs/a/version_0")]) == ["a", "a/version_0"]
-    assert names([Path("runs/quickstart")]) == ["quickstart"]

@@ -29,6 +29,7 @@ from sparse_rl_lightning.files import writable_folder, write_whole
 from sparse_rl_lightning.metrics import rollout_metrics
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, page, picture, summary_text
+from sparse_rl_lightning.report.charts import write_picture
 from sparse_rl_lightning.report.record import REPLAYED
 from sparse_rl_lightning.text import nearby, say
 
@@ -278,11 +279,7 @@ class RunSummary(RolloutCallback):
         write_whole(written[0], numbers + "\n")
         (folder / PROGRESS).unlink(missing_ok=True)
         write_whole(written[1], page(self.record))
-        try:
-            write_whole(folder / "report.png", picture(self.record))
-            written.append(folder / "report.png")
-        except ModuleNotFoundError as error:
-            say(f"No picture: {error}")
+        written += write_picture(folder / "report.png", lambda: picture(self.record))
         say("Written: " + ", ".join(map(nearby, written)))
 
     def _folder(self, trainer: Trainer) -> Path:
