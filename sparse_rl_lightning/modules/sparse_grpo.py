@@ -30,8 +30,7 @@ from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.downsampling import down_sample
 from sparse_rl_lightning.environments import Environment
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.evaluation.evaluate import evaluate
-from sparse_rl_lightning.evaluation.validation import ValidationLog
+from sparse_rl_lightning.evaluation.evaluate import ValidationLog, evaluate
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock, plan_of
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions

@@ -17,8 +17,7 @@ from tiny_grpo import Recorder, Rows, fit, module
 
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
-from sparse_rl_lightning.evaluation.evaluate import Scores
-from sparse_rl_lightning.evaluation.validation import ValidationLog
+from sparse_rl_lightning.evaluation.evaluate import Scores, ValidationLog
 from sparse_rl_lightning.modules import ReplayGRPO
 from sparse_rl_lightning.records import Conversation, Rollout, ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
