@@ -21,13 +21,17 @@ from functools import cache, cached_property, partial
 from inspect import getattr_static
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import whole_file, write_whole
+
+Results = TypeVar("Results")
 WHOLE = 2**16
 """Size above which weights are sampled: at least this many numbers and at least one of every row."""
 LONGEST = 2_000
@@ -125,6 +129,45 @@ def full_name(thing: Any) -> str:
     module = str(getattr(thing, "__module__", None) or "builtins")
     is_plain = module.partition(".")[0] in (PACKAGE.name, "builtins")
     return str(thing.__qualname__) if is_plain else f"{module}.{thing.__qualname__}"
+
+
+# ---------------------------------------------------------------- stored results
+
+
+def write_results(path: Path, settings: Mapping[str, str], content: Mapping[str, Any]) -> None:
+    """Write results, and what they are of."""
+    write_whole(path, json.dumps({"settings": settings, **content}, indent=1) + "\n")
+
+
+def read_results(
+    path: Path, settings: Mapping[str, str], parse: Callable[[dict[str, Any]], Results], advice: str
+) -> Results | None:
+    """Results of the same settings, None if nothing is stored.
+
+    Args:
+        path: The file.
+        settings: What the results are of now.
+        parse: Makes the results of the file's content; any error in it says that the file is damaged.
+        advice: What to do about a file that cannot be used, for the message.
+
+    Raises:
+        ValueError: If the file is of other settings, or damaged.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(whole_file(path, 2**30))
+        before = content.pop("settings")
+        changed = [name for name, text in settings.items() if before.get(name) != text]
+        results = None if changed else parse(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged, or of something else. {advice}") from error
+    if changed:
+        raise UserError(f"{path} is of another {', '.join(changed)}. {advice}")
+    return results
+
+
+# ---------------------------------------------------------------- values
 
 
 class _Walk:
@@ -375,35 +418,26 @@ def _import_lines(content: bytes) -> list[tuple[int, str]]:
     except (SyntaxError, ValueError):  # nobody has imported it yet
         return []
     lines = [(0, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            lines += [(node.level, name) for name in (base, *(f"{base}.{alias.name}" for alias in node.names))]
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        names = [node.module or "", *(f"{node.module or ''}.{alias.name}" for alias in node.names)]
+        lines += [(node.level, name) for name in names]
     return lines
 
 
-class _Read(NamedTuple):
-    """What a file held when its module was imported."""
-
-    module: str
-    spec: object  # another at each import
-    content: bytes
-
-
-_READ: dict[Path, _Read] = {}
+_READ: dict[Path, tuple[str, object, bytes]] = {}
+"""Files that were read: the module, its specification, which is another at each import, and the content."""
 
 
 def _content(file: Path) -> bytes:
     """A file as it was when its module was imported, or rather when this was asked first after it."""
-    read = _READ.get(file)
-    if read is not None and getattr(sys.modules.get(read.module), "__spec__", None) is read.spec:
-        return read.content
-    specs = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
-    named = next((one for one in specs if getattr(one[1], "origin", None) == str(file)), None)
-    if named is None:  # what runs is not imported yet
-        return file.read_bytes()
-    _READ[file] = _Read(*named, file.read_bytes())
-    return _READ[file].content
+    name, spec, content = _READ.get(file, ("", None, b""))
+    if spec is None or getattr(sys.modules.get(name), "__spec__", None) is not spec:
+        content = file.read_bytes()
+        specs = [(name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items())]
+        named = [each for each in specs if getattr(each[1], "origin", None) == str(file)]
+        if named:  # else what runs is not imported yet
+            _READ[file] = (*named[0], content)
+    return content
 
 
 def _hash(content: Any) -> str:

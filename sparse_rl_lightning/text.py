@@ -118,6 +118,11 @@ def percent(value: float | None) -> str:
     return DASH if value is None or value != value else f"{100 * value:.1f} %"
 
 
+def interval(mean: float, low: float, high: float) -> str:
+    """A share with its bounds in percent: ``31.2 [25.0, 37.9]``."""
+    return f"{100 * mean:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
 def size(num_bytes: float | None) -> str:
     """Bytes for people, in powers of 1024."""
     if num_bytes is None:

@@ -56,13 +56,13 @@ def test_a_benchmark_s_name_leaves_its_folder_nowhere(name: str, tmp_path: Path)
         (tmp_path / f"precious{suffix}").write_text("mine")
     folder = ResultFolder(tmp_path / "run" / "evaluation")
     one = Accuracy(1, 1, 0.0, 0.0, 1.0)
-    result = BenchmarkResult(name, "dense", {"weights": "f"}, one, one, 1.0, 0.0, 0.0, 0.0, 0, 0.0)
-    folder.save(result, {"benchmark": [name]})
+    result = BenchmarkResult(name, "dense", one, one, 1.0, 0.0, 0.0, 0.0, 0, 0.0)
+    folder.save(result, {"benchmark": [name]}, {"weights": "f"})
     assert {(tmp_path / f"precious{suffix}").read_text() for suffix in (".json", ".parquet")} == {"mine"}
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4
     assert sum(path.is_file() for path in (folder.path / "dense").iterdir()) == 2
-    assert folder.load(name, "dense") == result
-    assert folder.load(f"{name}x", "dense") is None
+    assert folder.load(name, "dense", {"weights": "f"}) == result
+    assert folder.load(f"{name}x", "dense", {}) is None
 
 
 def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:

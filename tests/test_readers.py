@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.query_statistics import read_texts
+from sparse_rl_lightning.calibration.query_statistics import encode_texts
 from sparse_rl_lightning.calibration.shapes import H200, Hardware
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest
 from sparse_rl_lightning.checkpoints.reading import check_whole
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.benchmark import Method
 from sparse_rl_lightning.cli.messages import told
 from sparse_rl_lightning.cli.options import Parser
 from sparse_rl_lightning.compressors.learned_score import load_network
@@ -40,7 +40,6 @@ from sparse_rl_lightning.testing import character_tokenizer
 READERS: dict[str, Callable[[Path], object]] = {
     "schedule.yaml": LengthSchedule.from_file,
     "hardware.json": Hardware.from_file,
-    "texts.jsonl": lambda path: read_texts(path, character_tokenizer(), 8),
     "manifest.json": lambda path: read_manifest(path.parent),
     "method.yaml": lambda path: Method.of(str(path)),
     "statistics.safetensors": lambda path: QueryStatistics.load(path, "QFilters"),
@@ -48,7 +47,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "record.safetensors": read_record,
     "rows.jsonl": lambda path: read_json_lines(str(path)),
     "rows.csv": lambda path: read_table(str(path), None, "train"),
-    "results.json": lambda path: Results(path, {}, 2),
+    "results.json": lambda path: Results(path, {}),
+    "math500.json": lambda path: ResultFolder(path.parents[1]).load("math500", path.parent.name, {}),
     "last.ckpt": check_whole,
     "config.json": lambda path: read_config(str(path.parent)),
     "tokenizer.json": lambda path: load_pretrained(str(path.parent)),
@@ -105,25 +105,19 @@ def test_whatever_is_read_is_refused_by_name(
     assert name in said or str(tmp_path) in said
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, endless, noise])
-def test_a_result_that_cannot_be_read_is_none(make: Callable[[Path], None], tmp_path: Path) -> None:
-    (tmp_path / "dense").mkdir()
-    make(tmp_path / "dense" / "math500.json")
-    with seconds(60):
-        assert ResultFolder(tmp_path).load("math500", "dense") is None
-
-
-def test_lines_of_texts_end_where_those_of_data_do(tmp_path: Path) -> None:
-    """U+2028 and the like stand in texts as they are; a file may begin with a mark, and say what is no text."""
-    odd, tokenizer = "a\u2028b\u2029c\x85d", character_tokenizer("abcd")
+def test_lines_end_at_line_ends_alone(tmp_path: Path) -> None:
+    """U+2028 and the like stand in texts as they are; a file may begin with a mark."""
+    odd = "a\u2028b\u2029c\x85d"
     rows = [{"prompt": odd, "completion": "a"}, {"prompt": "b"}]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
     (tmp_path / "t.jsonl").write_bytes(content.encode("utf-8-sig"))
     assert [row["prompt"] for *_, row in read_json_lines(str(tmp_path / "t.jsonl"))] == [odd, "b"]
-    assert len(read_texts(tmp_path / "t.jsonl", tokenizer, 8)) == 2
-    (tmp_path / "t.jsonl").write_text('{"prompt": "a", "completion": 5}')
-    with pytest.raises(UserError, match=r"line 1: expected a JSON object with a prompt"):
-        read_texts(tmp_path / "t.jsonl", tokenizer, 8)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": 5}, {"completion": "a"}, {"prompt": 5}])
+def test_what_is_no_text_is_named(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^t.jsonl, line 2: expected a prompt, and text as completion"):
+        encode_texts([("t.jsonl, line 1", {"prompt": "a"}), ("t.jsonl, line 2", row)], character_tokenizer("a"), 8)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

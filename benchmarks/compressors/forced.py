@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.compressors import Compressor
-from sparse_rl_lightning.quality.clock import Clock, TimedCompression
+from sparse_rl_lightning.quality.cells import TimedCompression
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 from sparse_rl_lightning.rollout.teacher_forcing import force
@@ -24,7 +24,7 @@ class Forced:
     """What a compressed cache makes of given texts."""
 
     logits: Tensor  # (B, T, V), zeros in the prompts
-    clock: Clock
+    timed: TimedCompression
 
 
 def forced_logits(
@@ -50,7 +50,7 @@ def forced_logits(
     """
     count, length = texts.shape
     num_layers = model.config.num_hidden_layers
-    compression = TimedCompression(compressor, num_layers, Clock(num_layers=num_layers))
+    compression = TimedCompression(compressor, num_layers)
     most = length - min(prompt_lengths)
     longest = max(prompt_lengths) + most  # texts with longer prompts go on with padding
     kept = torch.zeros(count, longest, model.config.vocab_size)
@@ -61,4 +61,4 @@ def forced_logits(
     params = SamplingParams(max_completion_length=most, seed=seed)
     padded = torch.nn.functional.pad(texts, (0, longest - length))
     force(model, padded, prompt_lengths, compression, params, note, ids)
-    return Forced(kept[:, :length], compression.clock)
+    return Forced(kept[:, :length], compression)

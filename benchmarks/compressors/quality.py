@@ -105,7 +105,7 @@ def _compare(
         theirs, speed = dense[counts], float("nan")
     else:
         forced = forced_logits(task.model, compressor, task.texts, task.prompt_lengths)
-        theirs, speed = forced.logits[counts].log_softmax(dim=-1), forced.clock.events_per_second(compressor.buffer)
+        theirs, speed = forced.logits[counts].log_softmax(dim=-1), forced.timed.events_per_second
     own = dense[counts]
     accepted = torch.minimum(own, theirs).exp().sum(dim=-1).double()
     said = theirs.gather(-1, task.texts[counts][:, None]).double()

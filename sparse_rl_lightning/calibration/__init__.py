@@ -2,7 +2,7 @@
 
 from sparse_rl_lightning.calibration.cost import CostModel, Work, entries_read
 from sparse_rl_lightning.calibration.imitation import imitate_attention
-from sparse_rl_lightning.calibration.query_statistics import gather_statistics, pad, read_texts
+from sparse_rl_lightning.calibration.query_statistics import encode_texts, gather_statistics, pad
 from sparse_rl_lightning.calibration.shapes import H200, SHAPES, Hardware, ModelShape
 
 __all__ = [
@@ -12,9 +12,9 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "Work",
+    "encode_texts",
     "entries_read",
     "gather_statistics",
     "imitate_attention",
     "pad",
-    "read_texts",
 ]

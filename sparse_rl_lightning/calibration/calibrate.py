@@ -9,15 +9,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparse_rl_lightning.acceptance import percentile, tail_target
 from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
-from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, Choice, cells, choose, source_of
+from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, Choice, cells, choose
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.report.charts import GRAY, INK, LIGHT, figures, png
 from sparse_rl_lightning.retrievers import Retriever
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DENSE, CHECK = "dense", "schedule"
 OnProgress = Callable[[str, float], None]
@@ -34,7 +39,6 @@ class Calibration:
     target: float
     bin_size: int
     check: list[Cell | None] | None = None  # the schedule itself, measured; None if it was not
-    rising: bool = False  # whether budgets may not decrease with the length
 
     @property
     def schedule(self) -> LengthSchedule:
@@ -51,17 +55,6 @@ class Calibration:
             if found is not None and found.tail < self.target
         ]
         return [*self.choice.notes, *missed]
-
-    def meets(self) -> list[list[bool]]:
-        """For every bin, whether each budget of the table holds the target there.
-
-        As where the schedule is chosen: only the largest where none does, and a bin without data as its neighbor.
-        """
-        largest, columns = max(self.table), list(zip(*self.table.values(), strict=True))
-        known = [number for number, column in enumerate(columns) if any(column)]
-        sources = [columns[source_of(number, known)] for number in range(len(columns))]
-        rows = [[cell is not None and cell.tail >= self.target for cell in column] for column in sources]
-        return [row if any(row) else [budget == largest for budget in self.table] for row in rows]
 
     def csv(self) -> str:
         """The table as text: a row per budget and bin, with empty numbers where there is no data."""
@@ -96,6 +89,38 @@ class Calibration:
         self.schedule.save(folder / "schedule.yaml", "\n".join([title, *self.notes]))
         write_whole(folder / "table.csv", self.csv())
         write_whole(folder / "calibration.json", json.dumps(self.summary(), indent=2) + "\n")
+
+    def picture(self, title: str = "") -> bytes:
+        """The tail against the length, a line per budget, and the schedule that was picked, as PNG.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed; the message includes what to install.
+        """
+        with figures() as figure_class:
+            figure = figure_class(figsize=(6.6, 6.4), layout="constrained")
+            tails, budgets = figure.subplots(2, 1, sharex=True)
+            self._draw_tails(tails)
+            edges = [self.bin_size * number for number in range(len(self.choice.budgets) + 1)]
+            budgets.stairs(self.choice.budgets, edges, color=LIGHT[0], lw=2)
+            budgets.set(xlabel="tokens of the sequence", ylabel="budget, tokens per layer and KV head", ylim=(0, None))
+            figure.suptitle(title)
+            return png(figure)
+
+    def _draw_tails(self, ax: Axes) -> None:
+        """A line per budget with its intervals, and that of the schedule itself if it was measured."""
+        measured = [(str(budget), row) for budget, row in sorted(self.table.items())]
+        measured += [(CHECK, self.check)] if self.check else []
+        for number, (label, row) in enumerate(measured):
+            drawn = [(self.bin_size * (bin_number + 0.5), cell) for bin_number, cell in enumerate(row) if cell]
+            at = [length for length, _ in drawn]
+            color = LIGHT[1] if label == CHECK else (0.1, 0.8 * number / len(measured), 0.6)
+            ax.plot(at, [cell.tail for _, cell in drawn], color=color, label=label, marker=".")
+            lows, highs = [cell.low for _, cell in drawn], [cell.high for _, cell in drawn]
+            ax.fill_between(at, lows, highs, color=color, alpha=0.12, lw=0)
+        ax.axhline(self.target, color=INK, lw=1, ls="--", label="target")
+        ax.axhline(self.ceiling, color=GRAY, lw=1, ls=":", label="ceiling")
+        ax.set_ylabel("5th percentile of the acceptance")
+        ax.legend(title="budget", ncols=2)
 
 
 def calibrate(
@@ -141,7 +166,7 @@ def calibrate(
         name = f"{CHECK}_{hashlib.sha256(repr(choice.schedule).encode()).hexdigest()[:16]}"
         drawn = _acceptances(sweep, name, method.with_budget(choice.schedule), len(methods) + 1, progress)
         checked = cells(drawn, binning, num_bins)
-    return Calibration(table, choice, ceiling, target, binning.bin_size, checked, rises)
+    return Calibration(table, choice, ceiling, target, binning.bin_size, checked)
 
 
 def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, progress: OnProgress | None) -> Acceptances:

@@ -11,14 +11,11 @@ layers, and each sequence in a layer take beside that; the eviction of tokens is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
 from sparse_rl_lightning.compressors import Compressor, FullKV
@@ -113,59 +110,6 @@ class CostModel:
         if fits < 1:
             raise UserError(f"Not even one sequence fits into {limit:,.0f} bytes: it needs {need:,}.")
         return fits if most is None else min(fits, most)
-
-    # ---------------------------------------------------------------- schedules
-
-    def fastest_schedule(
-        self,
-        methods: Sequence[tuple[int, Method]],
-        meets: Sequence[Sequence[bool]],
-        bin_size: int,
-        work: Work,
-        rising: bool = False,
-    ) -> LengthSchedule:
-        """The fastest combination of budgets that hold the tail in each length bin; ties go to the smallest.
-
-        Args:
-            methods: Budgets, each with the method at that budget.
-            meets: Flags for every bin: whether each budget holds the target there.
-            bin_size: Tokens per bin.
-            work: Batch, prompt and length; what is not decoded there costs nothing.
-            rising: Whether no budget may be smaller than that of shorter sequences. Then what a budget holds every
-                larger one is taken to hold too, so that there always is a schedule.
-
-        Raises:
-            ValueError: If no budget meets the target in a bin.
-        """
-        costs = self._bin_costs(dict(methods), bin_size, len(meets), work)
-        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # the cheapest way to each last budget
-        for number, allowed in enumerate(meets):
-            own = [budget for (budget, _), meet in zip(methods, allowed, strict=True) if meet]
-            if not own:
-                raise UserError(f"no budget meets the target at lengths from {number * bin_size} on.")
-            if rising:
-                own = [budget for budget, _ in methods if budget >= min(own)]
-            best = {
-                budget: min((paid + costs[budget][number], [*way, budget]) for paid, way in before)
-                for budget in own
-                if (before := [found for last, found in best.items() if last <= budget or not rising])
-            }
-        return LengthSchedule.of_bins(min(best.values())[1], bin_size)
-
-    def _bin_costs(
-        self, methods: dict[int, Method], bin_size: int, num_bins: int, work: Work
-    ) -> dict[int, list[float]]:
-        """Tokens that a sequence reads in every bin of lengths, by budget."""
-        edges = [max(number * bin_size - work.prompt - 1, 0) for number in range(num_bins + 1)]  # from prompt + 1 on
-        edges[-1] = max(edges[-1], work.length)  # the last budget continues
-        costs: dict[int, list[float]] = {}
-        least = [0.0] * num_bins
-        for budget, method in sorted(methods.items(), key=lambda pair: pair[0]):
-            read = entries_read(method, work, self.shape.num_layers)
-            costs[budget] = [float(read[first:last].sum()) for first, last in pairwise(edges)]
-            if not isinstance(method, Retriever):  # reads less than a smaller budget only right after a compression,
-                costs[budget] = least = list(map(max, costs[budget], least))  # which no schedule can rely on
-        return costs
 
 
 def entries_read(method: Method, work: Work, num_layers: int) -> Tensor:

@@ -9,10 +9,9 @@ or in Python, from a rollout: ``gather_statistics(model, rollout.sequences, leng
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from sparse_rl_lightning.calibration.watched import Seen, watch
 from sparse_rl_lightning.compressors.query_statistics import QueryMoments, QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import encode_prompt
@@ -74,36 +72,28 @@ def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tenso
     return still
 
 
-def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[list[int]]:
-    """Token ids of the rows of a JSONL file: ``prompt``, text or chat messages, and ``completion`` if there is one.
+def encode_texts(
+    table: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> list[list[int]]:
+    """Token ids of rows: ``prompt``, text or chat messages, and ``completion`` if there is one.
 
     Args:
-        path: The file.
+        table: Each row with its place, for the message.
         tokenizer: Tokenizer of the policy.
         max_length: Tokens of a text to read; the rest is left out.
 
     Raises:
-        ValueError: If there is no such file, no row in it, or a row without a prompt; includes the line.
+        ValueError: If there is no row, or one without a prompt; includes its place.
     """
-    if not Path(path).is_file():
-        raise UserError(f"there is no file {str(path)!r}. Give a JSONL file of rows with prompt and completion.")
-    try:
-        lines = whole_file(path).decode("utf-8-sig").split("\n")  # texts may contain what else ends a line
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text in UTF-8: {error}.") from error
     texts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for where, row in table:
         try:
-            row = json.loads(line)
-            ids = encode_prompt(tokenizer, row["prompt"])
-            ids += encode_behind(tokenizer, row.get("completion") or "")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: expected a JSON object with a prompt. {error}") from error
+            ids = encode_prompt(tokenizer, row["prompt"]) + encode_behind(tokenizer, row.get("completion") or "")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{where}: expected a prompt, and text as completion. {error}") from error
         texts.append(ids[:max_length])
     if not texts:
-        raise UserError(f"{path} is empty. Give a JSONL file of rows with prompt and completion.")
+        raise UserError("there is no text. Give a file of rows with prompt and completion.")
     return texts
 
 

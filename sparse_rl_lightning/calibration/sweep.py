@@ -5,7 +5,6 @@ Finished parts are files, so an interrupted sweep continues where it stopped.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +22,8 @@ from sparse_rl_lightning.budgets import Budgeted
 from sparse_rl_lightning.calibration.table import Acceptances
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import stored_tensors, whole_file, write_files, write_whole
-from sparse_rl_lightning.fingerprints import fingerprint
+from sparse_rl_lightning.files import stored_tensors, write_files
+from sparse_rl_lightning.fingerprints import fingerprint, read_results, write_results
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Retriever
@@ -85,21 +84,9 @@ class Sweep:
         Raises:
             ValueError: If it contains a sweep of another policy, method, prompts or settings.
         """
-        own = self._fingerprint(method)
-        path = self.folder / FINGERPRINT
-        if not path.exists():
-            write_whole(path, json.dumps(own, indent=2) + "\n")
-            return
-        try:
-            found = dict(json.loads(whole_file(path, 2**24)))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged: {error}. Choose another folder, or remove this one.") from error
-        other = [name for name in own if found.get(name) != own[name]]
-        if other:
-            raise UserError(
-                f"{self.folder} holds a calibration with another {', '.join(other)}. Choose another folder, or remove "
-                "this one."
-            )
+        settings, path = self._fingerprint(method), self.folder / FINGERPRINT
+        if read_results(path, settings, dict, "Choose another folder, or remove this one.") is None:
+            write_results(path, settings, {})
 
     def acceptances(self, name: str, method: Budgeted, progress: Callable[[float], None] | None = None) -> Acceptances:
         """Every token that is drawn under a method, read from the files of the folder ``name`` if there are any.

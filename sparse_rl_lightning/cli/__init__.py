@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.cli.commands import COMMANDS, Command
-from sparse_rl_lightning.cli.options import Parser
+from sparse_rl_lightning.cli.options import COMMANDS, Command, Parser
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.text import say
 

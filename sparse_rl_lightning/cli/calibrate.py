@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +10,12 @@ from typing import Any, Literal
 import torch
 from jsonargparse import auto_cli
 from jsonargparse.typing import PositiveInt
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.calibration.calibrate import Calibration, OnProgress
+from sparse_rl_lightning.calibration.calibrate import Calibration
 from sparse_rl_lightning.calibration.calibrate import calibrate as run_calibration
-from sparse_rl_lightning.calibration.cost import CostModel, Work
 from sparse_rl_lightning.calibration.hardware import measure_hardware
 from sparse_rl_lightning.calibration.imitation import imitate_attention
-from sparse_rl_lightning.calibration.picture import draw
-from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics, pad, read_texts
-from sparse_rl_lightning.calibration.shapes import Hardware, ModelShape
+from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, encode_texts, gather_statistics, pad
 from sparse_rl_lightning.calibration.sweep import FINGERPRINT, Sweep
 from sparse_rl_lightning.calibration.table import Binning
 from sparse_rl_lightning.cli.launch import set_threads
@@ -30,17 +23,18 @@ from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.compressors.learned_score import save_network
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.data.files import read_table
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.files import output_file, writable_folder
-from sparse_rl_lightning.policies.geometry import kv_type
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
+from sparse_rl_lightning.report.charts import write_picture
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.prompts import encode_prompts
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import nearby, say
 
-HARDWARE = "hardware.json"
 RESULTS = ("schedule.yaml", "table.csv", "calibration.json", "table.png")
 OF_SAMPLERS = (
     "num_slots", "memory_limit", "kv_dtype", "cuda_graphs", "keep_pool", "decoder", "head_in_float32", "record_routing"
@@ -67,7 +61,6 @@ def calibrate(
     micro_batch: PositiveInt = 8,
     device: str | None = None,
     num_threads: PositiveInt | None = None,
-    machine: str | None = None,
 ) -> Calibration:
     """Find the cheapest budget per bin of sequence lengths that keeps the sparse policy close to the dense one.
 
@@ -95,7 +88,6 @@ def calibrate(
         micro_batch: Sequences per dense forward pass.
         device: Device to use, null for a GPU where there is one.
         num_threads: CPU threads of torch, null for the default.
-        machine: File of `sparse-rl calibrate --hardware`, to predict what the schedule saves there.
 
     Raises:
         ValueError: If there are no prompts, the policy generates nothing, or the target cannot be reached.
@@ -105,11 +97,8 @@ def calibrate(
     if method is None:
         raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
     place = writable_folder(folder, "folder", f"parts/{FINGERPRINT}", RESULTS)
-    hardware = None if machine is None else Hardware.from_file(machine)
     model, tokenizer = resolve_policy(policy).as_stored().load()
     model.to(device_of(device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-    stored = kv_type(rollout.kv_dtype) or model.dtype
-    shape = None if hardware is None else ModelShape.of(model, model.dtype.itemsize, stored.itemsize)
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
     params = rollout.for_evaluation(sampling)
     params = replace(params, top_logprobs=min(params.top_logprobs, model.config.vocab_size))
@@ -119,23 +108,21 @@ def calibrate(
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
     sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
-    with progress_bar(1 + len(set(budgets)) + check) as progress:
-        found = run_calibration(sweep, method, budgets, binning, target, check, monotone, progress)
+    left = TimeLeft(1 + len(set(budgets)) + check)
+    found = run_calibration(sweep, method, budgets, binning, target, check, monotone, left.tell)
     found.write(place)
     _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
-    if hardware is not None and shape is not None:
-        _predict(found, method, shape, hardware, sweep)
     return found
 
 
 def main(args: Sequence[str]) -> Calibration | None:
-    """``sparse-rl calibrate --config FILE``, or ``--hardware [FILE]`` to measure the machine only.
+    """``sparse-rl calibrate --config FILE``, or ``--hardware FILE`` to measure the machine only.
 
     Raises:
         ValueError: For the reasons of :func:`calibrate`.
     """
     if any(argument.partition("=")[0] == "--hardware" for argument in args):
-        auto_cli(hardware, args=with_file(args), **PARSER)
+        auto_cli(hardware, args=switched(args), **PARSER)
         return None
     try:
         return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
@@ -143,9 +130,7 @@ def main(args: Sequence[str]) -> Calibration | None:
         raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
 
-def hardware(
-    hardware: str = HARDWARE, num_layers: PositiveInt = 28, device: str | None = None, overwrite: bool = False
-) -> None:
+def hardware(hardware: str, num_layers: PositiveInt = 28, device: str | None = None, overwrite: bool = False) -> None:
     """Measure memory bandwidth, matrix products and the cost of a decode step without work, and write them down.
 
     Args:
@@ -173,7 +158,7 @@ def statistics(
 
     Args:
         policy: Hugging Face folder or hub name.
-        texts: JSONL file, rows with prompt and (better) completion.
+        texts: JSONL, CSV or parquet file, rows with prompt and (better) completion.
         statistics: Path of the safetensors file to write, of statistics or of the network.
         max_length: Number of tokens to read of each text.
         batch_size: Texts per forward pass, and per step of the network's training.
@@ -185,36 +170,22 @@ def statistics(
         ValueError: If the policy or the texts cannot be read, or the file cannot be written.
     """
     target = output_file(statistics, "statistics", replaces=lambda _: overwrite)
-    try:
-        model, tokenizer = load_pretrained(policy)
-        ids, lengths = pad(read_texts(texts, tokenizer, max_length))
-        model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-        if method == "LearnedScore":
-            network, explained = imitate_attention(model, ids, lengths, batch_size=batch_size)
-            save_network(network, target)
-            what = f"a network that explains {explained:.0%} of the variance of log attention"
-        else:
-            gather_statistics(model, ids, lengths, batch_size).save(target)
-            what = "statistics"
-    except OSError as error:
-        raise UserError(str(error)) from error
+    model, tokenizer = load_pretrained(policy)
+    ids, lengths = pad(encode_texts(read_table(texts), tokenizer, max_length))
+    model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    what = "statistics"
+    if method == "LearnedScore":
+        network, explained = imitate_attention(model, ids, lengths, batch_size=batch_size)
+        save_network(network, target)
+        what = f"a network that explains {explained:.0%} of the variance of log attention"
+    else:
+        gather_statistics(model, ids, lengths, batch_size).save(target)
     say(f"Written: {what} of {int(lengths.sum())} tokens of {len(lengths)} texts to {statistics}")
 
 
 def statistics_main(args: Sequence[str]) -> None:
     """``sparse-rl statistics POLICY TEXTS.jsonl STATISTICS.safetensors``; errors as of :func:`statistics`."""
     auto_cli(statistics, args=switched(args), **PARSER | {"as_positional": True, "prog": "sparse-rl statistics"})
-
-
-def with_file(args: Sequence[str]) -> list[str]:
-    """The arguments with ``hardware.json`` after ``--hardware`` if no file follows it."""
-    given = switched(args)
-    if "--hardware" not in given:  # --hardware=FILE
-        return given
-    place = given.index("--hardware")
-    if place + 1 == len(given) or given[place + 1].startswith("-"):
-        given.insert(place + 1, HARDWARE)
-    return given
 
 
 # ---------------------------------------------------------------- inside
@@ -242,64 +213,11 @@ def device_of(name: str | None = None) -> torch.device:
     return place
 
 
-@contextmanager
-def progress_bar(total: int) -> Iterator[OnProgress]:
-    """A bar over the methods, with the time left; lines if there is no terminal."""
-    style = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
-    bar = Tqdm(total=total, bar_format=style, disable=not sys.stderr.isatty())
-    shown = [""]
-
-    def progress(name: str, done: float) -> None:
-        bar.set_description_str(name, refresh=False)
-        bar.n = min(done, total)
-        if not bar.disable:
-            bar.refresh()
-        elif name != shown[0]:
-            shown[0] = name
-            say(f"{name} ({int(done)} of {total} done)")
-
-    try:
-        yield progress
-    finally:
-        bar.close()
-
-
 def _tell(found: Calibration, folder: Path, title: str) -> None:
     """Print the result, and draw it if matplotlib is installed."""
-    *written, picture = RESULTS
-    try:
-        draw(found, folder / picture, title)
-        written.append(picture)
-    except ImportError:
-        say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
+    *names, picture = RESULTS
+    written = [folder / name for name in names] + write_picture(folder / picture, lambda: found.picture(title))
     say(f"Ceiling {found.ceiling:.4f}, target {found.target:.4f}. Schedule: {found.schedule!r}")
     for note in found.notes:
         say(f"- {note}")
-    say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
-
-
-def _predict(
-    found: Calibration, method: Compressor | Retriever, shape: ModelShape, machine: Hardware, sweep: Sweep
-) -> None:
-    """Print the speed that the cost model predicts for the schedule and for the fixed budget in its place."""
-    if isinstance(method, Retriever) and sweep.keeps is not None and sweep.keeps.evicts:
-        say("No speed predicted: the cost model knows evicting and retrieving, not both at once.")
-        return
-    prompt = sum(map(len, sweep.prompts)) // len(sweep.prompts)
-    sequences = min(len(sweep.prompts), sweep.prompts_per_part) * sweep.params.num_generations
-    batch = min(sweep.sampler_options.get("num_slots") or sequences, sequences)
-    work = Work(batch, prompt, sweep.params.max_completion_length)
-    model = CostModel(shape, machine)
-    costed = [(budget, method.with_budget(budget)) for budget in found.table]
-    fastest = model.fastest_schedule(costed, found.meets(), found.bin_size, work, found.rising)
-    largest = found.schedule.maximum
-    shown: dict[str, int | LengthSchedule] = {"the schedule": found.schedule, f"a fixed budget of {largest}": largest}
-    if fastest != found.schedule:
-        shown[f"the fastest that the table allows, {fastest!r},"] = fastest
-    speeds = {name: model.speedup(method.with_budget(budget), work) for name, budget in shown.items()}
-    told = ", ".join(f"{name} {speed:.2f} times" for name, speed in speeds.items())
-    none = "" if fastest != found.schedule else " No schedule that the table allows is faster."
-    say(
-        f"Predicted speed over dense rollouts of {work.batch} sequences at once, prompts of {work.prompt} tokens, "
-        f"completions of {work.length} tokens: {told}.{none}"
-    )
+    say(f"Written: {', '.join(map(nearby, written))}")

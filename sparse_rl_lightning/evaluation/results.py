@@ -1,12 +1,12 @@
-"""Results of a benchmark under one cache: numbers, the table of completions, and both on disk for a later run."""
+"""Results of a benchmark under one cache: numbers, the table of completions, both on disk, and a table to be read."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeAlias
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.evaluation.evaluate import Scores
 from sparse_rl_lightning.evaluation.problems import Problems, problem_numbers, row_number
-from sparse_rl_lightning.files import file_name, from_json, own_folder, whole_file, write_parquet, write_whole
-from sparse_rl_lightning.metrics import Accuracy, accuracy
+from sparse_rl_lightning.files import file_name, from_json, own_folder, write_parquet
+from sparse_rl_lightning.fingerprints import read_results, write_results
+from sparse_rl_lightning.metrics import Accuracy, accuracy, mean_accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker, extract_answer
-from sparse_rl_lightning.text import prompt_text
+from sparse_rl_lightning.text import interval, number, percent, prompt_text, size, table
 
 Table: TypeAlias = dict[str, list[Any]]
 CORRECT_COLUMNS: dict[Convention, str] = {"strict": "correct", "lenient": "correct_lenient"}
@@ -32,7 +33,6 @@ class BenchmarkResult:
 
     benchmark: str
     cache: str  # dense, or a compressor with its budget
-    fingerprint: dict[str, str]  # of everything that decides the result, by name
     accuracy: Accuracy  # of answers that count strictly
     lenient: Accuracy  # of answers that graders of papers pay
     mean_length: float  # tokens
@@ -49,7 +49,6 @@ class BenchmarkResult:
         cls,
         problems: Problems,
         cache: str,
-        fingerprint: dict[str, str],
         scores: Scores,
         seconds: float,
         counters: dict[str, int],
@@ -65,7 +64,7 @@ class BenchmarkResult:
             for counts in (scores.kv.stored, scores.kv.full, scores.kv.stored_integral, scores.kv.full_integral)
         )
         return cls(
-            problems.name, cache, fingerprint, strict, lenient,
+            problems.name, cache, strict, lenient,
             mean_length=float(scores.lengths.double().mean()),
             clipped=1 - float(scores.finished.double().mean()),
             kv_saving_final=1 - stored / max(1, full),
@@ -74,16 +73,22 @@ class BenchmarkResult:
             too_long=len(problems.too_long),
         )  # fmt: skip
 
+    @classmethod
+    def of_stored(cls, content: dict[str, Any]) -> BenchmarkResult:
+        """The result that :meth:`ResultFolder.save` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: If a field is missing, or of another type.
+        """
+        for name in ("accuracy", "lenient"):
+            pass_at = {int(k): value for k, value in content[name]["pass_at"].items()}
+            content[name] = from_json(Accuracy, content[name] | {"pass_at": pass_at})
+        result: BenchmarkResult = from_json(cls, content)
+        return result
+
     def by(self, answers: Convention) -> Accuracy:
         """The accuracy by a convention of what counts as the answer."""
         return self.accuracy if answers == "strict" else self.lenient
-
-    def differs_in(self, fingerprint: Mapping[str, str]) -> str:
-        """What it was measured of that is another now, as the end of a line; empty if nothing is."""
-        names = [name for name, own in fingerprint.items() if self.fingerprint.get(name) != own]
-        if not self.fingerprint:
-            return "does not say what it is of"
-        return f"is of other settings ({', '.join(names)})" if names else ""
 
     @property
     def measure(self) -> str:
@@ -147,37 +152,58 @@ class ResultFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self, benchmark: str, cache: str) -> BenchmarkResult | None:
-        """A finished result, whatever it is of; None if there is none, or it cannot be read."""
-        try:
-            stored = json.loads(whole_file(self._file(benchmark, cache, "json"), 2**30))
-            for name in ("accuracy", "lenient"):
-                counts = stored[name]
-                counts["pass_at"] = {int(k): value for k, value in counts["pass_at"].items()}
-                stored[name] = from_json(Accuracy, counts)
-            own = stored["fingerprint"]
-            found = from_json(BenchmarkResult, stored | {"fingerprint": own if isinstance(own, dict) else {}})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None
-        return found if (found.benchmark, found.cache) == (benchmark, cache) else None
+    def load(self, benchmark: str, cache: str, settings: Mapping[str, str]) -> BenchmarkResult | None:
+        """A finished result of these settings, None if there is none.
 
-    def save(self, result: BenchmarkResult, completions: Table) -> None:
-        """Write both files."""
-        path = self._file(result.benchmark, result.cache, "json")
+        Raises:
+            ValueError: If what is there is of other settings, or damaged.
+        """
+        path = self._file(benchmark, cache)
+        return read_results(path, settings, BenchmarkResult.of_stored, "It is measured anew.")
+
+    def save(self, result: BenchmarkResult, completions: Table, settings: Mapping[str, str]) -> None:
+        """Write both files, and of which settings they are."""
+        path = self._file(result.benchmark, result.cache)
         own_folder(self.path)
         own_folder(path.parent)
         write_parquet(path.with_suffix(".parquet"), completions)
-        write_whole(path, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+        write_results(path, settings, dataclasses.asdict(result))
 
-    def write(self, name: str, content: str | bytes) -> Path:
-        """Write another file and return its path."""
-        own_folder(self.path)
-        write_whole(self.path / name, content)
-        return self.path / name
-
-    def _file(self, benchmark: str, cache: str, suffix: str) -> Path:
-        return self.path / file_name(cache) / f"{file_name(benchmark)}.{suffix}"
+    def _file(self, benchmark: str, cache: str) -> Path:
+        return self.path / file_name(cache) / f"{file_name(benchmark)}.json"
 
 
 def _repeated(rows: Rows, samples: int) -> Rows:
     return [row for row in rows for _ in range(samples)]
+
+
+def results_table(results: Sequence[BenchmarkResult], answers: Convention = "strict") -> str:
+    """A row for every benchmark and cache, and one for each cache's means.
+
+    Accuracies are in percent with their 95 % intervals, by both conventions of what counts as the answer, ``answers``
+    first. Beside them stands what the cache costs.
+    """
+    conventions = sorted(CONVENTIONS, key=lambda convention: convention != answers)
+    head = ["benchmark", "problems", "measure", "cache", *conventions, "length", "cut off", "KV saved", "peak KV"]
+    rows = [head]
+    for result in results:
+        count = str(result.accuracy.num_problems)
+        rows.append([result.benchmark, count, result.measure, result.cache, *_numbers([result], conventions)])
+    for cache in dict.fromkeys(result.cache for result in results):
+        of_cache = [result for result in results if result.cache == cache]
+        rows.append(["mean", "", "", cache, *_numbers(of_cache, conventions)])
+    note = "Accuracies in %, with 95 % confidence over the problems. Length in tokens. Peaks are the largest."
+    too_long = {result.benchmark: result.too_long for result in results if result.too_long}
+    if too_long:
+        counts = ", ".join(f"{name} {count}" for name, count in too_long.items())
+        note += f"\nNot sampled, counted as wrong, since prompt and completion exceed the context: {counts}."
+    return f"{table(rows, 'lrll' + 'r' * 6)}\n\n{note}"
+
+
+def _numbers(results: Sequence[BenchmarkResult], conventions: Sequence[Convention]) -> list[str]:
+    """Accuracies and costs of a cache, means over benchmarks if there are several."""
+    accuracies = [interval(*mean_accuracy([result.by(answers) for result in results])) for answers in conventions]
+    names = ("mean_length", "clipped", "kv_saving_final")
+    length, clipped, saved = (fmean(getattr(result, name) for result in results) for name in names)
+    peak = max(result.kv_peak_bytes for result in results)
+    return [*accuracies, number(length, 1), percent(clipped), percent(saved), size(peak)]

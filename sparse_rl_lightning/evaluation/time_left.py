@@ -1,4 +1,4 @@
-"""TimeLeft: lines that say how far an evaluation is."""
+"""TimeLeft: lines that say how far a command is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparse_rl_lightning.text import say
 
 
 class TimeLeft:
-    """Prints how far an evaluation is, with tqdm's estimate of the time left, at most every ``seconds``.
+    """Prints how far a command is, with tqdm's estimate of the time left, at most every ``seconds``.
 
-    A sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for one short one;
-    ``total`` is the sum of these limits over all sequences to be drawn.
+    In an evaluation a sequence counts with the length limit of its benchmark, so that 32 long samples are not taken for
+    one short one; ``total`` is the sum of these limits over all sequences to be drawn.
     """
 
-    def __init__(self, total: int, seconds: float = 10.0) -> None:
+    def __init__(self, total: float, seconds: float = 10.0) -> None:
         self.total = total
         self.seconds = seconds
         self.done = 0
@@ -36,11 +36,14 @@ class TimeLeft:
         return drawn
 
     def report(self, where: str, progress: Progress, limit: int) -> None:
-        """Print a line if it is time, after a decode step of a rollout with at most ``limit`` tokens per completion."""
+        """Say how far it is after a decode step of a rollout with at most ``limit`` tokens per completion."""
+        batch = f"{where}: {progress.finished}/{progress.total} sequences of this batch"
+        self.tell(batch, self.done + progress.finished * limit)
+
+    def tell(self, where: str, done: float) -> None:
+        """Print a line if it is time."""
         now = time.monotonic()
         if now - self._last >= self.seconds:
             self._last = now
-            done = self.done + progress.finished * limit
-            batch = f"{where}: {progress.finished}/{progress.total} sequences of this batch"
-            form = "{desc}, {percentage:.0f} % of the evaluation, {remaining} left"
-            say(tqdm.format_meter(done, self.total, now - self._start, prefix=batch, bar_format=form))
+            form = "{desc}, {percentage:.0f} % of the whole, {remaining} left"
+            say(tqdm.format_meter(done, self.total, now - self._start, prefix=where, bar_format=form))

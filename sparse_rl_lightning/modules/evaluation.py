@@ -22,7 +22,6 @@ from sparse_rl_lightning.data import MathBenchmarks
 from sparse_rl_lightning.environments import Environment
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.evaluation.evaluate import draw_from, evaluate
-from sparse_rl_lightning.evaluation.page import results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import (
     Problems,
     benchmark_name,
@@ -39,9 +38,10 @@ from sparse_rl_lightning.evaluation.results import (
     completion_table,
     judge_answers,
     name_caches,
+    results_table,
 )
 from sparse_rl_lightning.evaluation.time_left import TimeLeft
-from sparse_rl_lightning.files import writable_folder
+from sparse_rl_lightning.files import own_folder, writable_folder, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint, sources
 from sparse_rl_lightning.metrics import mean_accuracy
 from sparse_rl_lightning.modules.base import PolicyModule
@@ -177,7 +177,7 @@ class Evaluation(PolicyModule):
                 self.log(f"test/{name}/{cache}/{answers}", result.by(answers).mean, batch_size=1)
 
     def on_test_epoch_end(self) -> None:
-        """Show and write table, JSON and picture of all results."""
+        """Show and write table and JSON of all results."""
         if not self.results:
             return
         for cache in self.caches:
@@ -279,13 +279,11 @@ class Evaluation(PolicyModule):
 
     def _stored(self, problems: Problems, cache: str) -> BenchmarkResult | None:
         """The result of an earlier run, None if there is none or it depends on what is another now, with a line."""
-        found = self.folder.load(problems.name, cache)
-        if found is None:
+        try:
+            return self.folder.load(problems.name, cache, self._fingerprint(problems, cache))
+        except UserError as error:
+            rank_zero_info(f"{problems.name}, {cache}: {error}")
             return None
-        changed = found.differs_in(self._fingerprint(problems, cache))
-        if changed:
-            rank_zero_info(f"{problems.name}, {cache}: the stored result {changed}; it is measured anew.")
-        return None if changed else found
 
     def _evaluate(self, problems: Problems, cache: str) -> BenchmarkResult:
         start, params = time.perf_counter(), self.params(problems.name)
@@ -305,14 +303,15 @@ class Evaluation(PolicyModule):
             draw = draw_from(sampler, self.generator.texts, params, problems.prompts, starts, report, self._talk)
             scores = evaluate(self._clock.counted(draw, limit), problems.sampled, judge, self.batch_size)
         seconds, counters = time.perf_counter() - start, self.checker.take_counters()
-        result = BenchmarkResult.of(problems, cache, self._fingerprint(problems, cache), scores, seconds, counters)
+        result = BenchmarkResult.of(problems, cache, scores, seconds, counters)
         if failed:
             rank_zero_warn(
                 f"{problems.name}, {cache}: the environment failed in {len(failed)} of {len(scores.completions)} "
                 f"conversations, which count as wrong, first: {failed[0].error}. This result is not kept."
             )
         else:
-            self._part_way(lambda: self.folder.save(result, completion_table(problems, scores)))
+            table, settings = completion_table(problems, scores), self._fingerprint(problems, cache)
+            self._part_way(lambda: self.folder.save(result, table, settings))
         return result
 
     @property
@@ -324,12 +323,13 @@ class Evaluation(PolicyModule):
         return [group * SEQUENCES_PER_BENCHMARK + row_number(row, n) * MAX_SAMPLES for n, row in enumerate(rows)]
 
     def _write(self, text: str) -> list[Path]:
-        """Write table, JSON and picture of all results; returns the paths of the latter two."""
-        self.folder.write("results.txt", text + "\n")
+        """Write table and JSON of all results; returns their paths."""
+        folder = own_folder(self.folder.path)
         stored = [dataclasses.asdict(result) for result in self.results]
-        written = [self.folder.write("results.json", json.dumps(stored, indent=2) + "\n")]
-        picture = results_picture(self.results, self.answers)
-        return written if picture is None else [*written, self.folder.write("results.png", picture)]
+        contents = {"results.txt": text + "\n", "results.json": json.dumps(stored, indent=2) + "\n"}
+        for name, content in contents.items():
+            write_whole(folder / name, content)
+        return [folder / name for name in contents]
 
     def _fingerprints(self, precision: str) -> dict[str, str]:
         """Fingerprints of the run: of the policy and all that draws with it, and of each cache."""

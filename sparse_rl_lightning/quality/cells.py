@@ -6,6 +6,7 @@ Letters: B sequences, T tokens.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -15,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.cache.compression import Compression
+from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import Judge, draw_from, evaluate
 from sparse_rl_lightning.metrics import accuracy
+from sparse_rl_lightning.metrics.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.quality.clock import Clock, TimedCompression, now
-from sparse_rl_lightning.quality.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
@@ -148,13 +149,14 @@ class Bench:
     def _times(self, compressor: Compressor, rollout: Rollout) -> dict[str, float | None]:
         """What cutting takes, and the rollout's own texts token by token, through both caches in turns."""
         layers, ratios = CacheGeometry.of(self.model).num_layers, []
-        clock = Clock(num_layers=layers)
+        timed = TimedCompression(compressor, layers)
         for part in rollout.parts(LEAST_PAIRS) if len(rollout) else []:
-            if not clock.cuts:  # alone, since reading the clock holds up a GPU
-                self._forced(TimedCompression(compressor, layers, clock), part)
+            if not timed.cuts:  # alone, since reading the clock holds up a GPU
+                timed = TimedCompression(compressor, layers)
+                self._forced(timed, part)
             seconds = self._forced(Compression(compressor, layers), part)
             ratios.append(seconds / self._forced(Compression(FullKV(), layers), part))
-        event = 1e3 / clock.events_per_second(compressor.buffer) if clock.cuts else None
+        event = 1e3 / timed.events_per_second if timed.cuts else None
         return {"time_ratio": median(ratios) if ratios else None, "event_ms": event}
 
     def _forced(self, compression: Compression, part: Rollout) -> float:
@@ -168,3 +170,42 @@ class Bench:
         start = now(self.model.device)
         force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)
         return now(self.model.device) - start
+
+
+@dataclass
+class TimedCompression(Compression):
+    """A compression that is timed while decoding; medians count, so that other work of the machine does not."""
+
+    cuts: list[float] = field(default_factory=list)  # seconds of each event: one slot cut in all its layers and heads
+    notes: list[float] = field(default_factory=list)  # seconds per slot, layer and step, where there is running state
+
+    @property
+    def events_per_second(self) -> float:
+        """Events per second, each with the running state of the steps since the one before."""
+        return 1 / (median(self.cuts) + self.compressor.buffer * self.num_layers * median(self.notes or [0.0]))
+
+    def compress(
+        self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int],
+        turn_starts: list[list[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Compress, and count the seconds."""
+        device = cache.geometry.device
+        start = now(device)
+        super().compress(cache, slots, lengths, room, turn_starts)
+        self.cuts += [(now(device) - start) / len(slots)] * len(slots)
+
+    def record_step(
+        self, cache: SlotCache, layer: int, slots: list[int], positions: Tensor, probs: Tensor | None, hidden: Tensor,
+        weights: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Note and count the seconds of a step in one layer."""
+        start = now(hidden.device)
+        super().record_step(cache, layer, slots, positions, probs, hidden, weights)
+        self.notes.append((now(hidden.device) - start) / len(slots))
+
+
+def now(device: torch.device) -> float:
+    """Seconds, when everything that was queued on this device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

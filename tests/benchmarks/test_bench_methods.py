@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import methods
 from docs import listing, method_pages
-from sparse_rl_lightning.cli.benchmark import FLOOR, FULL
-from sparse_rl_lightning.cli.benchmark.methods import Method
+from sparse_rl_lightning.cli.benchmark import FLOOR, FULL, Method
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model

@@ -29,8 +29,7 @@ from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.quality import page
-from sparse_rl_lightning.quality.cells import Bench, Cell
-from sparse_rl_lightning.quality.clock import now
+from sparse_rl_lightning.quality.cells import Bench, Cell, now
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 LENGTH, PROBLEMS, BUDGET, BUFFER = 24, 10, 16, 4
@@ -185,7 +184,6 @@ def test_first_rows_are_random_eviction_and_the_full_cache(
     assert head.split() == names.split()
     assert all(len(line) <= 120 for line in printed.partition("Written")[0].splitlines())
     assert Path("out/table.md").read_text().startswith("| method | budget |")
-    assert Path("out/table.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,21 +212,21 @@ def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.Mon
     assert Path("out/table.json").read_bytes() == before
     main([*arguments, "--num_slots", "3"])
     assert Path("out/table.json").read_bytes() == before
-    with pytest.raises(UserError, match=r"out/table.json holds a benchmark with another sampling. Choose another"):
+    with pytest.raises(UserError, match=r"out/table.json is of another sampling. Choose another"):
         main([*arguments, "--samples", "2"])
     content = json.loads(before)
     first, *_ = content["cells"]
     for change in (
-        {"lengths": None}, {"lengths": ["9", 9]}, {"lengths": [9]}, {"completions": ["a"]}, {"cells": [None]},
-        {"completions": content["completions"][:1]}, {"cells": [first | {"tail": "0.9"}]},
+        {"lengths": None}, {"lengths": ["9", 9]}, {"completions": ["a"]}, {"cells": [None]},
+        {"cells": [first | {"tail": "0.9"}]},
         {"cells": [first | {"intervals": {"tail": [None, 1.0]}}]}, {"cells": [first | {"budget": [1]}]},
     ):  # fmt: skip
         Path("out/table.json").write_text(json.dumps(content | change))
-        with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
+        with pytest.raises(UserError, match=r"out/table.json is damaged, or of something else"):
             main(arguments)
-    for broken in ("[1]", "", "[" * 9999, '{"settings": []}', '{"settings": {}, "cells": [{"method": "KNorm"}]}'):
+    for broken in ("[1]", "", "[" * 9999, '{"settings": []}'):
         Path("out/table.json").write_text(broken)
-        with pytest.raises(UserError, match=r"out/table.json is not of a benchmark"):
+        with pytest.raises(UserError, match=r"out/table.json is damaged, or of something else"):
             main(arguments)
     Path("out/table.json").unlink()
     with pytest.raises(UserError, match=r"--output='out' holds table.md.* and no table.json: of something else"):
@@ -385,8 +383,7 @@ def test_rows_that_are_not_judged_do_not_count(policy: str, own: Path) -> None:
 def test_reading_the_clock_is_not_in_the_ratio(policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second whenever it is read, as a GPU waits for it, nothing else takes time."""
     ticks = itertools.count(0.0)
-    for module in ("cells", "clock"):
-        monkeypatch.setattr(f"sparse_rl_lightning.quality.{module}.now", lambda device: next(ticks))
+    monkeypatch.setattr("sparse_rl_lightning.quality.cells.now", lambda device: next(ticks))
     *_, cell = main(["H2O", *options(policy, *TIMED)])
     assert cell.time_ratio == 1
     assert cell.event_ms is not None

@@ -16,7 +16,7 @@ from tiny_run import run_console
 
 from sparse_rl_lightning import __version__, cli
 from sparse_rl_lightning.cli import options
-from sparse_rl_lightning.cli.commands import COMMANDS
+from sparse_rl_lightning.cli.options import COMMANDS
 from sparse_rl_lightning.cli.training import SparseRLCLI
 from sparse_rl_lightning.planning.job import PROMPT
 

@@ -151,8 +151,7 @@ def parse(arguments: list[str]) -> None:
     """Parse only; wrong arguments end with an exit code."""
     try:
         if arguments[:1] == ["calibrate"]:
-            own = calibrate.with_file(arguments[1:]) if "--hardware" in arguments else arguments[1:]
-            capture_parser(lambda: calibrate.main(own)).parse_args(own)
+            capture_parser(lambda: calibrate.main(arguments[1:])).parse_args(arguments[1:])
             return
         if arguments[:1] == ["statistics"]:
             capture_parser(lambda: calibrate.statistics_main(arguments[1:])).parse_args(arguments[1:])
@@ -196,13 +195,13 @@ def test_commands_parse(document: Path) -> None:
 def test_wrong_commands_do_not_parse() -> None:
     parse(["fit", "--config", "configs/dense.yaml", "--model.sampling.num_generations=4"])
     parse(["calibrate", "--config", "configs/calibrate.yaml", "--binning.bin_size=8"])
-    parse(["calibrate", "--hardware"])
+    parse(["calibrate", "--hardware", "hardware.json"])
     parse(["report", "runs/a", "runs/b", "--output=x.html"])
     for wrong in (
         "fit --config configs/no_such.yaml",
         "fit --config configs/dense.yaml --model.num_generation=4",
         "calibrate --config configs/calibrate.yaml --bins=8",
-        "calibrate --hardware --binning.bin_size=8",
+        "calibrate --hardware hardware.json --binning.bin_size=8",
         "report",
         "report runs/a --out=x.html",
         "record check a.safetensors",

@@ -23,9 +23,14 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.data import JsonlPrompts
 from sparse_rl_lightning.evaluation.evaluate import Scores
-from sparse_rl_lightning.evaluation.page import draw, results_picture, results_table
 from sparse_rl_lightning.evaluation.problems import Problems, row_number
-from sparse_rl_lightning.evaluation.results import BenchmarkResult, completion_table, judge_answers, name_caches
+from sparse_rl_lightning.evaluation.results import (
+    BenchmarkResult,
+    completion_table,
+    judge_answers,
+    name_caches,
+    results_table,
+)
 from sparse_rl_lightning.evaluation.time_left import TimeLeft
 from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
@@ -97,7 +102,6 @@ def test_all_seven_benchmarks_end_to_end(folder: Path, policy: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert "Avg@3" in printed
     assert "mean" in printed
-    assert (folder / "runs/eval/evaluation/results.png").read_bytes()[:4] == b"\x89PNG"
     assert float(cli.trainer.callback_metrics["test/mean/dense"]) == 0.0
 
 
@@ -175,7 +179,7 @@ def test_a_checkpoint_is_evaluated_instead_of_the_folder(folder: Path, policy: P
     checkpoint |= {"loops": None, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
     torch.save(checkpoint, folder / "last.ckpt")
     main(["test", "--config", file, only, "--ckpt_path", str(folder / "last.ckpt")])
-    assert stored(folder, "dense", "aime24")["fingerprint"] != before["fingerprint"]
+    assert stored(folder, "dense", "aime24")["settings"] != before["settings"]
 
 
 def test_a_full_cache_takes_what_a_gpu_has_free(policy: Path) -> None:
@@ -422,7 +426,6 @@ def results() -> list[BenchmarkResult]:
         BenchmarkResult(
             name,
             cache,
-            "",
             accuracy(correct[: 1 + (cache == "dense")]),
             accuracy(correct[1:]),
             kv_saving_final=0.5,
@@ -433,45 +436,21 @@ def results() -> list[BenchmarkResult]:
     ]
 
 
-def test_table_and_picture() -> None:
-    text = results_table(results())
-    lines = text.splitlines()
-    assert lines[0].split() == ["benchmark", "problems", "measure", "dense", "RKV-24"]
-    assert "gsm8k" in lines[2]
-    assert "Avg@2" in lines[2]
-    assert "75.0 [" in lines[2]
-    assert "50.0 [" in lines[2]
-    assert lines[4].startswith("mean")
-    assert "2.0 KiB" in text
-    assert results_picture(results())[:4] == b"\x89PNG"
-
-
-def test_a_picture_of_a_benchmark_with_dollars_in_its_name() -> None:
-    own = [dataclasses.replace(result, benchmark=r"$\frac{ $") for result in results()[:2]]
-    picture = results_picture(own)
-    assert picture is not None
-    assert picture[:4] == b"\x89PNG"
-
-
-def test_a_picture_has_no_bar_where_nothing_was_measured() -> None:
-    """Where the table has a dash; the other bars stay at their benchmarks, and the mean at the end."""
-    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
-    dense, _, _, rkv = results()
-    draw(ax, [dense, rkv], "strict")
-    bars = [bar for drawn in ax.containers for bar in getattr(drawn, "patches", ())]  # not their error bars
-    places = [(round(bar.get_x() + bar.get_width() / 2, 6), bar.get_height()) for bar in bars]
-    assert places == [(-0.2, 75.0), (1.8, 75.0), (1.2, 50.0), (2.2, 50.0)]
+def test_table() -> None:
+    """A row per benchmark and cache, then their means; two conventions, and costs."""
+    lines = results_table(results()).splitlines()
+    assert lines[0].split()[:6] == ["benchmark", "problems", "measure", "cache", "strict", "lenient"]
+    assert [line.split()[0] for line in lines[2:8]] == ["gsm8k"] * 2 + ["aime24"] * 2 + ["mean"] * 2
+    assert lines[2].split()[1:5] == ["2", "Avg@2", "dense", "75.0"]
+    assert lines[3].split()[3:5] == ["RKV-24", "50.0"]
+    assert lines[2].endswith("10.0   25.0 %    50.0 %  2.0 KiB")
 
 
 def test_the_convention_of_the_answers_chooses_what_is_shown_first() -> None:
-    strict, lenient = (results_table(results(), answers) for answers in CONVENTIONS)
-    assert "75.0 [" in strict.splitlines()[2]
-    assert "100.0 [" in lenient.splitlines()[2]
-    assert "answers: lenient" in lenient
-    for text in (strict, lenient):
-        assert "75.0 / 100.0" in text
-        assert "50.0 / 100.0" in text
-    assert results_picture(results(), "lenient") != results_picture(results())
+    strict, lenient = (results_table(results(), answers).splitlines() for answers in CONVENTIONS)
+    assert lenient[0].split()[4:6] == ["lenient", "strict"]
+    assert strict[2].index("75.0") < strict[2].index("100.0")
+    assert lenient[2].index("75.0") > lenient[2].index("100.0")
 
 
 def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,11 +458,11 @@ def test_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     clock.report("gsm8k, dense", Progress(step=1, active=2, finished=0, total=4, tokens=9), limit=100)
     clock.report("gsm8k, dense", Progress(step=9, active=2, finished=2, total=4, tokens=99), limit=100)
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "gsm8k, dense: 0/4 sequences of this batch, 0 % of the evaluation, ? left"
-    assert re.fullmatch(r"gsm8k, dense: 2/4 sequences of this batch, 20 % of the evaluation, [\d:]+ left", second)
+    assert first == "gsm8k, dense: 0/4 sequences of this batch, 0 % of the whole, ? left"
+    assert re.fullmatch(r"gsm8k, dense: 2/4 sequences of this batch, 20 % of the whole, [\d:]+ left", second)
     clock.done, clock._start = 250, clock._start - 60.0
     clock.report("{x}", Progress(step=1, active=2, finished=0, total=4, tokens=9), limit=100)
-    assert capsys.readouterr().out == "{x}: 0/4 sequences of this batch, 25 % of the evaluation, 03:00 left\n"
+    assert capsys.readouterr().out == "{x}: 0/4 sequences of this batch, 25 % of the whole, 03:00 left\n"
 
 
 def test_real_rows_go_through_too(folder: Path, policy: Path, data_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def test_both_conventions_are_measured_logged_and_written(file: str, capsys: pyt
     assert table["correct"] == [True, False, False, False]
     assert table["correct_lenient"] == [True, True, True, False]
     assert table["extracted"] == ["2", "1+1=2", "2", "3"]
-    assert "25.0 / 75.0" in capsys.readouterr().out
+    assert re.search(r"dense +25\.0 \[.*\] +75\.0 \[", capsys.readouterr().out)
 
 
 def test_answers_chooses_the_headline_and_the_results_are_taken_up(file: str) -> None:
@@ -71,8 +72,7 @@ def test_answers_chooses_the_headline_and_the_results_are_taken_up(file: str) ->
     assert float(metrics["test/mine/dense/strict"]) == 0.25
     assert (ROOT / "dense" / "mine.json").stat().st_mtime_ns == before  # both were measured already
     text = (ROOT / "results.txt").read_text(encoding="utf-8")
-    assert "75.0 [" in text
-    assert "answers: lenient" in text
+    assert re.search(r"dense +75\.0 \[.*\] +25\.0 \[", text)
 
 
 def test_an_unknown_convention_is_refused_by_name() -> None:

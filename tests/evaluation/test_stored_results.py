@@ -143,11 +143,11 @@ def test_what_changed_is_said_and_old_results_are_measured_anew(
     is_taken(tmp_path, evaluation())
     caplog.set_level("INFO")
     assert not is_taken(tmp_path, evaluation(ends_elsewhere), "bf16-mixed")
-    assert "own, KNorm-12: the stored result is of other settings (end tokens, precision); it is" in caplog.text
+    assert "KNorm-12/own.json is of another end tokens, precision. It is measured anew." in caplog.text
     results = tmp_path / "evaluation" / "KNorm-12" / "own.json"
-    results.write_text(json.dumps(json.loads(results.read_text()) | {"fingerprint": "0123"}))
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"settings": "0123"}))
     assert not is_taken(tmp_path, evaluation(ends_elsewhere), "bf16-mixed")
-    assert "the stored result does not say what it is of; it is measured anew" in caplog.text
+    assert "own.json is damaged, or of something else. It is measured anew." in caplog.text
 
 
 METHOD = """
@@ -232,7 +232,7 @@ def test_an_environment_of_a_yaml_file_is_told_apart_and_ends(folder: Path) -> N
     assert "taken from" not in run()
     assert "own, dense: taken from" in run()
     Path("mine_env.py").write_text(ENVIRONMENT.replace("None, 0.0", "None, 1.0"))
-    assert "stored result is of other settings (environment)" in run()
+    assert "own.json is of another environment. It is measured anew." in run()
 
 
 def limited() -> None:

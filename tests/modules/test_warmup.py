@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sparse_rl_lightning.calibration.query_statistics import read_texts
+from sparse_rl_lightning.calibration.query_statistics import encode_texts
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -87,8 +86,8 @@ def test_a_solution_stands_behind_its_prompt(given: str | None, marks: str, tmp_
         ids, targets = module._encode([{"prompt": prompt, "solution": solution}])
         text = solution.replace("\ud800", "\ufffd")
         assert tokenizer.decode(ids[0, :-1]).lstrip(" ") == prompt + text
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": solution}))
-        assert read_texts(tmp_path / "rows.jsonl", tokenizer, 99) == ids[:, :-1].tolist() or given
+        row = {"prompt": prompt, "completion": solution}
+        assert encode_texts([("row 1", row)], tokenizer, 99) == ids[:, :-1].tolist() or given
         learned = tokenizer.decode([tokenizer.convert_tokens_to_ids("t"), *targets[0][targets[0] >= 0][:-1]])
         assert learned.lstrip(" ") == "t" + (text.replace("? two", "") if given else text)
 

@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
-from sparse_rl_lightning.cli.commands import COMMANDS
 from sparse_rl_lightning.cli.launch import set_threads
 from sparse_rl_lightning.cli.messages import ClearParser, explain, is_from, own_error
+from sparse_rl_lightning.cli.options import COMMANDS
 from sparse_rl_lightning.cli.quiet import prepared
 from sparse_rl_lightning.cli.training import checks
 from sparse_rl_lightning.cli.training.export import ExportingTrainer

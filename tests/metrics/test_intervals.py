@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_rl_lightning.quality.intervals import mean, ratio, share, tail
+from sparse_rl_lightning.metrics.intervals import mean, ratio, share, tail
 
 
 def test_a_mean_has_the_interval_of_a_mean() -> None:

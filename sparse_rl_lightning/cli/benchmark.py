@@ -3,36 +3,98 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.cli import options
-from sparse_rl_lightning.cli.benchmark.methods import Method
-from sparse_rl_lightning.cli.calibrate import device_of, progress_bar
-from sparse_rl_lightning.cli.classes import argument_names, imported
+from sparse_rl_lightning.cli.calibrate import device_of
+from sparse_rl_lightning.cli.classes import argument_names, imported, known_classes
+from sparse_rl_lightning.cli.messages import LOOKED_FOR, ClearParser, explain, own_error
 from sparse_rl_lightning.compressors import Compressor, FullKV, LearnedScore
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
-from sparse_rl_lightning.files import stored_tensors, writable_folder, write_whole
+from sparse_rl_lightning.files import stored_tensors, whole_file, writable_folder, write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.pretrained import load_pretrained
-from sparse_rl_lightning.records import Rollout, Rows
+from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.text import say
+from sparse_rl_lightning.text import nearby, say
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from sparse_rl_lightning.quality.cells import Bench, Cell
     from sparse_rl_lightning.quality.results import Results
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table: a class by its name, or one with its arguments as in a configuration."""
+
+    name: str
+    path: str
+    arguments: dict[str, Any] | None = None  # of a file, before those that all methods share
+
+    @classmethod
+    def of(cls, given: str) -> Method:
+        """The method that ``SnapKV``, ``mine.Method`` or ``method.yaml`` names.
+
+        Raises:
+            ValueError: If there is no such class or file, or it is no compressor.
+        """
+        if not given.endswith((".yaml", ".yml")):
+            return cls(given.rpartition(".")[2], _checked_path(given))
+        try:
+            read = yaml.safe_load(whole_file(given, 2**24))
+            path, arguments = read["class_path"], read.get("init_args") or {}
+        except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{given!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
+            ) from error
+        return cls(Path(given).stem, _checked_path(path), arguments)
+
+    def compressor(self, sizes: dict[str, Any]) -> Compressor:
+        """The compressor with these sizes, as far as its class takes them; a file's own go before all but the budget.
+
+        Raises:
+            ValueError: If the arguments do not fit.
+        """
+        taken = {name: value for name, value in sizes.items() if name in argument_names(self.path)}
+        config = {"class_path": self.path, "init_args": taken | (self.arguments or {})}
+        parser: Any = ClearParser(exit_on_error=False)
+        parser.add_subclass_arguments(Compressor, "method")
+        try:
+            found: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
+        except Exception as error:
+            raise own_error(error) or UserError(explain(str(error))) from error
+        return found if self.arguments is None else found.with_budget(sizes["budget"])
+
+
+def _checked_path(given: str) -> str:
+    """The import path of a compressor's class."""
+    try:
+        found = imported(given) if "." in given else known_classes()[given]
+    except KeyError as error:
+        raise UserError(explain(f"Expected a dot import path string: {given}").partition("\n")[2]) from error
+    except Exception as error:  # whatever the user's module raises
+        hint = f" {LOOKED_FOR}" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"{given!r} cannot be imported: {type(error).__name__}: {error}.{hint}") from error
+    if not (inspect.isclass(found) and issubclass(found, Compressor)):
+        raise UserError(f"{given!r} is no compressor: derive it from sparse_rl_lightning.compressors.Compressor.")
+    return f"{found.__module__}.{found.__qualname__}"
+
 
 PACKAGE = "sparse_rl_lightning"
 FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction")
 FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV")
+LEAST = {"timed": 0, "num_sinks": 0} | dict.fromkeys(
+    ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"), 1
+)
+"""The smallest numbers that options may be."""
 OF_DATA = ("prompt_column", "answer_column", "answer_pattern", "prompt_template", "as_chat")
 PROBE = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 """Sizes at which a class of the user's is held to the contract."""
@@ -51,47 +113,40 @@ def main(args: Sequence[str]) -> list[Cell]:
         ValueError: If a name, the policy, the data or a number is wrong, at a budget nothing would be evicted, or
             nothing can be measured.
     """
+    from sparse_rl_lightning.evaluation.time_left import TimeLeft
     from sparse_rl_lightning.quality import page
     from sparse_rl_lightning.quality.results import Results
 
     given = options.benchmark().parse_args(args)
     methods = _methods(given.methods)
     check_seed(given.seed, "--seed")
-    check_number("--timed", given.timed, least=0)
-    for name in ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"):
-        check_number(f"--{name}", getattr(given, name), least=1, or_none=True)
-    check_number("--num_sinks", given.num_sinks, least=0, or_none=True)
+    for name, least in LEAST.items():
+        check_number(f"--{name}", getattr(given, name), least=least, or_none=True)
     bench = _bench(given)
-    folder = writable_folder(given.output, "--output", "table.json", ("table.md", "table.png"))
+    folder = writable_folder(given.output, "--output", "table.json", ["table.md"])
     settings = {
         "policy": fingerprint(policy=bench.model), "data or tasks": fingerprint(rows=bench.rows),
         "tokenizer": fingerprint(tokenizer=bench.tokenizer),
         "sampling": fingerprint(params=bench.params, ends=bench.sampler(FullKV()).end_token_ids),
         "version": __version__,
     }  # fmt: skip
-    results = Results(folder / "table.json", settings, len(bench.rows) * bench.params.num_generations)
+    results = Results(folder / "table.json", settings)
     bench, mean, longest = _beside(bench, results)
     budgets, sizes = _sizes(given, mean, longest)
     for method in methods:
         if method.arguments is not None:  # a mistake in a file ends this before hours are measured
             method.compressor({**sizes, "budget": budgets[-1]})
     cells: list[Cell] = []
-    with progress_bar(1 + len(budgets) * (len(methods) - 1)) as progress:
-        for method in methods:
-            for budget in [None] if method is FULL else budgets:
-                progress(f"{method.name}, budget {budget or 'full'}", len(cells))
-                cells.append(_measured(bench, results, method, budget, sizes))
+    left = TimeLeft(1 + len(budgets) * (len(methods) - 1))
+    for method in methods:
+        for budget in [None] if method is FULL else budgets:
+            left.tell(f"{method.name}, budget {budget or 'full'}", len(cells))
+            cells.append(_measured(bench, results, method, budget, sizes))
     say(page.terminal(cells))
     if all(cell.reason for cell in cells):
         raise UserError(f"Nothing could be measured, not even the full cache: {cells[0].reason}")
     write_whole(folder / "table.md", page.markdown(cells))
-    written = ["table.json", "table.md"]
-    try:
-        page.draw(cells, folder / "table.png")
-        written.append("table.png")
-    except ImportError:
-        say("No picture: it needs matplotlib, pip install 'sparse-rl-lightning[report]'.")
-    say(f"Written: {', '.join(written[:-1])} and {written[-1]} to {folder}")
+    say(f"Written: {nearby(results.path)}, {nearby(folder / 'table.md')}")
     return cells
 
 
@@ -151,12 +206,13 @@ def _rows(given: argparse.Namespace) -> Rows:
 
 def _beside(bench: Bench, results: Results) -> tuple[Bench, int, int]:
     """The bench that knows lengths of the full cache, their mean and the largest, noted for a run that goes on."""
-    if results.content.get("completions") is None:
+    if len(results.completions) != len(bench.rows) * bench.params.num_generations:
         rollout = bench.draw(FullKV())
-        lengths = [round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())]
-        results.write(lengths=lengths, completions=rollout.completion_lengths.tolist())
-    mean, longest = results.content["lengths"]
-    return replace(bench, full_lengths=torch.tensor(results.content["completions"])), mean, longest
+        results.lengths = [round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())]
+        results.completions = rollout.completion_lengths.tolist()
+        results.write()
+    mean, longest = results.lengths
+    return replace(bench, full_lengths=torch.tensor(results.completions)), mean, longest
 
 
 def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int], dict[str, Any]]:
@@ -220,12 +276,7 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
 
     if method.arguments is not None:
         return method.compressor(sizes)
-    files = {}
-    for argument in _asked(method):
-        path = results.path.with_name(f"{argument}-{fingerprint(**results.content['settings'])[:16]}.safetensors")
-        if stored_tensors(path) is None:  # from other completions of the same prompts
-            MAKERS[argument](bench.model, bench.draw(FullKV(), seed=1), path)
-        files[argument] = str(path)
+    files = {argument: _file_of_policy(bench, results, argument) for argument in _asked(method)}
     if not files and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
     return method.compressor({**sizes, **files})
@@ -233,29 +284,25 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
 
 def _asked(method: Method) -> list[str]:
     """The arguments that name files with what the class has to know of a policy."""
-    taken = argument_names(method.path) & MAKERS.keys()
+    taken = argument_names(method.path) & {"statistics", "weights"}
     return sorted(taken if issubclass(imported(method.path), LearnedScore) else taken - {"weights"})
 
 
-def _statistics(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
-    """Statistics of the queries in a rollout."""
-    from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics
-
-    shown = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
-    gather_statistics(model, *shown).save(str(path))
-
-
-def _network(model: PreTrainedModel, rollout: Rollout, path: Path) -> None:
-    """A network that imitates the full cache's attention in a rollout."""
+def _file_of_policy(bench: Bench, results: Results, argument: str) -> str:
+    """Statistics of the policy's queries, or a network that imitates its attention, from other completions."""
     from sparse_rl_lightning.calibration.imitation import HORIZON, imitate_attention
-    from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH
+    from sparse_rl_lightning.calibration.query_statistics import MAX_LENGTH, gather_statistics
     from sparse_rl_lightning.compressors.learned_score import save_network
 
-    horizon = min(HORIZON, max(1, int(rollout.lengths.max()) // 2))
-    shown = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
-    network, _ = imitate_attention(model, *shown, horizon=horizon, seed=0)
-    save_network(network, path)
-
-
-MAKERS = {"statistics": _statistics, "weights": _network}
-"""Arguments of compressors that have to know the policy, and what writes their file."""
+    path = results.path.with_name(f"{argument}-{fingerprint(**results.settings)[:16]}.safetensors")
+    if stored_tensors(path) is not None:
+        return str(path)
+    rollout = bench.draw(FullKV(), seed=1)
+    texts, lengths = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
+    if argument == "statistics":
+        gather_statistics(bench.model, texts, lengths).save(path)
+    else:
+        horizon = min(HORIZON, max(1, int(rollout.lengths.max()) // 2))
+        network, _ = imitate_attention(bench.model, texts, lengths, horizon=horizon, seed=0)
+        save_network(network, path)
+    return str(path)

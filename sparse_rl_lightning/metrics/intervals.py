@@ -1,4 +1,6 @@
-"""Numbers of texts with their 95 % intervals over the problems, whose texts are not independent of each other.
+"""Numbers of texts with their 95 % intervals over the problems: what is drawn for one problem resembles itself.
+
+Where sequences are what is drawn, tokens belong to these as sequences do to problems.
 
 Letters: N sequences or tokens, P problems.
 """
@@ -29,12 +31,13 @@ def ratio(numerators: Tensor, denominators: Tensor, problems: Tensor) -> Estimat
     Args:
         numerators: Numbers (N,) of sequences, or of tokens, such as 1 where both caches agree.
         denominators: Numbers (N,), such as 1 for a token.
-        problems: The problem (N,) of each, from 0 to P - 1.
+        problems: The number (N,) of each one's problem.
     """
-    count = int(problems.max()) + 1
+    numbers, places = torch.unique(problems, return_inverse=True)
+    count = len(numbers)
     over, under = (
-        torch.zeros(count, dtype=torch.float64).index_add_(0, problems, part.double())
-        for part in (numerators, denominators)
+        torch.zeros(count, dtype=torch.float64).index_add_(0, places, values.double())
+        for values in (numerators, denominators)
     )
     value = float(over.sum() / under.sum())
     if count == 1:
@@ -54,9 +57,9 @@ def share(scores: Tensor, problems: Tensor) -> Estimate:
     return Estimate(float(scores.double().mean()), *confidence_interval(scores, problems))
 
 
-def tail(values: Tensor, problems: Tensor, part: float = TAIL) -> Estimate:
+def tail(values: Tensor, problems: Tensor) -> Estimate:
     """The percentile of values (N,); its bounds are the percentiles at the bounds of the share of values below it."""
-    value = percentile(values, part)
+    value = percentile(values)
     below, low, high = mean(values < value, problems)
-    around = (part + bound - below for bound in (low, high))
+    around = (TAIL + bound - below for bound in (low, high))
     return Estimate(value, *(percentile(values, min(1.0, max(0.0, bound))) for bound in around))
