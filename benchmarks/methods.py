@@ -74,7 +74,6 @@ def with_arguments(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "SnapKV, Adaptive": own("SnapKV", budget_rule=around("Adaptive")),
         "Combined": around("Combined", compressors=[own("SnapKV"), own("KeyDiff")]),
         "Combined, one set per layer": around("Combined", compressors=[own("SnapKV")], across_heads="max"),
-        "Drawn": around("Drawn", compressor=own("SnapKV")),
     }
 
 

@@ -61,19 +61,17 @@ of torch (default: torch's own choice). A `seed` that is null takes that of `see
 its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
-WRAPPERS = [compressors.Combined, compressors.Drawn]
+WRAPPERS = [compressors.Combined]
 METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, *WRAPPERS)]
 
 GROUPS: list[Group] = [
     (
         "Modules",
         "`model.class_path`. [Replay](corrections.md#exact-replay), "
-        "[learned evictions](corrections.md#evictions-that-are-learned), "
         "[DistillSparse](sparrow.md#distillsparse) and [evaluation](evaluation.md) have pages or sections.",
         [
             modules.SparseGRPO,
             modules.ReplayGRPO,
-            modules.LearnedEvictionGRPO,
             modules.DistillSparse,
             modules.Evaluation,
             modules.SupervisedWarmup,

@@ -32,9 +32,6 @@ UPDATE: list[Row] = [
 ]
 REPLAY: list[Row] = [
     ("time/replay", "seconds", "replayed log-probs (`ReplayGRPO`, `DistillSparse`)"),
-    ("draws/logprob", "nats", "log-probability of a head's drawn evictions at an event, mean (`LearnedEvictionGRPO`)"),
-    ("draws/ratio_max", "ratio", "largest ratio of a draw's probability now to that before the update"),
-    ("draws/clip_ratio", "share", "draws whose gradient the clip of that ratio stops"),
 ]
 DISTILL: list[Row] = [
     ("distill/loss", "", "loss of the adapter's steps"),

@@ -51,9 +51,9 @@ own completions, at temperature 1 unless the heading says otherwise. After `make
 
 All methods have a buffer of 32 tokens, four sinks and a window of 8, and the prompt may be evicted, unless the
 heading says otherwise. LagKV's chunks have 31 tokens, and `Pyramid` has beta 2. `Combined` is `SnapKV` with
-`KeyDiff`; one set per layer is `SnapKV` alone with `across_heads`. `Drawn` is around `SnapKV`. "By age" is
-`age_normalized: true`, "drawn anew" is `redraw: true`. Statistics and networks come from other completions of the
-model. Replay reproduces the sampler's log-probs in every row; the largest difference is {replay:.0e}.
+`KeyDiff`; one set per layer is `SnapKV` alone with `across_heads`. "By age" is `age_normalized: true`, "drawn anew" is
+`redraw: true`. Statistics and networks come from other completions of the model. Replay reproduces the sampler's
+log-probs in every row; the largest difference is {replay:.0e}.
 
 {runs}
 

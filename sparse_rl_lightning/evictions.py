@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
@@ -139,30 +138,6 @@ class EvictionRecord:
     def state(self) -> dict[str, Any]:
         """The arguments of the constructor, as a dictionary of tensors and integers."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True)
-class EvictionDraws:
-    """Drawn evictions of B sequences, event by event; E events at most, M entries evicted at most by one of them."""
-
-    steps: Tensor  # (B, E) int64, tokens fed before the event, -1 for none
-    order: Tensor  # (B, E, L, H, M) int32 positions of the evicted as they were drawn, -1 behind the last
-    logprobs: Tensor  # (B, E, L, H) log-probability of the ordered draw, 0 for none
-
-    def __getitem__(self, index: Tensor | slice) -> EvictionDraws:
-        return EvictionDraws(self.steps[index], self.order[index], self.logprobs[index])
-
-    @classmethod
-    def cat(cls, parts: Sequence[EvictionDraws]) -> Self:
-        """All sequences in the order given, with room for the most events and evicted entries of any."""
-        events, most = max(p.steps.shape[1] for p in parts), max(p.order.shape[-1] for p in parts)
-        steps, orders, logprobs = [], [], []
-        for part in parts:
-            more = events - part.steps.shape[1]
-            steps.append(F.pad(part.steps, (0, more), value=-1))
-            orders.append(F.pad(part.order, (0, most - part.order.shape[-1], 0, 0, 0, 0, 0, more), value=-1))
-            logprobs.append(F.pad(part.logprobs, (0, 0, 0, 0, 0, more)))
-        return cls(torch.cat(steps), torch.cat(orders), torch.cat(logprobs))
 
 
 def _sequence(death: Tensor) -> tuple[Tensor, Tensor, Tensor]:

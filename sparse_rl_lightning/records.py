@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER as NEVER
-from sparse_rl_lightning.evictions import EvictionDraws as EvictionDraws
 from sparse_rl_lightning.evictions import EvictionRecord as EvictionRecord
 
 Rows: TypeAlias = list[dict[str, Any]]
@@ -190,7 +189,6 @@ class Rollout:
     old_logprobs: Tensor | None = None  # (B, T) dense policy before the update
     ref_logprobs: Tensor | None = None  # (B, T) reference policy, when beta > 0
     replay_logprobs: Tensor | None = None  # (B, T) policy before the update, under the sampler's evictions
-    draws: EvictionDraws | None = None  # of the policy before the update, where evictions were drawn
     rewards: Tensor | None = None  # (B,)
     advantages: Tensor | None = None  # (B,)
     keep: Tensor | None = None  # (B, T) bool, tokens that rejection leaves
@@ -287,8 +285,6 @@ class Rollout:
             state["evictions"] = EvictionRecord(**state["evictions"])
         if "kv" in state:
             state["kv"] = KVUsage(**state["kv"])
-        if "draws" in state:
-            state["draws"] = EvictionDraws(**state["draws"])
         return cls(**state)
 
 
@@ -369,7 +365,7 @@ class LossOutput:
 def _plain(value: Any) -> Any:
     if isinstance(value, EvictionRecord):
         return value.state()
-    if isinstance(value, (KVUsage, EvictionDraws)):
+    if isinstance(value, KVUsage):
         return {f.name: getattr(value, f.name) for f in fields(value)}
     return value
 

@@ -36,7 +36,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # the configuration, and what i
     "quickstart": ("quickstart", {}),
     "dense": ("dense", {}),
     "ReplayGRPO": ("replay", {}),
-    "LearnedEvictionGRPO": ("learned_eviction", {}),
     "DistillSparse": ("distill", {}),
     "retrieval": ("retrieval", {}),
     "conversation": ("tools", {"model": {"init_args": {"policy": {"init_args": {"alphabet": "0123456789+-*?;#!"}}}}}),

@@ -24,6 +24,8 @@ from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from experiments.learned_eviction import Drawn, LearnedEvictionGRPO
+from experiments.learned_eviction.drawn import NewScore
 from sparse_rl_lightning import modules
 from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
@@ -38,7 +40,6 @@ from sparse_rl_lightning.callbacks import (
 )  # fmt: skip
 from sparse_rl_lightning.checkpoints import sharded
 from sparse_rl_lightning.checkpoints.files import incomplete
-from sparse_rl_lightning.compressors import Drawn, LearnedScore
 from sparse_rl_lightning.data.base import in_order
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
@@ -338,8 +339,8 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
     kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
     if job.get("learns_evictions"):  # which these files of plain numbers cannot say
-        kind = modules.LearnedEvictionGRPO
-        options["compressor"] = Drawn(LearnedScore(budget=8, buffer=3, num_sinks=1, window=2), temperature=0.5)
+        kind = LearnedEvictionGRPO
+        options["compressor"] = Drawn(NewScore(budget=8, buffer=3, num_sinks=1, window=2), temperature=0.5)
     if job.get("talks"):
         options = {**options, **talk()}
         reward = options.pop("reward")

@@ -20,8 +20,8 @@ from sparse_rl_lightning.cli.classes import imported, known_classes
 from sparse_rl_lightning.fingerprints import is_own, source_files
 
 PARTS = ("rewards", "data", "environments", "compressors", "callbacks.corrections")
-FROZEN = ("experiments.real.task", "experiments.stability.task")
-"""Files of studies, with their tasks and rewards."""
+FROZEN = ("experiments.real.task", "experiments.stability.task", "experiments.learned_eviction.drawn")
+"""Files of studies, with their tasks, rewards and compressors."""
 DECIDING = (*(f"sparse_rl_lightning.{part}." for part in PARTS), *(f"{module}." for module in FROZEN))
 ALWAYS = (losses, advantages, corrections)
 """Pure functions that no configuration names, and that every training run goes through."""

@@ -11,6 +11,12 @@ from typing import Any
 from benchmarks import ROOT
 from sparse_rl_lightning.files import write_whole
 
+FORMER_NAMES = {
+    "../experiments/learned_eviction/": "",  # its configuration was shipped, and its classes were the package's
+    "experiments.learned_eviction.drawn.": "",
+    "experiments.": "benchmarks.",
+}
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Every line, none if there is no file yet."""
@@ -32,5 +38,7 @@ def add_options(parser: argparse.ArgumentParser, name: str, page: str) -> None:
 
 
 def known_as(text: str) -> str:
-    """A text in which the classes of ``experiments`` have the names of before, under which results are kept."""
-    return text.replace("experiments.", "benchmarks.")
+    """A text in which what lies in ``experiments`` has the names of before, under which results are kept."""
+    for now, before in FORMER_NAMES.items():
+        text = text.replace(now, before)
+    return text

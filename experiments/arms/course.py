@@ -11,11 +11,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.common.arithmetic import solved
+from experiments.learned_eviction.drawn import Drawn
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.cli.classes import imported
-from sparse_rl_lightning.compressors import Compressor, Drawn, FullKV
+from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards

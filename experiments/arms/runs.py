@@ -23,6 +23,7 @@ from sparse_rl_lightning.cli.yaml_files import read_file
 from sparse_rl_lightning.files import write_whole
 
 CONFIGS = ROOT / "configs"
+DRAWN = "experiments.learned_eviction.drawn.Drawn"
 CODE = "code.txt"  # in a run's folder: which code it was begun with
 ANY_CALLBACK = str | dict[str, Any]
 
@@ -57,7 +58,7 @@ class Arm:
         """The compressor of its rollouts, made of the method that all arms have."""
         if self.temperature is None:
             return compressor
-        return {"class_path": "Drawn", "init_args": {"compressor": compressor, "temperature": self.temperature}}
+        return {"class_path": DRAWN, "init_args": {"compressor": compressor, "temperature": self.temperature}}
 
 
 _UNBOUNDED: tuple[ANY_CALLBACK, ...] = ("SparsityAwareRejection", "ImportanceReweighting")

@@ -25,8 +25,9 @@ BASELINE = Arm(
 UNLEARNED = Arm(
     "rejection, the rejected replayed", "replay", ("SparsityAwareRejection",), {"replay_objective": "rejected"}
 )
-DRAWN = Arm("replay + drawn eviction", "learned_eviction", options={"eviction_weight": 0.0}, temperature=0.3)
-LEARNED = Arm("replay + learned eviction", "learned_eviction", temperature=0.3)
+LEARNING = "../experiments/learned_eviction/learned_eviction"
+DRAWN = Arm("replay + drawn eviction", LEARNING, options={"eviction_weight": 0.0}, temperature=0.3)
+LEARNED = Arm("replay + learned eviction", LEARNING, temperature=0.3)
 ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
 FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
 

@@ -3,7 +3,6 @@
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.compressors.combined import Combined
 from sparse_rl_lightning.compressors.cur import CUR
-from sparse_rl_lightning.compressors.drawn import Drawn
 from sparse_rl_lightning.compressors.expected_attention import ExpectedAttention
 from sparse_rl_lightning.compressors.full import FullKV
 from sparse_rl_lightning.compressors.h2o import H2O
@@ -27,7 +26,6 @@ __all__ = [
     "TOVA",
     "Combined",
     "Compressor",
-    "Drawn",
     "ExpectedAttention",
     "FullKV",
     "KNorm",

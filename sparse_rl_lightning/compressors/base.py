@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
 from sparse_rl_lightning.errors import UserError, check_number
@@ -151,17 +151,6 @@ class Compressor(Budgeted):
     """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
     needs_layer_index = False
     """Whether :meth:`score` reads ``layer.layer_index``: layers are then scored one at a time, not several at once."""
-    scores_are_logits = False
-    """Whether scores have a scale of their own, which ``Drawn`` leaves as it is."""
-
-    @property
-    def state_is_constant(self) -> bool:
-        """Whether an entry's running numbers come from its own token alone and never change.
-
-        A learner then finds them again by one call of :meth:`update_state` for a whole sequence.
-        """
-        return False
-
     needs_rotation: Rotation = False
     """Whether :meth:`score` reads ``layer.inv_freq``; ``whole`` if it wants all channels of a head rotated by them.
 
@@ -189,13 +178,12 @@ class Compressor(Budgeted):
         owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
         return owners[0] is not Compressor and issubclass(owners[0], owners[1])
 
-    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
-        """The weights that this method has learned, or learns, for a model of these sizes; None for most methods.
+    def check_model(self, sizes: ModelSizes) -> None:  # most methods take any model
+        """Refuse a model that what this method has learned does not fit; samplers ask.
 
-        Samplers ask whether they fit. The module that trains them makes them ``anew`` where there are none yet, and
-        holds them: a compressor belongs to one such module.
+        Raises:
+            ValueError: If it does not.
         """
-        return None
 
     def update_state(self, update: StateUpdate) -> None:
         """Update the running numbers in ``update.state`` and ``update.head_state`` for new tokens, in place.

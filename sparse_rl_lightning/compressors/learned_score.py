@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +16,9 @@ from torch import Tensor, nn
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_position
-from sparse_rl_lightning.errors import UserError, check_number, check_seed
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_files
-from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.records import LayerState, StateUpdate
-
-FILE = "learned_score.safetensors"
-"""Name of the network's file in the folder of an exported policy."""
 
 
 class ScoreNetwork(nn.Module):
@@ -64,11 +59,6 @@ class ScoreNetwork(nn.Module):
         units = torch.tanh(products + self.bias[layer][:, None])
         return (units * self.outer[layer][:, None]).sum(dim=-1)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the module to its device, but not to another type."""
-        super()._apply(lambda own: own.to(fn(own).device), recurse)  # type: ignore[no-untyped-call]
-        return self
-
     @property
     def sizes(self) -> ModelSizes:
         """Of the model that it is for."""
@@ -80,15 +70,12 @@ class LearnedScore(Compressor):
     """Keep the entries that a small learned network per layer and head finds worth keeping (as arXiv 2602.10238).
 
     The network reads key, value and hidden state of a token once, when it enters the cache; its worth is a number kept
-    with the entry, minus a learned rate times the logarithm of its age. ``LearnedEvictionGRPO`` trains the network
-    inside :class:`~sparse_rl_lightning.compressors.Drawn`, from equal worths on, under which draws are by chance.
+    with the entry, minus a learned rate times the logarithm of its age. ``sparse-rl statistics`` teaches the network to
+    foresee the full cache's attention.
 
     Args:
         budget: Tokens kept per layer and KV head, like all sizes not listed here as in :class:`Compressor`.
-        weights: File of a trained network, of ``sparse-rl statistics --method LearnedScore``, or
-            ``learned_score.safetensors`` in the folder of an exported policy; null to begin anew.
-        width: Hidden units of a new network.
-        seed: Seed of a new network, null for that of ``seed_everything``.
+        weights: File of a trained network, of ``sparse-rl statistics --method LearnedScore``.
         **sizes: Further arguments of :class:`Compressor`.
 
     Raises:
@@ -97,48 +84,29 @@ class LearnedScore(Compressor):
 
     needs_hidden_states = True
     needs_layer_index = True
-    scores_are_logits = True
     num_queries = 0
 
-    def __init__(
-        self, budget: int | LengthSchedule, *, weights: str | None = None, width: int = 16, seed: int | None = None,
-        **sizes: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, budget: int | LengthSchedule, *, weights: str, **sizes: Any) -> None:
         super().__init__(budget, **sizes)
-        check_number("width", width, least=1, owner="LearnedScore")
-        check_seed(seed, "LearnedScore.seed")
-        self.weights, self.width, self.seed = weights, width, seed
-        self._network: ScoreNetwork | None = None if weights is None else load_network(weights)
+        self.weights = weights
+        self.network = load_network(weights)
 
     @property
     def state_fields(self) -> tuple[str, ...]:
         """Worth of an entry."""
         return ("worth",)
 
-    @property
-    def state_is_constant(self) -> bool:
-        """True: a worth is that of the entry's own token."""
-        return True
-
-    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module:
-        """The network for a model of these sizes.
-
-        Raises:
-            ValueError: If there is none yet and none is to be made, or it is for a model of other sizes.
-        """
-        if self._network is None and anew:
-            self._network = ScoreNetwork(sizes, self.width, seed_of(self.seed))
-        network = self._learned()
-        if network.sizes != sizes:
+    def check_model(self, sizes: ModelSizes) -> None:
+        """Refuse a model of other sizes than the network's."""
+        if self.network.sizes != sizes:
             raise UserError(
-                f"LearnedScore: weights={self.weights!r} is for a model of {network.sizes}, this one has {sizes}. Give "
-                "the file that was trained with it."
+                f"LearnedScore: weights={self.weights!r} is for a model of {self.network.sizes}, this one has {sizes}. "
+                "Give the file that was trained with it."
             )
-        return network
 
     def update_state(self, update: StateUpdate) -> None:
         """Note what the new entries are worth."""
-        network = self._learned()
+        network = self.network
         if network.recency.device != update.keys.device:  # of a sampler that no module moved it with
             network.to(update.keys.device)
         worth = network(update.layer_index, update.keys, update.values, update.hidden_states)
@@ -146,18 +114,8 @@ class LearnedScore(Compressor):
 
     def score(self, layer: LayerState) -> Tensor:
         """What each entry was found worth, minus the learned rate times the logarithm of its age: (S, H, N)."""
-        if self._network is None or layer.layer_index < 0:  # a probe, which is of no layer
-            return layer.state["worth"]
         age = (newest_position(layer)[:, None, None] - layer.positions).clamp(min=0)
-        return layer.state["worth"] - self._network.recency[layer.layer_index][:, None] * torch.log1p(age.float())
-
-    def _learned(self) -> ScoreNetwork:
-        if self._network is None:
-            raise UserError(
-                "LearnedScore has no network yet: give weights, a file of `sparse-rl statistics --method LearnedScore` "
-                "or the learned_score.safetensors of an exported policy, or train one with LearnedEvictionGRPO."
-            )
-        return self._network
+        return layer.state["worth"] - self.network.recency[layer.layer_index][:, None] * torch.log1p(age.float())
 
 
 def save_network(network: nn.Module, path: Path) -> None:
@@ -174,7 +132,9 @@ def load_network(path: str) -> ScoreNetwork:
     """
     place = Path(path).expanduser()
     if not place.is_file():
-        raise UserError(f"LearnedScore: there is no file weights={path!r}. Exported policies have one: FOLDER/{FILE}.")
+        raise UserError(
+            f"LearnedScore: there is no file weights={path!r}. `sparse-rl statistics --method LearnedScore` writes one."
+        )
     try:
         tensors = load_file(place)
         if not all(tensor.is_floating_point() for tensor in tensors.values()):
@@ -183,7 +143,10 @@ def load_network(path: str) -> ScoreNetwork:
         network = ScoreNetwork(ModelSizes(layers, heads, head_dim, tensors["hidden"].shape[2]), width)
         network.load_state_dict(tensors)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"LearnedScore: weights={path!r} does not hold a network of it. Give FOLDER/{FILE}.") from error
+        raise UserError(
+            f"LearnedScore: weights={path!r} does not hold a network of it. Give a file of `sparse-rl statistics "
+            "--method LearnedScore`."
+        ) from error
     return network
 
 

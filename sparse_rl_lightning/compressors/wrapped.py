@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_queries
-from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 SIZES = (
@@ -54,11 +53,6 @@ class Wrapped(Compressor):
         """Names of all parts, numbered."""
         return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
 
-    @property
-    def state_is_constant(self) -> bool:
-        """Whether those of all parts that have any are."""
-        return all(part.state_is_constant for part in self._parts if part.state_fields)
-
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
         """Names of all parts, numbered."""
         return {
@@ -67,16 +61,10 @@ class Wrapped(Compressor):
             for name, width in part.head_state_fields(head_dim).items()
         }
 
-    def build(self, sizes: ModelSizes, anew: bool = False) -> nn.Module | None:
-        """Weights of the part that has learned any.
-
-        Raises:
-            ValueError: If several have.
-        """
-        own = [weights for part in self._parts if (weights := part.build(sizes, anew)) is not None]
-        if len(own) > 1:
-            raise UserError(f"{type(self).__name__} takes one compressor that is learned, got {len(own)}.")
-        return own[0] if own else None
+    def check_model(self, sizes: ModelSizes) -> None:
+        """Let every part refuse the model."""
+        for part in self._parts:
+            part.check_model(sizes)
 
     def update_state(self, update: StateUpdate) -> None:
         """Let every part that has running numbers update its own."""

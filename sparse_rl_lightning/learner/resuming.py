@@ -57,14 +57,7 @@ def check_weights(other: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Non
     """
     unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
     shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
-    differing = [*unknown, *missing, *shapes]
-    if differing and not any(name.startswith("policy.") for name in differing):
-        raise UserError(
-            f"ckpt_path: this checkpoint is of another compressor's network, for example {min(differing)!r}. "
-            "Resume with the LearnedScore it was trained with, width included. Elsewhere use what `sparse-rl "
-            "export` writes: the folder as policy, and LearnedScore with weights: FOLDER/learned_score.safetensors."
-        )
-    if differing:
+    if unknown or missing or shapes:
         example = shapes[0] if shapes else (unknown or missing)[0]
         raise UserError(
             f"ckpt_path: this checkpoint is of another model: {len(unknown)} unknown, {len(missing)} missing and "

@@ -5,7 +5,6 @@ from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules.distill import DistillSparse, SparseAdapter
 from sparse_rl_lightning.modules.evaluation import Evaluation
-from sparse_rl_lightning.modules.learned_eviction import LearnedEvictionGRPO
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.modules.warmup import SupervisedWarmup
@@ -15,7 +14,6 @@ __all__ = [
     "DistillSparse",
     "Evaluation",
     "GRPOLoss",
-    "LearnedEvictionGRPO",
     "LearnerOptions",
     "ReplayGRPO",
     "RolloutOptions",

@@ -28,12 +28,12 @@ _NAMES = {
             repetition_penalty top_logprobs stop_strings
         adapter: kl_coef policy_gradient
         trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm callbacks
-        : reward_funcs reward_weights scale_rewards alpha eviction_weight disable_dropout solution_column
+        : reward_funcs reward_weights scale_rewards alpha disable_dropout solution_column
             chat_template_kwargs given compressor environment""",
     Rule.DRAWN: """
         sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty stop_strings
-        : module retriever draws steps_per_generation num_iterations replay_objective""",
+        : module retriever steps_per_generation num_iterations replay_objective""",
     Rule.SLOTS: """
         rollout: num_slots memory_limit""",
     Rule.REFUSED: """
@@ -49,7 +49,7 @@ _NAMES = {
         data: prompts_per_rollout seed tasks num_terms digits num_train path prompt_column answer_column answer_pattern
             math_answers solution_column prompt_template as_chat system_prompt config split folder benchmarks own
             prompt_format train max_rows final_assistant
-        : optimizer lr_scheduler network_lr""",
+        : optimizer lr_scheduler""",
     Rule.FREE: """
         learner: head_chunk_size gradient_checkpointing
         rollout: keep_pool cuda_graphs decoder

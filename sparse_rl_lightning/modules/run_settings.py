@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.base import RolloutCallback
-from sparse_rl_lightning.compressors import Drawn
 from sparse_rl_lightning.fingerprints import describe, weights_digest
 from sparse_rl_lightning.modules.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
@@ -34,7 +33,7 @@ PLACES = {
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
 
-SEEN = ("seed", "_network", "_warned")
+SEEN = ("seed", "_warned")
 """Attributes that are no settings: those that :func:`seeds_of` compares, and what a run makes."""
 
 VERSIONS = {
@@ -84,8 +83,6 @@ def settings_of(module: LightningModule) -> dict[str, str]:
             found |= {f"{name}.{field.name}": getattr(part, field.name) for field in fields(part)}
         else:
             found[name] = part
-    if isinstance(compressor := found.get("compressor"), Drawn) and compressor.temperature:
-        found["draws"] = compressor  # of which the learner computes probabilities again
     trainer: Any = module._trainer
     if trainer is not None:
         found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}

@@ -104,7 +104,7 @@ class RolloutSampler:
         geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models
         self.model = model
         self.compressor = compressor or FullKV()
-        self.compressor.build(model_sizes(model, geometry))
+        self.compressor.check_model(model_sizes(model, geometry))
         self.retriever = retriever
         if retriever is not None:
             check_retriever(retriever, self.compressor, geometry)

@@ -24,7 +24,6 @@ SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
 SEEN_BY_NAME = {
     "QueryStatistics",
     "Compressor",
-    "Drawn",
     "LearnedScore",
 }  # no methods of their own, or not before training
 

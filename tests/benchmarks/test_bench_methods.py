@@ -73,4 +73,4 @@ def test_the_page_holds_formula_source_rows_and_use() -> None:
     for cell in (Cell(**cell) for part in parts.values() for cell in part["cells"]):
         assert bool(cell.reason) or f"| {cell.tail:.3f} " in page
     assert "https://arxiv.org/abs/2404.14469" in page
-    assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined", "Drawn"]
+    assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined"]

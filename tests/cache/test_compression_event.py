@@ -291,7 +291,6 @@ def test_ops_score_where_tokens_are_protected_or_heads_differ(
         (c.Combined([LargestValue(**SIZES), c.KNorm(**SIZES)]), False),
         (c.Combined([LargestValue(**SIZES), ByLayer(**SIZES)]), True),
         (c.Combined([c.Combined([LargestValue(**SIZES), c.RandomEviction(**SIZES)])]), True),
-        (c.Drawn(LargestValue(**SIZES)), True),
     ],
     ids=str,
 )
@@ -319,7 +318,6 @@ def test_layers_are_scored_together_unless_their_index_is_asked_for(
     "method",
     [
         Undeclared(**SIZES),
-        c.Drawn(Undeclared(**SIZES)),
         c.Combined([c.RandomEviction(**SIZES), Undeclared(**SIZES)]),  # which is shown one layer at a time
     ],
     ids=str,

@@ -19,8 +19,8 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.callbacks.base import RolloutCallback, warn_of_run
 from sparse_rl_lightning.callbacks.corrections.naive import learns_from_less, naive_warning
 from sparse_rl_lightning.callbacks.outputs.run_facts import describe
-from sparse_rl_lightning.compressors import Drawn, FullKV, SnapKV
-from sparse_rl_lightning.modules import LearnedEvictionGRPO, ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.compressors import FullKV, SnapKV
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.retrievers import Centroid
 from tests.tiny_grpo import fit, module
 
@@ -55,22 +55,18 @@ NAIVE: dict[str, dict[str, Any]] = {
     "pages": {"compressor": FullKV(), "retriever": Centroid(budget=8, page_size=2, num_dense_layers=0)},
     "replayed for nothing": {"kind": ReplayGRPO, "replay_objective": "dense"},
     "nothing is rejected": {"kind": ReplayGRPO, "replay_objective": "rejected"},
-    "drawn, and not learned from": {"compressor": Drawn(SnapKV(budget=8, buffer=3, num_sinks=1, window=2))},
 }
 ACCOUNTED: dict[str, dict[str, Any]] = {
     "full cache": {"compressor": FullKV()},
     "replay": {"kind": ReplayGRPO},
     "mixed": {"kind": ReplayGRPO, "replay_objective": "mixed"},
-    "learned eviction": {
-        "kind": LearnedEvictionGRPO, "compressor": Drawn(SnapKV(budget=8, buffer=3, num_sinks=1, window=2))
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAIVE)
 def test_naive_training_is_named_with_its_cures(name: str) -> None:
     said = warned([StepGuard(), MismatchSplit()] if name == "RKV" else [], **NAIVE[name])
-    for cure in ("ImportanceReweighting", "ReplayGRPO", "LearnedEvictionGRPO", "docs/choosing.md"):
+    for cure in ("ImportanceReweighting", "ReplayGRPO", "docs/choosing.md"):
         assert (cure in said) == (name != "pages" or "GRPO" not in cure)
     assert ("ReplayGRPO with replay_objective: sparse" in said) == (name != "pages")
     assert said.startswith({"SnapKV": "SnapKV evicts", "pages": "Centroid reads a part of the cache"}.get(name, ""))

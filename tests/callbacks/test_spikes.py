@@ -29,7 +29,7 @@ def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None
     assert again == SpikeWatch(20.0, 50, 10, watch.norms, watch.silent, watch.spikes)
 
 
-def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
+def test_cause_is_tokens_only_if_they_are_moved_far() -> None:
     found = Cause(590.0, 0.35).told(can_correct=True, can_bound=True)
     assert found.startswith(
         "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
@@ -41,10 +41,6 @@ def test_cause_is_tokens_or_draws_only_if_they_are_moved_far() -> None:
     assert f"or {replay}; then fewer" in bounded
     assert "delta" not in bounded
     assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=False, can_bound=False)
-    drawn = Cause(12.0, 0.9, draws=4e3).told(can_correct=False, can_bound=True)
-    assert drawn.startswith("The largest ratio of a drawn eviction is 4e+03")
-    assert "model.loss.delta: 2, a smaller eviction_weight" in drawn
-    assert "delta" not in Cause(draws=4e3).told(can_correct=False, can_bound=False)
     assert Cause(1.3, 0.93).told(True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
     assert Cause().told(True, True).startswith("Look at rewards")
 
@@ -86,14 +82,10 @@ def told_by(ranks: list[list[tuple[float, ...]]], module: Any) -> str:
 
 def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
     """Of all of the step, on all ranks: not the largest share of another one."""
-    ranks = [[(2.0, 0.9, 5.0), (80.0, 0.1, 1.0), (3.0, 0.8, 7.0)], [(2.0, 0.9, 4000.0)]]
+    ranks = [[(2.0, 0.9), (80.0, 0.1), (3.0, 0.8)], [(2.0, 0.9)]]
     grpo = module()
     assert "staleness ratio is 80, and ten tokens carry 10% of its" in told_by(ranks, grpo)
-    grpo.eviction_weight = 0.0
-    assert "staleness ratio is 80" in told_by(ranks, grpo)  # draws that nothing is learned from made no step
-    grpo.eviction_weight = 1.0
-    assert "largest ratio of a drawn eviction is 4e+03" in told_by(ranks, grpo)
-    assert "staleness ratio is 91, and ten tokens carry 20%" in told_by([*ranks, [(91.0, 0.2, 0.0)]][::2], grpo)
+    assert "staleness ratio is 91, and ten tokens carry 20%" in told_by([*ranks, [(91.0, 0.2)]][::2], grpo)
 
 
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:

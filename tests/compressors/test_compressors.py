@@ -34,7 +34,7 @@ close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined", "Drawn")
+    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined")
 ]
 ATTENTION = [SnapKV, RKV]
 SETTING: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}

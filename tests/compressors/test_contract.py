@@ -16,7 +16,6 @@ from sparse_rl_lightning.compressors import (
     TOVA,
     Combined,
     Compressor,
-    Drawn,
     ExpectedAttention,
     FullKV,
     KNorm,
@@ -47,7 +46,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined", "Drawn")
+    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined")
 ]
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [
@@ -62,8 +61,6 @@ WRAPPED = [
     Combined([KNorm(**SMALL, protect_observations=1), TOVA(**SMALL, protect_observations=1)]),
     Combined([method(26, 4, window=4, protect_prompt=True) for method in (KNorm, TOVA)], across_heads="max"),
     SnapKV(**SMALL, budget_rule=Adaptive()),
-    Drawn(SnapKV(**SMALL)),
-    Drawn(H2O(**SMALL, budget_rule=Adaptive()), temperature=0.0),
     Combined([H2O(**SMALL, budget_rule=Pyramid(1.5)), TOVA(**SMALL, budget_rule=Pyramid(1.5))]),
 ]
 

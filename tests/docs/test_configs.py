@@ -39,7 +39,6 @@ CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
 MODULES = {
     "replay": "ReplayGRPO",
     "distill": "DistillSparse",
-    "learned_eviction": "LearnedEvictionGRPO",
     "tools": "ReplayGRPO",
 }  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted

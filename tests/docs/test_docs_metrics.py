@@ -15,10 +15,9 @@ from tiny_grpo import fit, module
 
 from exact_answers.checker import COUNTERS
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, MismatchSplit, SparsityAwareRejection, TailGuard
-from sparse_rl_lightning.compressors import Drawn, KeyDiff
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.downsampling import MaxVariance
-from sparse_rl_lightning.modules import DistillSparse, LearnedEvictionGRPO, ReplayGRPO, SparseAdapter, SupervisedWarmup
+from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseAdapter, SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
 
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
@@ -66,8 +65,6 @@ def runs(logger: Keys) -> Iterator[None]:
     ]
     yield fit(module(beta=0.1, downsampling=MaxVariance(9)), 3, watching, **common)
     yield fit(module(kind=ReplayGRPO, replay_objective="mixed"), 1, **common)
-    drawn = Drawn(KeyDiff(budget=8, buffer=3, num_sinks=1, window=2))
-    yield fit(module(kind=LearnedEvictionGRPO, compressor=drawn), 1, **common)
     yield fit(module(partial_rollout_steps=6, num_slots=8), 2, **common)
     yield fit(talking(), 1, **common)
     if importlib.util.find_spec("peft"):

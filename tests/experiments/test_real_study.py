@@ -17,6 +17,7 @@ from experiments.arms.course import learned
 from experiments.arms.runs import CODE, Run
 from experiments.gradients.measure import FULL
 from experiments.gradients.page import COMPARED
+from experiments.learned_eviction import Drawn
 from experiments.real import __main__ as command
 from experiments.real import gradients, studies, task
 from experiments.real.pictures import pictures
@@ -26,8 +27,7 @@ from experiments.stability.execution import execute
 from experiments.stability.records import Archive
 from experiments.stability.studies import Recipe
 from sparse_rl_lightning import compressors
-from sparse_rl_lightning.compressors import Compressor, Drawn, LearnedScore
-from sparse_rl_lightning.compressors.base import ModelSizes
+from tests.learned import learned_score
 
 
 def test_every_run_is_planned_once() -> None:
@@ -217,13 +217,12 @@ def test_learned_eviction_is_told_beside_the_best_rule(tmp_path: Path) -> None:
 
 
 def test_drawn_evictions_are_judged_undrawn_with_what_they_learned() -> None:
-    given = LearnedScore(budget=32, buffer=8)
-    given.build(ModelSizes(1, 1, 4, 8), anew=True)
+    given = learned_score(budget=32, buffer=8)
     (judged,) = learned(Drawn(given)).items()
     assert judged[0] == "32"
     assert isinstance(judged[1], Drawn)
     assert judged[1].temperature == 0
-    assert judged[1].build(ModelSizes(1, 1, 4, 8)) is given.build(ModelSizes(1, 1, 4, 8))
+    assert judged[1]._parts == [given]
     assert learned(given) == {}
 
 
@@ -260,10 +259,10 @@ def test_a_recipe_is_what_the_command_line_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", studies.METHODS)
 def test_graphs_are_required_where_they_can_be(name: str, tmp_path: Path) -> None:
     own = studies.METHODS[name]
-    kind: type[Compressor] = getattr(compressors, own["class_path"])
+    kind = learned_score if name == "LearnedScore" else getattr(compressors, own["class_path"])
     (run,) = replace(studies.MAIN[1], method=name, arms=(studies.REPLAY,)).runs(20, tmp_path, REAL, "gpu")
     requires = "--model.init_args.rollout.cuda_graphs=require" in run.command()
-    assert requires == (not kind(studies.QUARTER, **own["init_args"]).state_fields)
+    assert requires == (not kind(budget=studies.QUARTER, **own["init_args"]).state_fields)
 
 
 @pytest.mark.real

@@ -33,7 +33,7 @@ from sparse_rl_lightning import modules, policies
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import MIS, AcceptanceMonitor, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.cli.training.export import load_policy
-from sparse_rl_lightning.compressors import RKV, Drawn, KeyDiff, SnapKV
+from sparse_rl_lightning.compressors import RKV, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.environments import TurnOptions
@@ -41,7 +41,6 @@ from sparse_rl_lightning.fingerprints import describe, without_code
 from sparse_rl_lightning.modules import (
     DistillSparse,
     GRPOLoss,
-    LearnedEvictionGRPO,
     LearnerOptions,
     ReplayGRPO,
     RolloutOptions,
@@ -92,16 +91,16 @@ def test_every_setting_has_a_class() -> None:
     found = set(all_settings()) - {"policy"}  # its arguments have
     assert sorted(found - RULES.keys()) == []
     named = {name for name, rule in RULES.items() if not name.startswith("trainer.")}
-    assert sorted(named - found - {"module", "draws", "policy.max_position_embeddings"}) == []
+    assert sorted(named - found - {"module", "policy.max_position_embeddings"}) == []
     of_trainer = {name.removeprefix("trainer.") for name in RULES.keys() - named}
     assert sorted(of_trainer - inspect.signature(Trainer.__init__).parameters.keys()) == []
 
 
 def test_every_setting_that_matters_is_described() -> None:
     adapted = DistillSparse(TinyPolicy(**TINY), RKV(**SIZES), likes_a)
-    learned = LearnedEvictionGRPO(LoraPolicy(TinyPolicy(**TINY)), Drawn(RKV(**SIZES)), likes_a)
+    replayed = ReplayGRPO(LoraPolicy(TinyPolicy(**TINY)), RKV(**SIZES), likes_a)
     warmup = modules.SupervisedWarmup("a folder")
-    described = {name for one in (adapted, learned, warmup, made(**PARTIAL)) for name in settings_of(one)}
+    described = {name for one in (adapted, replayed, warmup, made(**PARTIAL)) for name in settings_of(one)}
     assert {"rollout.num_slots", "rollout.memory_limit"} & settings_of(adapted).keys() == set()
     matter = {name for name in all_settings() if rule_of(name) not in (Rule.MADE, Rule.FREE)} - {"policy"}
     assert sorted(name for name in matter - described if not name.startswith("trainer.")) == []
@@ -181,11 +180,6 @@ def sampling(**changes: Any) -> dict[str, Any]:
     return {"sampling": SamplingParams(**SHORT, **changes)}
 
 
-def drawn(method: Any = RKV, temperature: float = 0.3, **sizes: Any) -> dict[str, Any]:
-    compressor = Drawn(method(**SIZES, **sizes), temperature)
-    return {"kind": LearnedEvictionGRPO, "compressor": compressor}
-
-
 def lora(**options: Any) -> dict[str, Any]:
     return {"policy": LoraPolicy(TinyPolicy(**TINY), r=2, **options)}
 
@@ -204,8 +198,6 @@ WITHIN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "top_k": ({}, sampling(top_k=5), r"sampling.top_k was 0 and is 5"),
     "steps": ({}, {"steps_per_generation": 4}, "steps_per_generation was 2 and is 4"),
     "passes": ({"num_iterations": 2, "steps_per_generation": 1}, {}, "steps_per_generation was 1 and is 2.*, num_iter"),
-    "eviction temperature": (drawn(), drawn(temperature=0.6), r"draws was Drawn\(.*0.3.* and is Drawn\(.*0.6"),
-    "eviction method": (drawn(), drawn(KeyDiff), r"draws was Drawn\(.*RKV\(.* and is Drawn\(.*KeyDiff"),
     "objective": (
         {"kind": ReplayGRPO}, {"kind": ReplayGRPO, "replay_objective": "dense"},
         "replay_objective was 'sparse' and is 'dense'",

@@ -19,11 +19,11 @@ from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
 from tiny_run import config, write
 from torch.utils.data import DataLoader
 
+from experiments.learned_eviction.drawn import Drawn, NewScore
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import RKV, Combined, Drawn, LearnedScore, SnapKV
-from sparse_rl_lightning.compressors.base import ModelSizes
+from sparse_rl_lightning.compressors import RKV, Combined, SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.modules import DistillSparse, Evaluation, LearnedEvictionGRPO, SparseGRPO
+from sparse_rl_lightning.modules import DistillSparse, Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.distill import SparseAdapter
 from sparse_rl_lightning.modules.run_settings import _seeds_in
 from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
@@ -58,12 +58,6 @@ def tokens_of(policy: Any = TINY, sampling: SamplingParams = SHORT) -> torch.Ten
     return seen.scored[0].rollout.sequences
 
 
-def learned() -> torch.Tensor:
-    grpo = LearnedEvictionGRPO(TINY, Drawn(LearnedScore(**SIZES)), likes_a, sampling=SHORT)
-    fit(grpo, 1)
-    return grpo.network.hidden.detach().clone()
-
-
 def adapter_of(kind: Callable[[], SparseGRPO]) -> torch.Tensor:
     pytest.importorskip("peft", reason="peft is an extra")
     grpo = kind()
@@ -93,7 +87,6 @@ DRAWN: dict[str, Callable[[], torch.Tensor]] = {
     "distilled adapter": lambda: adapter_of(
         lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2))
     ),
-    "LearnedScore": learned,
     "Evaluation": evaluated,
     "data": lambda: torch.tensor([int(row["answer"]) for row in ArithmeticTasks(num_train=9).train_rows()]),
     "order of the data": lambda: torch.tensor(list(Rows(prompts_per_rollout=4).train_dataloader().sampler)),
@@ -123,7 +116,6 @@ def test_a_seed_that_is_set_stays(name: str) -> None:
         "distilled adapter": lambda: adapter_of(
             lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2, seed=3))
         ),
-        "LearnedScore": lambda: LearnedScore(**SIZES, seed=3).build(ModelSizes(1, 1, 4, 8), anew=True).hidden.detach(),
         "Evaluation": lambda: torch.tensor([Evaluation(TINY, sampling=SamplingParams(seed=3)).sampling.seeded.seed]),
         "data": lambda: torch.tensor([int(row["answer"]) for row in ArithmeticTasks(num_train=9, seed=3).train_rows()]),
         "order of the data": lambda: torch.tensor(list(Rows(prompts_per_rollout=4, seed=3).train_dataloader().sampler)),
@@ -269,7 +261,7 @@ def test_keys_of_partial_rollouts_go_on_too() -> None:
 
 
 def test_seeds_inside_others_are_named_by_their_place() -> None:
-    first, second = SnapKV(**SIZES), LearnedScore(**SIZES, seed=7)
+    first, second = SnapKV(**SIZES), NewScore(**SIZES, seed=7)
     found = dict(_seeds_in("compressor", Combined([second, first])))
     assert found == {"compressor.compressors.0.seed": 7}
     assert dict(_seeds_in("compressor", Drawn(second))) == {"compressor.compressor.seed": 7}

@@ -177,9 +177,7 @@ def test_other_strategies_are_not_planned_as_if_they_were_ddp(name: str) -> None
         sharding_of(Namespace(num_nodes=1, devices=2, strategy=name))
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", "dense", "replay", "learned_eviction", "retrieval", "recipes/dapo", "sparrow/qwen3-1.7b"]
-)
+@pytest.mark.parametrize("name", ["quickstart", "dense", "replay", "retrieval", "recipes/dapo", "sparrow/qwen3-1.7b"])
 def test_shipped_configurations_are_planned(name: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Compressors, retrievers, schedules, learned scores and several rewards, with a tiny model."""
     plan = main(["--config", str(CONFIGS / f"{name}.yaml"), f"--model.policy={tiny}", "--card", "h200-141gb"])

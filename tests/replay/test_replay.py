@@ -13,7 +13,7 @@ from closeness import assert_same_logprobs
 from sparse_rl_lightning import compressors
 from sparse_rl_lightning.budgets import Adaptive, BudgetRule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.compressors import H2O, Combined, Drawn, KNorm, QueryStatistics, SnapKV
+from sparse_rl_lightning.compressors import Combined, KNorm, QueryStatistics, SnapKV
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import NEVER, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
@@ -23,7 +23,7 @@ from tests.learned import learned_score
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 33, 1)]
 SIZES: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=26, temperature=0.9, seed=4)
-NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "Drawn", "LearnedScore")
+NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "LearnedScore")
 EVICTING = sorted(name for name in compressors.__all__ if name not in NOT_ALONE)
 RULES: dict[str, BudgetRule | None] = {
     "uniform": None,
@@ -34,7 +34,6 @@ RULES: dict[str, BudgetRule | None] = {
 WRAPPED = {
     "learned": learned_score(num_layers=3, **SIZES),
     "union": Combined([SnapKV(**SIZES)], across_heads="max"),
-    "drawn": Drawn(H2O(**SIZES), temperature=0.5),
     "mixture": Combined([SnapKV(**SIZES), KNorm(**SIZES)]),
     "protected": SnapKV(budget=40, buffer=4, num_sinks=1, window=3, protect_prompt=True),
 }

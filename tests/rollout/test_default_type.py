@@ -21,7 +21,6 @@ from sparse_rl_lightning.compressors import (
     TOVA,
     Combined,
     Compressor,
-    Drawn,
     ExpectedAttention,
     FullKV,
     KeyDiff,
@@ -60,7 +59,7 @@ def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
         Combined([SnapKV(**sizes), H2O(**sizes)], [3, 1]), Combined([KNorm(**sizes), TOVA(**sizes)]),
         KeyDiff(**sizes, protect_token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
         SnapKV(**{**sizes, "budget_rule": Uniform()}), KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
-        KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}), Drawn(KeyDiff(**sizes)),
+        KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
         learned_score(**sizes),
     ]  # fmt: skip
 

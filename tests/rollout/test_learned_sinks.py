@@ -16,7 +16,6 @@ from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
     Compressor,
-    Drawn,
     ExpectedAttention,
     FullKV,
     SnapKV,
@@ -26,7 +25,6 @@ from sparse_rl_lightning.compressors import (
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.replay.draws import draw_statistics
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout, replay_logprobs
@@ -140,14 +138,6 @@ def test_compressors_read_the_probabilities_that_the_sinks_leave(max_prefill_tok
             rows, live = gather_heads(cache.pools.offsets[place, row], cache.lengths[place, row], fed)
             assert live.all()
             torch.testing.assert_close(cache.state_pool[rows][..., 0].double(), want, atol=1e-4, rtol=0)
-
-
-def test_draws_are_replayed() -> None:
-    model, compressor = model_with_sinks(), Drawn(SnapKV(**SMALL))
-    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
-    logprobs, _, draws = draw_statistics(model, rollout, compressor)
-    parity(logprobs, rollout.sampler_logprobs)
-    parity(draw_statistics(model, rollout, compressor, draws)[2].logprobs, draws.logprobs)
 
 
 def test_statistics_are_of_the_model_s_own_queries() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from sparse_rl_lightning.compressors import (
     TOVA,
     Combined,
     Compressor,
-    Drawn,
     ExpectedAttention,
     FullKV,
     KeyDiff,
@@ -33,12 +31,10 @@ from sparse_rl_lightning.compressors import (
     StreamingLLM,
     TriAttention,
 )
-from sparse_rl_lightning.compressors.drawn import log_exponential
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, Rollout
-from sparse_rl_lightning.replay import draws
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
 from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
 
@@ -48,7 +44,7 @@ LONGEST, MOST = 70, 8  # tokens of a completion, and of a text
 METHODS = [
     StreamingLLM(**TWO), RandomEviction(**TWO), RandomEviction(**TWO, redraw=True), KNorm(**TWO), KeyDiff(**TWO),
     CUR(**TWO), LagKV(**TWO, lag_size=4), TOVA(**TWO), SnapKV(**TWO), RKV(**TWO), ExpectedAttention(**TWO), H2O(**TWO),
-    Combined([SnapKV(**TWO), KNorm(**TWO)]), Combined([SnapKV(**TWO)], across_heads="max"), Drawn(SnapKV(**TWO)),
+    Combined([SnapKV(**TWO), KNorm(**TWO)]), Combined([SnapKV(**TWO)], across_heads="max"),
 ]  # fmt: skip
 SETTINGS = [
     SnapKV(**ONE), SnapKV(**TWO | {"protect_observations": 100, "budget": 40}), SnapKV(**{**TWO, "buffer": 1}),
@@ -255,24 +251,6 @@ def test_conversations_that_are_put_back_go_on() -> None:
     assert torch.equal(rest.sequences, whole.sequences[rows])
     assert torch.equal(rest.sampler_logprobs, whole.sampler_logprobs[rows])
     assert torch.equal(rest.evictions.death, whole[torch.tensor(rows)].evictions.death)
-
-
-def test_the_learner_knows_what_could_not_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all that could go, the sampler evicted the first by the learner's logits and the keyed numbers."""
-    model, compressor, seen = small_model().double(), Drawn(SnapKV(**TWO)), list[bool]()
-    rollout, proper = converse(model, compressor), draws._drawn_order
-
-    def drawn_order(logits: Tensor, died: Tensor, state: LayerState) -> Tensor:
-        ranks = (log_exponential(state) - logits).argsort(dim=-1, stable=True).argsort(dim=-1)
-        seen.append(torch.equal(ranks < died.sum(dim=-1, keepdim=True), died))
-        return proper(logits, died, state)
-
-    monkeypatch.setattr(draws, "_drawn_order", drawn_order)
-    logprobs, _, found = draws.draw_statistics(model, rollout, compressor, temperature=TEMPERATURE)
-    assert ((logprobs - rollout.sampler_logprobs)[rollout.completion_mask]).abs().max() < 1e-6
-    assert found.logprobs.isfinite().all()
-    draws.draw_statistics(model, replace(rollout, turns=None), compressor, temperature=TEMPERATURE)
-    assert seen == [True, True, False, False]  # layer by layer, with the turns and without them
 
 
 # -------------------------------------------------------------------- how long a text may be

@@ -19,7 +19,6 @@ from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
     Compressor,
-    Drawn,
     ExpectedAttention,
     FullKV,
     LearnedScore,
@@ -34,7 +33,6 @@ from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.windows import deaths_by_layer, layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord, LayerState
-from sparse_rl_lightning.replay.draws import draw_statistics
 from sparse_rl_lightning.report.rollout_view import held_share
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import (
@@ -47,6 +45,7 @@ from sparse_rl_lightning.rollout import (
 from sparse_rl_lightning.testing import character_tokenizer
 from tests.closeness import assert_same_logprobs
 from tests.families import family
+from tests.learned import learned_score
 from tests.rollout.test_rollout_memory import allocated, attributes
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
@@ -123,8 +122,7 @@ COMPRESSORS = {
     "running state": H2O(**SMALL),
     "rotation": ExpectedAttention(query_window=6, num_future=9, **SMALL),
     "random": RandomEviction(**SMALL),
-    "drawn": Drawn(SnapKV(**SMALL)),
-    "weights by layer": LearnedScore(**SMALL),
+    "weights by layer": learned_score(**SMALL),
     "the prompt stays at first": SnapKV(**SMALL, compress_prompt=False),
 }
 
@@ -135,8 +133,7 @@ COMPRESSORS = {
 def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compressor) -> None:
     model = windowed(name)
     if isinstance(compressor, LearnedScore):  # of all layers, by the model's numbers
-        compressor = LearnedScore(**SMALL)
-        compressor.build(model_sizes(model, CacheGeometry.of(model)), anew=True)
+        compressor = learned_score(model=model_sizes(model, CacheGeometry.of(model)), **SMALL)
     rollout = RolloutSampler(model, compressor).generate(PROMPTS, ONCE)
     record = rollout.evictions
     assert record.num_layers == 2, "windows are not recorded"
@@ -146,7 +143,7 @@ def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compre
     assert torch.equal(refilled.sequences, rollout.sequences)
     assert torch.equal(refilled.evictions.death, record.death)
     forced = forced_rollout(model, rollout, compressor, seed=5)
-    if not isinstance(compressor, (RandomEviction, Drawn)):  # whose numbers are keyed by sequence
+    if not isinstance(compressor, RandomEviction):  # whose numbers are keyed by sequence
         assert torch.equal(forced.evictions.death, record.death)
         parity(forced.sampler_logprobs, rollout.sampler_logprobs)
 
@@ -166,17 +163,6 @@ def test_replay_is_window_and_death() -> None:
     everywhere[2, 0, 0, 3], everywhere[2, 0, 0, 4] = 9, 15
     third = deaths_by_layer(config, EvictionRecord.from_dense(everywhere))[2]
     assert third[0, 0].tolist() == [*passed[:3].tolist(), 9, *passed[4:].tolist()]
-
-
-def test_draws_are_replayed() -> None:
-    model, compressor = mixed(), Drawn(SnapKV(**SMALL))
-    rollout = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
-    logprobs, _, draws = draw_statistics(model, rollout, compressor)
-    parity(logprobs, rollout.sampler_logprobs)
-    assert draws.order.shape[2] == 2
-    again = draw_statistics(model, rollout, compressor, draws)[2]
-    parity(again.logprobs, draws.logprobs)
-    assert bool((draws.logprobs < 0).any())
 
 
 # ---------------------------------------------------------------- memory, sessions, counts

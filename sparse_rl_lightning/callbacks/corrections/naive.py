@@ -32,5 +32,4 @@ def naive_warning(module: Any) -> str:
     correct = "ImportanceReweighting with clip_max=1.5 in trainer.callbacks"
     if generator.retriever is not None:  # no replay follows it
         return naive_training(f"{type(generator.retriever).__name__} reads a part of the cache", correct)
-    learned = "LearnedEvictionGRPO with Drawn around the compressor"
-    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, REPLAY, learned)
+    return naive_training(f"{type(generator.compressor).__name__} evicts", correct, REPLAY)

@@ -20,7 +20,7 @@ from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder, write_files
 from sparse_rl_lightning.learner.block import RolloutBlock
 
-BEHIND = ("staleness_ratio/max", "top10_token_share", "draws/ratio_max")
+BEHIND = ("staleness_ratio/max", "top10_token_share")
 """Numbers of every micro-batch that tell what a long step is made of."""
 
 
@@ -61,7 +61,7 @@ class StepGuard(Callback):
         self.in_a_row = 0
         self._skips_now = False
         self._norm: float | None = None
-        self._worst: torch.Tensor | None = None  # of the step so far: ratio, share beside it, ratio of draws
+        self._worst: torch.Tensor | None = None  # of the step so far: ratio, and share beside it
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn of naive training."""
@@ -130,10 +130,7 @@ class StepGuard(Callback):
         logged, device = trainer.callback_metrics, trainer.strategy.root_device
         nothing = torch.zeros((), device=device)  # made there: no copy in every micro-batch
         own = torch.stack([logged.get(name, nothing).to(device, torch.float32) for name in BEHIND])
-        if self._worst is not None:
-            worst = torch.where(own[0] >= self._worst[0], own, self._worst)
-            own = torch.cat([worst[:2], torch.maximum(own, self._worst)[2:]])
-        self._worst = own
+        self._worst = own if self._worst is None else torch.where(own[0] >= self._worst[0], own, self._worst)
 
     def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
@@ -143,10 +140,9 @@ class StepGuard(Callback):
         # whether its rollout has weights is a rank's own: it must not decide who gathers
         own = torch.cat([self._worst.nan_to_num(), self._worst.new_tensor([_can_correct(module)])])
         ranks = torch.as_tensor(trainer.strategy.all_gather(own)).view(-1, len(own))
-        ratio, share, *_ = ranks[ranks[:, 0].argmax()].tolist()
-        draws = float(ranks[:, 2].max()) if getattr(module, "eviction_weight", 0) else 0.0
-        can_correct = bool(ranks[:, 3].min())
-        cause, step = Cause(ratio, share, draws), f"of optimizer step {trainer.global_step}"
+        ratio, share, _ = ranks[ranks[:, 0].argmax()].tolist()
+        can_correct = bool(ranks[:, 2].min())
+        cause, step = Cause(ratio, share), f"of optimizer step {trainer.global_step}"
         said = self.ratios.see(cause) if self.ratios is not None and can_correct else None
         if times is not None:
             loss = getattr(module, "loss", None)  # any module may have the guard
@@ -274,12 +270,10 @@ class Cause:
     Args:
         ratio: Largest staleness ratio of its tokens, 0 if not known.
         share: Share of the policy term's derivative that ten tokens of that micro-batch have.
-        draws: Largest ratio of a drawn eviction that is learned from, 0 if there is none.
     """
 
     ratio: float = 0.0
     share: float = 0.0
-    draws: float = 0.0
 
     def told(self, can_correct: bool, can_bound: bool) -> str:
         """A sentence on the cause, and one on what helps.
@@ -288,12 +282,6 @@ class Cause:
             can_correct: Whether the sampler sees less than the whole cache, and no weights or replay account for it.
             can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
         """
-        if self.draws >= LARGE_RATIO and self.draws > self.ratio:
-            bound = "model.loss.delta: 2, " if can_bound else ""
-            return (
-                f"The largest ratio of a drawn eviction is {self.draws:.2g}: steps on the same rollout have changed "
-                f"what is kept. What helps: {bound}a smaller eviction_weight, {FEWER}."
-            )
         known = f"Its largest staleness ratio is {self.ratio:.2g}" if self.ratio else ""
         if self.ratio < LARGE_RATIO or not (can_correct or can_bound):
             return (

@@ -1,6 +1,6 @@
 """Log-probabilities of drawn evictions, recomputed by the learner with gradient while it replays them.
 
-A rollout under :class:`~sparse_rl_lightning.compressors.Drawn` has made two kinds of choices: tokens, and at every
+A rollout under :class:`~experiments.learned_eviction.drawn.Drawn` has made two kinds of choices: tokens, and at every
 compression of a sequence, in every layer and head, which entries to evict. The record says which went when; the
 entries and queries that the scores were made of are those of the replay itself. What is left is the order in which
 the evicted were drawn: it follows from the keyed numbers and the scores of the policy before the update.
@@ -8,6 +8,7 @@ the evicted were drawn: it follows from the keyed numbers and the scores of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.compressors.drawn import Drawn, log_exponential
-from sparse_rl_lightning.evictions import EvictionDraws, EvictionRecord
+from experiments.learned_eviction.drawn import Drawn, log_exponential
+from sparse_rl_lightning.evictions import EvictionRecord
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.windows import deaths_by_layer, recorded_layers
 from sparse_rl_lightning.records import LayerState, Rollout, StateUpdate
@@ -45,6 +46,30 @@ def ordered_logprob(logits: Tensor, order: Tensor) -> Tensor:
     # what is left at each draw: those never drawn, those drawn later, and the one drawn
     left = torch.cat([rest, own.flip(-1)], dim=-1).logcumsumexp(dim=-1)[..., 1:].flip(-1)
     return torch.where(drawn, own - left, 0.0).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class EvictionDraws:
+    """Drawn evictions of B sequences, event by event; E events at most, M entries evicted at most by one of them."""
+
+    steps: Tensor  # (B, E) int64, tokens fed before the event, -1 for none
+    order: Tensor  # (B, E, L, H, M) int32 positions of the evicted as they were drawn, -1 behind the last
+    logprobs: Tensor  # (B, E, L, H) log-probability of the ordered draw, 0 for none
+
+    def __getitem__(self, index: Tensor | slice) -> EvictionDraws:
+        return EvictionDraws(self.steps[index], self.order[index], self.logprobs[index])
+
+    @classmethod
+    def cat(cls, parts: Sequence[EvictionDraws]) -> Self:
+        """All sequences in the order given, with room for the most events and evicted entries of any."""
+        events, most = max(p.steps.shape[1] for p in parts), max(p.order.shape[-1] for p in parts)
+        steps, orders, logprobs = [], [], []
+        for part in parts:
+            more = events - part.steps.shape[1]
+            steps.append(F.pad(part.steps, (0, more), value=-1))
+            orders.append(F.pad(part.order, (0, most - part.order.shape[-1], 0, 0, 0, 0, 0, more), value=-1))
+            logprobs.append(F.pad(part.logprobs, (0, 0, 0, 0, 0, more)))
+        return cls(torch.cat(steps), torch.cat(orders), torch.cat(logprobs))
 
 
 @dataclass(frozen=True)

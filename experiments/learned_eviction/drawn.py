@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.budgets import LengthSchedule
+from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_position, standardized
+from sparse_rl_lightning.compressors.learned_score import LearnedScore, ScoreNetwork
 from sparse_rl_lightning.compressors.wrapped import Wrapped
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.ops.evict import pinned_entries
-from sparse_rl_lightning.ops.keyed_random import hash_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_uniform, seed_of
 from sparse_rl_lightning.records import LayerState
 
 
@@ -73,8 +78,14 @@ class Drawn(Wrapped):
     @property
     def has_gradient(self) -> bool:
         """Whether scores are made of keys, values, recent queries and constant numbers alone, and pass gradient on."""
-        varies = self.head_state_fields(2) or (self.state_fields and not self.state_is_constant)
-        if varies or self.needs_attention or self.needs_output_norms or self.needs_rotation:
+        varies = any(part.state_fields and not isinstance(part, LearnedScore) for part in methods_in(self))
+        if (
+            varies
+            or self.head_state_fields(2)
+            or self.needs_attention
+            or self.needs_output_norms
+            or self.needs_rotation
+        ):
             return False
         with torch.enable_grad():
             return self.logits(_probe(self)).requires_grad
@@ -83,11 +94,47 @@ class Drawn(Wrapped):
         scores = given.to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         free = layer.valid & ~pinned & (scores < torch.inf)
-        worth = scores if self._parts[0].scores_are_logits else standardized(scores, free)
+        worth = scores if isinstance(self._parts[0], LearnedScore) else standardized(scores, free)
         return (-worth / self.temperature).masked_fill(~free, -torch.inf)
 
     def __repr__(self) -> str:
         return f"Drawn(compressor={self._parts[0]!r}, temperature={self.temperature})"
+
+
+class NewScore(LearnedScore):
+    """A LearnedScore that begins with equal worths, under which draws are by chance, and is to be trained.
+
+    Args:
+        budget: Tokens kept per layer and KV head, like all sizes not listed here as in :class:`Compressor`.
+        width: Hidden units of the network.
+        seed: Seed of the network, null for that of ``seed_everything``.
+        **sizes: Further arguments of :class:`Compressor`.
+    """
+
+    def __init__(self, budget: int | LengthSchedule, *, width: int = 16, seed: int | None = None, **sizes: Any) -> None:
+        super(LearnedScore, self).__init__(budget, **sizes)  # there is no file
+        check_number("width", width, least=1, owner="NewScore")
+        check_seed(seed, "NewScore.seed")
+        self.width, self.seed = width, seed
+        self.network: ScoreNetwork = None  # type: ignore[assignment]  # until the model is known
+
+    def check_model(self, sizes: ModelSizes) -> None:
+        """Make the network for a model of these sizes, on first use."""
+        if self.network is None:
+            self.network = ScoreNetwork(sizes, self.width, seed_of(self.seed))
+        super().check_model(sizes)
+
+    def score(self, layer: LayerState) -> Tensor:
+        """As that of a trained network; until there is one, what the entries carry."""
+        return layer.state["worth"] if self.network is None else super().score(layer)
+
+
+def methods_in(compressor: Compressor) -> Iterator[Compressor]:
+    """The methods inside a compressor that wraps others, or itself."""
+    for part in compressor._parts if isinstance(compressor, Wrapped) else ():
+        yield from methods_in(part)
+    if not isinstance(compressor, Wrapped):
+        yield compressor
 
 
 def log_exponential(layer: LayerState) -> Tensor:
@@ -101,15 +148,19 @@ def log_exponential(layer: LayerState) -> Tensor:
 
 
 def _probe(compressor: Drawn) -> LayerState:
-    """A slot (1, 1, N) whose keys, values and queries have gradient, and which has no rotary frequencies."""
+    """A slot (1, H, N) whose keys, values and queries have gradient, and which has no rotary frequencies."""
     count, queries = compressor.num_sinks + compressor.window + 8, compressor.num_queries
-    shape, every = (1, 1, count), torch.arange(count)
-    keys, values = (torch.linspace(-1.0, 1.0, 2 * count).view(*shape, 2).requires_grad_() for _ in range(2))
+    networks = [part.network for part in methods_in(compressor) if isinstance(part, LearnedScore) and part.network]
+    heads = networks[0].sizes.num_kv_heads if networks else 1
+    shape, every = (1, heads, count), torch.arange(count)
+    keys, values = (
+        torch.linspace(-1.0, 1.0, 2 * count).expand(1, heads, -1).reshape(*shape, 2).requires_grad_() for _ in range(2)
+    )
     return LayerState(
-        keys=keys, values=values, valid=torch.ones(shape, dtype=torch.bool), positions=every.view(shape),
-        lengths=torch.full((1, 1), count), token_ids=torch.zeros(shape, dtype=torch.int64),
-        prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, 1, queries, 2, requires_grad=True),
+        keys=keys, values=values, valid=torch.ones(shape, dtype=torch.bool), positions=every.expand(shape),
+        lengths=torch.full((1, heads), count), token_ids=torch.zeros(shape, dtype=torch.int64),
+        prompt_lengths=torch.zeros(1, dtype=torch.int64), queries=torch.ones(1, heads, queries, 2, requires_grad=True),
         query_positions=(count - 1 - torch.arange(queries))[None], sequence_keys=torch.zeros(1, dtype=torch.int64),
-        prompt_keys=torch.zeros(1, dtype=torch.int64), layer=-1, scale=1.0, inv_freq=torch.zeros(0),
+        prompt_keys=torch.zeros(1, dtype=torch.int64), layer=0, scale=1.0, inv_freq=torch.zeros(0),
         attention_scaling=1.0, state={name: torch.zeros(shape, requires_grad=True) for name in compressor.state_fields},
     )  # fmt: skip

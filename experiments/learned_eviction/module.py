@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from experiments.learned_eviction.drawn import Drawn, methods_in
+from experiments.learned_eviction.draws import EvictionDraws, draw_statistics
+from experiments.learned_eviction.loss import eviction_loss
 from sparse_rl_lightning.callbacks.base import correct
-from sparse_rl_lightning.compressors import Drawn
-from sparse_rl_lightning.compressors.learned_score import FILE, save_network
+from sparse_rl_lightning.compressors.learned_score import LearnedScore, ScoreNetwork, save_network
+from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.evictions import EvictionDraws
 from sparse_rl_lightning.learner.loss import Denominators
-from sparse_rl_lightning.losses import eviction_loss
 from sparse_rl_lightning.modules.replay_grpo import ReplayGRPO
 from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
-from sparse_rl_lightning.replay.draws import draw_statistics
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout, tensors_to
+
+FILE = "learned_score.safetensors"
+"""Name of the network's file in the folder of an exported policy."""
+KEY = "learned_eviction"
+"""Entry of a checkpoint."""
+
+
+class TrainedNetwork(ScoreNetwork):
+    """The network of a LearnedScore as a part of the module that trains it."""
+
+    @classmethod
+    def like(cls, network: ScoreNetwork) -> Self:
+        """A copy of a network."""
+        own = cls(network.sizes, network.bias.shape[-1])
+        own.load_state_dict(network.state_dict())
+        return own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the module to its device, but not to another type."""
+        super()._apply(lambda own: own.to(fn(own).device), recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class LearnedEvictionGRPO(ReplayGRPO):
     """GRPO under replay in which evictions are actions too: drawn by the sampler, credited with the advantage.
 
-    The compressor is a :class:`~sparse_rl_lightning.compressors.Drawn`, which draws what to evict from another method's
+    The compressor is a :class:`~experiments.learned_eviction.Drawn`, which draws what to evict from another method's
     scores. The learner replays the evictions and recomputes those scores with gradient, so that keys, queries and
     whatever else they are made of learn to be worth keeping when they are needed (Neural Garbage Collection, arXiv
     2604.18002). The loss is that of ``ReplayGRPO`` with ``replay_objective: sparse``, plus the same objective of the
@@ -41,9 +63,10 @@ class LearnedEvictionGRPO(ReplayGRPO):
     Args:
         policy: Policy as in :class:`SparseGRPO`, like all other arguments not listed here.
         compressor: Drawn evictions of a method whose scores have a gradient: SnapKV, R-KV, TOVA, KeyDiff, CUR,
-            KNorm, combinations of them that are not ranked, or ``LearnedScore``, whose network is trained too.
+            KNorm, combinations of them that are not ranked, or ``LearnedScore`` (``NewScore``, if there is no file),
+            whose network is trained too.
         eviction_weight: Factor of the draws' term; 0 learns tokens alone.
-        network_lr: Learning rate of that network, which begins at equal worths; null for the policy's.
+        network_lr: Learning rate of that network; null for the policy's.
         **kwargs: Arguments of :class:`SparseGRPO`.
 
     Raises:
@@ -61,7 +84,8 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if not isinstance(compressor, Drawn) or compressor.temperature == 0:
             raise UserError(
                 f"LearnedEvictionGRPO learns from evictions that were drawn, and {compressor} draws none. Wrap it: "
-                "compressor: {class_path: Drawn, init_args: {compressor: {...}, temperature: 0.3}}."
+                "compressor: {class_path: experiments.learned_eviction.drawn.Drawn, init_args: {compressor: {...}, "
+                "temperature: 0.3}}."
             )
         if not compressor.has_gradient:
             raise UserError(
@@ -82,15 +106,20 @@ class LearnedEvictionGRPO(ReplayGRPO):
             )
         self.drawn = compressor
         self.eviction_weight, self.network_lr = eviction_weight, network_lr
-        self.network: nn.Module | None = None
+        self.network: TrainedNetwork | None = None
+        self.draws: EvictionDraws | None = None  # of the newest rollout, by the policy before the update
+        self.draw_keys: Tensor | None = None  # (B) keys of its sequences
 
     def on_policy_loaded(self) -> None:
         """Make what the compressor learns besides the policy a part of this module; load as ReplayGRPO does."""
         geometry = CacheGeometry.of(self.policy)
-        self.network = self.drawn.build(model_sizes(self.policy, geometry), anew=True)
-        if self.network is not None:
-            self.network.to(geometry.device)
-        elif self.network_lr is not None:
+        self.drawn.check_model(model_sizes(self.policy, geometry))
+        learned = [method for method in methods_in(self.drawn) if isinstance(method, LearnedScore)]
+        if len(learned) > 1:
+            raise UserError(f"LearnedEvictionGRPO takes one compressor that is learned, got {len(learned)}.")
+        for method in learned:
+            method.network = self.network = TrainedNetwork.like(method.network).to(geometry.device)
+        if self.network is None and self.network_lr is not None:
             raise UserError(
                 f"network_lr={self.network_lr} is the learning rate of a compressor's own network, and {self.drawn} "
                 "has none. Set it to null, or use LearnedScore."
@@ -129,7 +158,9 @@ class LearnedEvictionGRPO(ReplayGRPO):
         with eval_mode(self.policy):
             found = [self._statistics(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
         rollout.old_logprobs = torch.cat([rollout.widened(logprobs) for logprobs, _, _ in found])
-        rollout.draws = EvictionDraws.cat([draws for _, _, draws in found])
+        assert rollout.keys is not None
+        self.draws = EvictionDraws.cat([draws for _, _, draws in found])
+        self.draw_keys = rollout.keys[:, 1]
         correct(self, rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
 
@@ -137,7 +168,7 @@ class LearnedEvictionGRPO(ReplayGRPO):
         """The loss of the tokens, and ``eviction_weight`` times that of the draws."""
         logprobs, entropy, draws = self._statistics(part)
         assert part.advantages is not None
-        before = draws if part.draws is None else part.draws  # a rehearsal has none
+        before = self.draws_of(part) or draws  # a rehearsal has none
         output, loss = self.loss(part, logprobs, denominators), self.loss
         term = eviction_loss(
             draws.logprobs, before.logprobs.detach(), draws.steps, part.advantages, loss.mask(part),
@@ -154,6 +185,38 @@ class LearnedEvictionGRPO(ReplayGRPO):
     def _statistics(self, part: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:
         options = self.learner.options
         return draw_statistics(
-            self.policy, part, self.drawn, part.draws, temperature=self.learner.temperature,
+            self.policy, part, self.drawn, self.draws_of(part), temperature=self.learner.temperature,
             chunk_size=options.head_chunk_size, head_in_float32=options.head_in_float32,
         )  # fmt: skip
+
+    def draws_of(self, part: Rollout) -> EvictionDraws | None:
+        """The draws of these sequences as the policy before the update saw them, None if they are of no rollout yet."""
+        if self.draws is None or self.draw_keys is None or part.keys is None:
+            return None
+        is_same = part.keys[:, 1, None] == self.draw_keys.to(part.keys.device)
+        return self.draws[is_same.int().argmax(dim=1)] if bool(is_same.any(dim=1).all()) else None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the draws of the newest rollout, of every rank."""
+        super().on_save_checkpoint(checkpoint)
+        state = {} if self.draws is None else tensors_to({"keys": self.draw_keys, **vars(self.draws)}, "cpu")
+        checkpoint[KEY] = {"compressor": repr(self.drawn), "ranks": ranks.gather_to_zero(state, self._world_size)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the draws back; refuse others within a rollout, whose probabilities are computed again.
+
+        Raises:
+            ValueError: If the compressor draws otherwise than it did.
+        """
+        super().on_load_checkpoint(checkpoint)
+        stored = checkpoint.get(KEY)
+        if stored is None or not self.run_state.is_within(checkpoint) or len(stored["ranks"]) != self._world_size:
+            return
+        if stored["compressor"] != repr(self.drawn):
+            raise UserError(
+                f"ckpt_path: this checkpoint is from within a rollout that {stored['compressor']} drew, and the "
+                f"compressor is {self.drawn}. Resume as it was, or from a checkpoint between two rollouts."
+            )
+        state = tensors_to(stored["ranks"][self.global_rank], self.device)
+        self.draw_keys = state.pop("keys", None)
+        self.draws = EvictionDraws(**state) if state else None
