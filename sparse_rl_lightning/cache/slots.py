@@ -1,4 +1,4 @@
-"""SlotCache: fixed memory for a fixed number of sequences, eviction in place, and the record of deaths.
+"""SlotCache: fixed memory for a fixed number of sequences, and eviction in place.
 
 Letters as in records.py. Three things are distinct here that a growing cache may mix up: the position of a token in its
 sequence (``seen``, ``positions``), the number of entries that a head holds (``lengths``), and their place in the pools
@@ -17,22 +17,21 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
+from sparse_rl_lightning.cache.deaths import EvictionLog
 from sparse_rl_lightning.cache.linear_states import LinearStates
 from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
-from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import EVENT_TYPES, MOST_EVENTS, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.records import NEVER, EvictionRecord
+from sparse_rl_lightning.records import EvictionRecord
 
 StorageKind = TypeVar("StorageKind", bound=SlotStorage)
 _PER_LAYER = ("lengths", "queries", "head_state")
@@ -162,12 +161,7 @@ class SlotCache:
         # the most recent queries of every slot: compressors score with them
         ring = (g.num_layers, slots, g.num_heads, size.num_queries, g.head_dim)
         self.queries = torch.zeros(ring, dtype=g.query_dtype, device=device)
-        # of every token the number of the event at which it died, narrower than a step, and the steps of the events
-        kind = size.event_dtype
-        self.never = torch.iinfo(kind).max
-        self.death = torch.full((*heads, length), self.never, dtype=kind, device=device)
-        events = (slots, min(length, self.never))
-        self.event_steps = torch.full(events, NEVER, dtype=torch.int32, device=device)
+        self.deaths = EvictionLog((*heads, length), size.event_dtype, device)
         # per sequence, with the row for padding
         self.tokens = torch.zeros(slots + 1, length, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # tokens fed so far
@@ -176,7 +170,7 @@ class SlotCache:
         self.sequence_keys = torch.zeros_like(self.seen)
         # entries of all layers of full attention and heads together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
-        self.others: list[SlotStorage] = []
+        self.others: list[SlotStorage] = [self.deaths]
         if size.per_head:
             self.others.append(Arenas(self.pools, self.state_pool, self.seen, length))
         if g.window:
@@ -198,7 +192,6 @@ class SlotCache:
             "positions": places,
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
             "queries": [self.queries],
-            "the eviction record": [self.death, self.event_steps],
             "attention probabilities": [self._probabilities],
             "tokens and counters": own if p.errors is None else [*own, p.errors],
         }
@@ -312,8 +305,8 @@ class SlotCache:
         )  # fmt: skip
         ops.evict(
             self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
-            compressor.window, self.seen[:-1], self.death[layer : layer + 1], source=source,
-            event_steps=self.event_steps,
+            compressor.window, self.seen[:-1], self.deaths.death[layer : layer + 1], source=source,
+            event_steps=self.deaths.steps,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- a decode step
@@ -362,21 +355,13 @@ class SlotCache:
             end: Index of its last token.
             cuts: Compressions of the slot so far.
         """
-        death = self.deaths(slot, end)[:, None]
+        death = self.deaths.of_slot(slot, end)[:, None]
         if self.size.per_head:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
         own = [(length, lost) for length, lost in cuts if length <= end]  # each of them lost something
         num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
         (steps,) = upload([[length for length, _ in own]], death.device)
         return EvictionRecord.of_sequence(death, steps, num_dead)
-
-    def deaths(self, slot: int, end: int = NEVER) -> Tensor:
-        """The death steps (L, H, T), int32, of the tokens in a slot up to index ``end``, without evictions after it."""
-        steps = self.event_steps[slot]
-        # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
-        steps = F.pad(steps.masked_fill(steps > end, NEVER), (0, 1), value=NEVER)
-        events = self.death[:, slot, :, : end + 1].clamp(max=len(steps) - 1)
-        return steps.index_select(0, events.flatten().to(torch.int32)).view(events.shape)
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
         """The number of entries () that the decode steps of a sequence read, if fewer than they held; else None."""
@@ -394,8 +379,6 @@ class SlotCache:
             other.begin(places)
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
-        self.death.index_fill_(1, places, self.never)
-        self.event_steps.index_fill_(0, places, NEVER)
         self.seen[places] = self.prompt_lengths[places] = counts
         self.sequence_keys[places] = self.prompt_keys[places] = keys
         self.tokens[places, :longest] = tokens
@@ -417,7 +400,7 @@ class SlotCache:
         """
         ops.evict(
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
-            self.death, self.state_pool, held=self.held[:-1], event_steps=self.event_steps,
+            self.deaths.death, self.state_pool, held=self.held[:-1], event_steps=self.deaths.steps,
         )  # fmt: skip
         for other in self.others:
             other.compact(chosen.places, room, chosen.width)
@@ -432,7 +415,6 @@ class SlotCache:
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
-        content["death"] = self.deaths(slot)  # as steps: caches may differ in how they number events
         for other in self.others:
             content |= other.save(slot, length)
         return content
@@ -448,16 +430,14 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
-        self._number_deaths(slot, content["death"], is_known=held is not None)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
         for other in self.others:
             other.fork(sources, destinations)
         # the op copies entries, queries and deaths; the small per-slot tensors follow
-        ops.fork(self.pools, sources, destinations, self.queries, self.death, self.state_pool)
+        ops.fork(self.pools, sources, destinations, self.queries, self.deaths.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
-        self.event_steps[destinations] = self.event_steps[sources]
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
@@ -466,23 +446,6 @@ class SlotCache:
         """Bytes of keys, values and states of a saved slot."""
         names = ["keys", "values", *(name for other in self.others for name in other.content)]
         return sum(content[name].nbytes for name in names if name in content)
-
-    def _number_deaths(self, slot: int, death: Tensor, is_known: bool) -> None:
-        """Write death steps (L, H, T) to the log; ``is_known`` that there are no more of them than numbers."""
-        last = self.size.max_length + 1  # behind all steps
-        step = death.clamp(max=last).long()
-        occurs = torch.zeros(last + 1, dtype=torch.bool, device=death.device)
-        occurs.index_fill_(0, step.flatten(), True)
-        steps, count = occurs[:last], self.event_steps.shape[1]
-        if not is_known and (found := int(steps.sum())) > count:
-            raise UserError(
-                f"A sequence was compressed {found} times, and a slot counts {count} here: continue it with the budget "
-                "and buffer that it was drawn with."
-            )
-        self.event_steps[slot] = torch.nonzero_static(steps, size=count, fill_value=NEVER).squeeze(1)
-        number = occurs.cumsum(0) - 1
-        number[last:].fill_(self.never)
-        self.death[:, slot] = number.to(self.death.dtype)[step]
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
         if held is None or self.size.per_head:

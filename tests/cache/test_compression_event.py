@@ -215,7 +215,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def deaths(cache: SlotCache) -> Tensor:
     """The death steps (L, S, H, T) of all slots."""
-    return torch.stack([cache.deaths(slot) for slot in range(SLOTS)], dim=1)
+    return torch.stack([cache.deaths.of_slot(slot) for slot in range(SLOTS)], dim=1)
 
 
 def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype, seed: int) -> int:
@@ -280,7 +280,7 @@ def test_ops_score_where_tokens_are_protected_or_heads_differ(
     while not (due := slots.step()):
         pass
     slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
-    assert (slots.cache.death != NEVER).any()
+    assert (slots.cache.deaths.death != NEVER).any()
 
 
 @pytest.mark.parametrize(
