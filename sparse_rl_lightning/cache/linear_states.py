@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,12 @@ Run: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A linear layer on hidden states (B, n, E) from states (B, C, K) and (B, H, Dk, Dv), which it updates in place."""
 
 
-class Recur(Protocol):
-    """The pass of one linear layer over packed rows, each sequence from its own state."""
+Recur: TypeAlias = Callable[[int, Tensor, Run], Tensor]
+"""The pass of one linear layer over packed rows, each sequence from its own state.
 
-    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
-        """Compute the layer's output.
-
-        Args:
-            layer: Index among the linear layers.
-            hidden: Hidden states (1, R, E).
-            run: The layer itself.
-
-        Returns:
-            The output (1, R, E), zeros in the rows after the last sequence.
-        """
-        ...
+From the layer's index among the linear ones, hidden states (1, R, E) and the layer itself it computes the output
+(1, R, E), zeros in the rows after the last sequence.
+"""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.rollout.engine.decoders import linear_products as products
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
-from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined, Packed, Projection, Widened, join
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined, Packed, Projection, join
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 
 SIZES: dict[str, Any] = {
@@ -125,8 +125,8 @@ def test_bfloat16_products_by_float32_ones_round_once(monkeypatch: pytest.Monkey
     exact = torch.cat([low.double() @ m.weight.double().T + m.bias.double() for m in rounded], dim=-1)
     for modules in (rounded, wide):
         own = join(modules, torch.bfloat16)
-        assert type(own) is Widened
-        assert own.dtype == torch.bfloat16
+        assert type(own) is Packed
+        assert (own.dtype, own._multiplied) == (torch.bfloat16, torch.float32)
         with torch.no_grad():
             found = own(x)
         assert found.dtype == torch.bfloat16

@@ -70,34 +70,26 @@ class Copied(Projection):
 
 
 class Packed(Copied):
-    """Products in oneDNN's layout for few rows, on CPUs."""
+    """Products in oneDNN's layout for few rows, on CPUs; where it has none of bfloat16, by those of float32.
+
+    Inputs and weights are rounded to bfloat16 then and so are the results, whose sums are float32 in either case.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        is_native = dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self._multiplied = dtype if is_native else torch.float32
+        super().__init__(modules, dtype)
 
     def _take(self, weights: list[Tensor]) -> None:
         own = [weight.to(self.dtype) for weight in weights]
         joined = own[0] if len(own) == 1 else torch.cat(own)  # packing copies it
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(self._computed(joined), PACKED_ROWS)
-        self._added = None if self._bias is None else self._computed(self._bias)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.to(self._multiplied), PACKED_ROWS)
+        self._added = None if self._bias is None else self._bias.to(self._multiplied)
 
     def _product(self, x: Tensor) -> Tensor:
+        x = x.to(self._multiplied)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._added, "none", [], "")
-        return out
-
-    def _computed(self, tensor: Tensor) -> Tensor:
-        """A weight in the type that oneDNN multiplies."""
-        return tensor
-
-
-class Widened(Packed):
-    """Products of bfloat16 by those of float32, on CPUs where oneDNN has no others.
-
-    Inputs and weights are rounded to bfloat16 and so are the results, whose sums are float32 in either case.
-    """
-
-    def _product(self, x: Tensor) -> Tensor:
-        return super()._product(x.float()).to(self.dtype)
-
-    def _computed(self, tensor: Tensor) -> Tensor:
-        return tensor.float()
+        return out.to(self.dtype)
 
 
 class Joined(Copied):
@@ -144,16 +136,9 @@ def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | Non
         return None
     weight = linear[0].weight
     if weight.device.type == "cpu":
-        return packed_kind(dtype) or (Joined if weight.dtype != dtype else None)
+        is_packed = torch._C._has_mkldnn and dtype in (torch.float32, torch.bfloat16)
+        return Packed if is_packed else Joined if weight.dtype != dtype else None
     return Joined if weight.dtype != dtype or len(modules) > 1 else None
-
-
-def packed_kind(dtype: torch.dtype) -> type[Copied] | None:
-    """The product that oneDNN has for a type, if any."""
-    if not torch._C._has_mkldnn or dtype not in (torch.float32, torch.bfloat16):
-        return None
-    is_native = dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return Packed if is_native else Widened
 
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
