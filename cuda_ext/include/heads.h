@@ -15,7 +15,7 @@
 
 namespace sparse_rl {
 
-// The word `errors` that a kernel writes because it cannot raise, as ops/faults.py reads it.
+// The word `errors` that a kernel writes because it cannot raise, as ops/pools.py reads it.
 enum class Op : int32_t {
   append = 1, decode_attention, window_importance, key_redundancy, score_entries, evict, fork, summarize_pages,
   select_pages, page_attention, draw, rms_norm, silu_mul

@@ -4,6 +4,7 @@ All refuse tensors of the wrong shape, type, device or layout, and numbers out o
 """
 
 from sparse_rl_lightning.ops.append import append
+from sparse_rl_lightning.ops.body import rms_norm, silu_mul
 from sparse_rl_lightning.ops.decode_attention import decode_attention
 from sparse_rl_lightning.ops.draw import Drawn, draw
 from sparse_rl_lightning.ops.entries import CachedEntries
@@ -13,10 +14,8 @@ from sparse_rl_lightning.ops.key_redundancy import key_redundancy
 from sparse_rl_lightning.ops.library import has_kernel, load
 from sparse_rl_lightning.ops.page_attention import page_attention
 from sparse_rl_lightning.ops.pools import KVPools
-from sparse_rl_lightning.ops.rms_norm import rms_norm
 from sparse_rl_lightning.ops.score_entries import score_entries
 from sparse_rl_lightning.ops.select_pages import select_pages
-from sparse_rl_lightning.ops.silu_mul import silu_mul
 from sparse_rl_lightning.ops.summarize_pages import summarize_pages
 from sparse_rl_lightning.ops.window_importance import window_importance
 

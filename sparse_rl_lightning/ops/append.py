@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.ops.body import normalize
 from sparse_rl_lightning.ops.checks import check_numbers, check_runs
 from sparse_rl_lightning.ops.library import call, register
 from sparse_rl_lightning.ops.pools import KVPools, to_stored
-from sparse_rl_lightning.ops.rms_norm import normalize
 
 
 class QKTransform(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.ops.faults import fault
+from sparse_rl_lightning.ops.schemas import SCHEMAS
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -23,6 +23,17 @@ EVENT_TYPES = (torch.uint8, torch.int16, torch.int32)
 """Types of the log of deaths, narrow ones first; the largest number of each says never."""
 MOST_EVENTS = tuple(torch.iinfo(kind).max for kind in EVENT_TYPES)
 """The most events that each can number."""
+OPS = tuple(SCHEMAS)  # that a fault names; their numbers begin at 1, in this order
+FAULTS = (  # numbers of the faults begin at 1 too
+    "there is no such slot",
+    "a head of the slot lies outside the pool, or holds more entries than its room or the call allows",
+    "the slot is full: compress it before the next token",
+    "a budget is negative or exceeds the slot's capacity",
+    "a position is negative, or outside the death record",
+    "a number of pages or a page of a list is out of range",
+    "a score is NaN: look for NaN in the model's weights",
+    "no number is left for another event of the slot",
+)
 
 
 @dataclass(frozen=True)
@@ -113,3 +124,16 @@ def gather_heads(offsets: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, 
 def live_entries(lengths: Tensor, width: int) -> Tensor:
     """The live ones among the first ``width`` entries of each head (...): (..., width) bool."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def fault(word: int) -> str:
+    """Describe in one sentence the fault of a CUDA kernel: the op in the lowest four bits, the fault in the next four.
+
+    The slot is in the bits above. CUDA kernels neither raise nor wait: one skips what cannot be done and writes the
+    word, unless there is one, and the rollout reads it whenever it reads from the device. All others raise at once.
+    """
+    op, kind, slot = OPS[(word & 15) - 1], FAULTS[(word >> 4 & 15) - 1], word >> 8
+    return (
+        f"{op} left out slot {slot}: {kind}. What was drawn since the last look is worthless; this is an error in what "
+        "the op was given, not in the model."
+    )

@@ -9,7 +9,7 @@ entries. ``death`` has the number of the event at which each token died, ``event
 
 ``draw`` reads logits, ``rms_norm`` and ``silu_mul`` hidden states, and nothing of the cache.
 
-CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/faults.py``); all others raise.
+CUDA kernels cannot raise: they report to ``errors`` what they had to skip (``ops/pools.py``); all others raise.
 Ops return nothing, allocate nothing and do not wait for the device.
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_rl_lightning.compressors import SnapKV
-from sparse_rl_lightning.ops.faults import FAULTS, OPS, fault
+from sparse_rl_lightning.ops.pools import FAULTS, OPS, fault
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 

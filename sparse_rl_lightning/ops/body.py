@@ -1,8 +1,13 @@
-"""rms_norm: the residual sum and the norm behind it, in one reading of the hidden states."""
+"""What a layer does to hidden states beside products and attention.
+
+rms_norm: the residual sum and the norm behind it, in one reading. silu_mul: the activation of a gated feed-forward
+block.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
@@ -49,7 +54,7 @@ def normalize(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return ((wide * factor).to(x.dtype).to(wide.dtype) * weight).to(x.dtype)
 
 
-def reference(hidden: Tensor, addend: Tensor | None, norm_weight: Tensor, epsilon: float, normed: Tensor) -> None:
+def reference_norm(hidden: Tensor, addend: Tensor | None, norm_weight: Tensor, epsilon: float, normed: Tensor) -> None:
     """The op ``rms_norm`` in PyTorch."""
     if epsilon < 0:
         raise UserError(f"epsilon is {epsilon}, expected 0 or more.")
@@ -58,4 +63,35 @@ def reference(hidden: Tensor, addend: Tensor | None, norm_weight: Tensor, epsilo
     normed.copy_(normalize(hidden, norm_weight, epsilon))
 
 
-register("rms_norm", reference)
+register("rms_norm", reference_norm)
+
+
+def silu_mul(gate_and_up: Tensor) -> Tensor:
+    """Multiply SiLU(x) = x / (1 + exp(-x)) of the first half of each row with the second half.
+
+    Args:
+        gate_and_up: Rows (B, 2 F): what goes through SiLU, then its factors.
+
+    Returns:
+        The products (B, F); SiLU is rounded to their type before.
+
+    Raises:
+        ValueError: If the number of columns is odd, or the tensor is not contiguous.
+    """
+    rows, columns = gate_and_up.shape
+    if columns % 2:
+        raise UserError(f"gate_and_up has {columns} columns, expected an even number.")
+    gated = gate_and_up.new_empty(rows, columns // 2)
+    call("silu_mul", gated, gate_and_up, gated)
+    return gated
+
+
+def reference_silu_mul(gate_and_up: Tensor, gated: Tensor) -> None:
+    """The op ``silu_mul`` in PyTorch."""
+    if gate_and_up.shape[1] != 2 * gated.shape[1]:
+        raise UserError(f"gate_and_up has {gate_and_up.shape[1]} columns, expected {2 * gated.shape[1]}.")
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    gated.copy_(F.silu(gate) * up)
+
+
+register("silu_mul", reference_silu_mul)
