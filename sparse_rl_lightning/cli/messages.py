@@ -36,7 +36,6 @@ NOISE = re.compile(
 LOOKED_FOR = "Modules are looked for in the current folder and among the installed packages."
 NO_PLACE = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-PLATEAU = "torch.optim.lr_scheduler.ReduceLROnPlateau"
 SCHEDULES = (
     "A schedule in a file is a class: one of torch.optim.lr_scheduler, lightning.pytorch.cli.ReduceLROnPlateau with "
     "monitor, or one of yours around a function such as transformers' (docs/from_trl.md, a warm-up and a cosine)."
@@ -101,7 +100,7 @@ def _check_schedule(given: Any) -> None:
         TypeError: If it is torch's schedule after a metric, without a metric, or a function that wants an optimizer.
     """
     path, arguments = getattr(given, "class_path", None), getattr(given, "init_args", None) or ()
-    if path == PLATEAU:
+    if path == "torch.optim.lr_scheduler.ReduceLROnPlateau":
         raise TypeError(f"lr_scheduler: {path} does not know what it looks at. {SCHEDULES}")
     if "optimizer" in arguments:
         raise TypeError(f"lr_scheduler: {path} is a function. {SCHEDULES}")
@@ -190,12 +189,6 @@ def _keys() -> list[str]:
     return ["base", "model", "data", "trainer", "seed_everything", "num_threads", "ckpt_path", *inner]
 
 
-def _of_argument(found: re.Match[str]) -> str:
-    """Where an argument stands that a class lacks; the keys around it come before it in the message."""
-    key = ".".join(dict.fromkeys(re.findall(r'Parser key "([\w.]+)"', found.string[: found.start()])))
-    return f"Give it as --{key}.{found[2]}=..., or below the init_args of {found[1].rpartition('.')[2]} in a file."
-
-
 ELSEWHERE = {
     "lr": "model.optimizer.lr", "learning_rate": "model.optimizer.lr", "weight_decay": "model.optimizer.weight_decay",
     "lr_scheduler_type": "model.lr_scheduler", "budget": "model.compressor.budget",
@@ -233,7 +226,6 @@ FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
         lambda found: f"What belongs to a class stands below its init_args, {found[1]!r} too.",
     ),
     (r"does not accept option '([\w.]+)\+?'", _of_key),
-    (r"class_path '([\w.]+)':\s+the following arguments are required: (\w+)", _of_argument),
     (r"unrecognized arguments: --([\w.]+)", _of_key),
     (r"unrecognized arguments: (\S+\.ya?ml)", lambda found: f"Did you mean --config {found[1]}?"),
     (

@@ -308,7 +308,7 @@ CLASSES = [
     Case("model.learning_rate=1e-4", "Did you mean 'model.optimizer.lr'?", 2, slow=True),
     Case(
         "`--trainer.logger=TensorBoardLogger` alone",
-        "Give it as --trainer.logger.save_dir=...",
+        "the following arguments are required: save_dir",
         2,
         "--trainer.logger=TensorBoardLogger",
         edit=lambda v: v["trainer"].pop("logger"),
