@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.records import NEVER
 
 
-class EvictionLog(SlotStorage):
+class EvictionLog:
     """The deaths of all tokens in all slots.
 
     Args:
@@ -23,19 +22,12 @@ class EvictionLog(SlotStorage):
         device: Where the cache is.
     """
 
-    purpose = "the eviction record"
-
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         _, num_slots, _, self.max_length = shape
         self.never = torch.iinfo(dtype).max
         self.death = torch.full(shape, self.never, dtype=dtype, device=device)  # (L, S, H, T) number of the event
         events = (num_slots, min(self.max_length, self.never))
         self.steps = torch.full(events, NEVER, dtype=torch.int32, device=device)  # (S, E) tokens fed before each event
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that is allocated here."""
-        return [self.death, self.steps]
 
     def begin(self, slots: Tensor) -> None:
         """Forget the deaths in these slots (B,)."""
@@ -50,18 +42,10 @@ class EvictionLog(SlotStorage):
         events = self.death[:, slot, :, : end + 1].clamp(max=len(steps) - 1)
         return steps.index_select(0, events.flatten().to(torch.int32)).view(events.shape)
 
-    def fork(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy the steps of slots (B,) to others; the op that copies their entries copies the deaths."""
-        self.steps[destinations] = self.steps[sources]
-
-    def save(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Copy the deaths of a slot, as steps: caches may differ in how they number events."""
-        return {"death": self.of_slot(slot)}
-
-    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
-        """Number the deaths from :meth:`save`; a slot has as many numbers as a sequence has events."""
+    def restore(self, slot: int, death: Tensor) -> None:
+        """Number death steps (L, H, T) of :meth:`of_slot`; a slot has as many numbers as a sequence has events."""
         last = self.max_length + 1  # behind all steps
-        step = content["death"].clamp(max=last).long()
+        step = death.clamp(max=last).long()
         occurs = torch.zeros(last + 1, dtype=torch.bool, device=step.device)
         occurs.index_fill_(0, step.flatten(), True)
         self.steps[slot] = torch.nonzero_static(occurs[:last], size=self.steps.shape[1], fill_value=NEVER).squeeze(1)

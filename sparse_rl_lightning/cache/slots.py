@@ -170,7 +170,7 @@ class SlotCache:
         self.sequence_keys = torch.zeros_like(self.seen)
         # entries of all layers of full attention and heads together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
-        self.others: list[SlotStorage] = [self.deaths]
+        self.others: list[SlotStorage] = []
         if size.per_head:
             self.others.append(Arenas(self.pools, self.state_pool, self.seen, length))
         if g.window:
@@ -192,6 +192,7 @@ class SlotCache:
             "positions": places,
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
             "queries": [self.queries],
+            "the eviction record": [self.deaths.death, self.deaths.steps],
             "attention probabilities": [self._probabilities],
             "tokens and counters": own if p.errors is None else [*own, p.errors],
         }
@@ -377,6 +378,7 @@ class SlotCache:
         places, counts, keys, tokens = upload([slots, lengths, prompt_keys, padded], self.tokens.device)
         for other in self.others:
             other.begin(places)
+        self.deaths.begin(places)
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
         self.seen[places] = self.prompt_lengths[places] = counts
@@ -415,6 +417,7 @@ class SlotCache:
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
+        content["death"] = self.deaths.of_slot(slot)  # as steps: caches may differ in how they number events
         for other in self.others:
             content |= other.save(slot, length)
         return content
@@ -430,6 +433,7 @@ class SlotCache:
             getattr(self, name)[:, slot] = content[name]
         for name in self.per_slot:
             getattr(self, name)[slot] = content[name]
+        self.deaths.restore(slot, content["death"])
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
@@ -438,6 +442,7 @@ class SlotCache:
         # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, sources, destinations, self.queries, self.deaths.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
+        self.deaths.steps[destinations] = self.deaths.steps[sources]
         for name in self.per_slot:
             tensor: Tensor = getattr(self, name)
             tensor[destinations] = tensor[sources]
