@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -23,58 +22,21 @@ from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.folders import SPOILED, check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
-from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit, mean_over_ranks
+from sparse_rl_lightning.distributed.ranks import check_processes, check_strategy, end_group_at_exit
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.resuming import describe_optimizer
-from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.learner.training_state import TrainingState
-from sparse_rl_lightning.modules.run_state import RunState
+from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, follow_metric, lost_steps
+from sparse_rl_lightning.modules.resume.optimizer import describe_optimizer
+from sparse_rl_lightning.modules.resume.run_state import RunState
 from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, check_trainable, has_adapters, resolve_policy
 from sparse_rl_lightning.rollout.prompts import default_end_token_ids
 
-
-def default_optimizer(parameters: Any) -> torch.optim.Optimizer:  # torch's own parameter type
-    """AdamW with a learning rate of 1e-6 and no weight decay."""
-    return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
-
-
 FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
-VALIDATION = "val"
-"""Beginning of the names of metrics that a validation logs."""
-
-FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
-"""Settings of an optimizer that cannot be infinite; for others it may mean no limit (Prodigy's ``growth_rate``)."""
-
-
-def check_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose numbers would ruin the weights: NaN, infinite, or a learning rate below 0.
-
-    Raises:
-        ValueError: If it has such a number.
-    """
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            for number in numbers:
-                if isinstance(number, float) and (name in FINITE or math.isnan(number)):
-                    check_number(f"model.optimizer.{name}", number, least=0 if name == "lr" else None)
-
-
-def fix_folders(trainer: Trainer) -> None:
-    """Make the folders of a run and of its loggers absolute: a user's function may change the working directory.
-
-    Those that Lightning reads later are its own attributes; it has no setting for them once a logger is made.
-    """
-    owners = [(trainer, "_default_root_dir"), *((own, name) for own in trainer.loggers for name in FOLDERS_OF_LOGGERS)]
-    for owner, name in owners:
-        path = vars(owner).get(name)
-        if path and isinstance(path, str | Path) and "://" not in str(path):
-            setattr(owner, name, os.path.abspath(os.path.expanduser(path)))
 
 
 class PolicyModule(LightningModule):
@@ -130,14 +92,15 @@ class PolicyModule(LightningModule):
         """
         self._world_size = self.trainer.world_size
         check_strategy(self.trainer.strategy)
-        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        for own in given:
-            check_foreign(own)
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            check_foreign(callback)
         fix_folders(self.trainer)
         # ranks that have met and trained together may test one by one, as Lightning advises
         if self.trainer.state.fn == TrainerFn.FITTING or not torch.distributed.is_initialized():
             check_processes(self.trainer.world_size)
-        return [kind() for kind in self.default_callbacks if not any(isinstance(own, kind) for own in given)]
+        missing = [c for c in self.default_callbacks if not any(isinstance(callback, c) for callback in callbacks)]
+        return [create() for create in missing]
 
     def setup(self, stage: str) -> None:
         """Check the trainer's numbers; write checkpoints durably, unless the trainer has its own way to write files.
@@ -219,7 +182,7 @@ class PolicyModule(LightningModule):
         self.training_state.bring_back()
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             for each in self.trainer.lr_scheduler_configs:
-                self._follow(each.scheduler, validated=True)
+                follow_metric(each.scheduler, self.trainer, validated=True)
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimizer over the trainable parameters, and its schedule if there is one.
@@ -231,9 +194,8 @@ class PolicyModule(LightningModule):
         self.run_state.optimizer = describe_optimizer(optimizer, schedule)
         if schedule is None:
             return optimizer
-        # Lightning would step one that follows a metric after the checkpoint of the same step is written
-        own = {"scheduler": schedule, "interval": "step", "reduce_on_plateau": False}
-        return {"optimizer": optimizer, "lr_scheduler": own}
+        stepped = {"scheduler": schedule, "interval": "step", "reduce_on_plateau": False}  # as lr_scheduler_step says
+        return {"optimizer": optimizer, "lr_scheduler": stepped}
 
     def configured(self) -> tuple[torch.optim.Optimizer, Any]:
         """An optimizer and its schedule, None if there is none, as they are before the first step."""
@@ -256,26 +218,9 @@ class PolicyModule(LightningModule):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step a schedule; one that follows a metric of validation is stepped at its end."""
         if isinstance(scheduler, ReduceLROnPlateau):
-            self._follow(scheduler, validated=False)
+            follow_metric(scheduler, self.trainer, validated=False)
         else:
             super().lr_scheduler_step(scheduler, metric)
-
-    def _follow(self, schedule: Any, validated: bool) -> None:
-        """Step a schedule by its metric, if that is of what has just been done: a validation, or an optimizer step.
-
-        Raises:
-            ValueError: If there is no such metric.
-        """
-        if not isinstance(schedule, ReduceLROnPlateau) or schedule.monitor.startswith(VALIDATION) != validated:
-            return
-        found = self.trainer.callback_metrics
-        if schedule.monitor not in found:
-            raise UserError(
-                f"model.lr_scheduler: there is no metric {schedule.monitor!r} to follow. Known are "
-                f"{', '.join(sorted(found))}."
-            )
-        own = {schedule.monitor: found[schedule.monitor]}  # of this rank alone, if it was logged so
-        schedule.step(float(mean_over_ranks(own, self.trainer.world_size)[schedule.monitor]))
 
     def parameter_groups(self) -> list[Any]:
         """The parameters for the optimizer: the trainable ones, or groups of them with their own settings."""
@@ -357,3 +302,18 @@ class PolicyModule(LightningModule):
         self.configure_model()
         logits: Tensor = self.policy(input_ids, use_cache=False).logits
         return logits
+
+
+def fix_folders(trainer: Trainer) -> None:
+    """Make the folders of a run and of its loggers absolute: a user's function may change the working directory.
+
+    Those that Lightning reads later are its own attributes; it has no setting for them once a logger is made.
+    """
+    owners = [
+        (trainer, "_default_root_dir"),
+        *((logger, name) for logger in trainer.loggers for name in FOLDERS_OF_LOGGERS),
+    ]
+    for owner, name in owners:
+        path = vars(owner).get(name)
+        if path and isinstance(path, str | Path) and "://" not in str(path):
+            setattr(owner, name, os.path.abspath(os.path.expanduser(path)))

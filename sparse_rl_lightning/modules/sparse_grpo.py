@@ -35,9 +35,10 @@ from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock, plan_of
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
-from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
-from sparse_rl_lightning.modules.run_state import RolloutState
+from sparse_rl_lightning.modules.optimizers import default_optimizer
+from sparse_rl_lightning.modules.resume.run_state import RolloutState
 from sparse_rl_lightning.policies.modes import narrow_weights
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
@@ -81,7 +82,7 @@ class SparseGRPO(PolicyModule):
         DryRun, ZeroSharding, StepTimes, EmptyRollouts, StepGuard, RankWatch, Preemption,
         *PolicyModule.default_callbacks,
     )  # fmt: skip
-    resumed_parts = ("sparse_rl",)
+    resumed_parts: tuple[str, ...] = ("sparse_rl",)
 
     keeps_evictions = corrects = learns_from_rejected = False
     """Whether the loss reads evictions; accounts for them; trains what is rejected as a whole by them."""

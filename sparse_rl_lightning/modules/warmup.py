@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparse_rl_lightning.distributed.ranks import DealtRows
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.modules.base import PolicyModule, default_optimizer
+from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.optimizers import default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout.observations import encode_behind

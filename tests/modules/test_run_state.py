@@ -48,9 +48,9 @@ from sparse_rl_lightning.modules import (
 )
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
-from sparse_rl_lightning.modules.run_rules import RULES, Rule, rule_of
-from sparse_rl_lightning.modules.run_settings import TRAINER, arguments_of, settings_of
-from sparse_rl_lightning.modules.run_state import KEY, RolloutState
+from sparse_rl_lightning.modules.resume.run_rules import RULES, Rule, rule_of
+from sparse_rl_lightning.modules.resume.run_settings import TRAINER, arguments_of, settings_of
+from sparse_rl_lightning.modules.resume.run_state import KEY, RolloutState
 from sparse_rl_lightning.policies import LoraPolicy, PolicySource, TinyPolicy
 from sparse_rl_lightning.rollout import SamplingParams
 
@@ -61,7 +61,7 @@ SHORT: dict[str, Any] = {"num_generations": 2, "max_completion_length": 8}
 SLOTS: dict[str, Any] = {"num_slots": 3, "partial_rollout_steps": 2}
 
 
-# ---------------------------------------------------------------- every setting has a class
+# ---------------------------------------------------------------- the rules of settings
 
 
 def public(package: Any, base: type) -> Iterator[type]:
@@ -87,11 +87,11 @@ def all_settings() -> Iterator[str]:
     yield from (f"trainer.{name}" for name in TRAINER)
 
 
-def test_every_setting_has_a_class() -> None:
-    found = set(all_settings()) - {"policy"}  # its arguments have
-    assert sorted(found - RULES.keys()) == []
-    named = {name for name, rule in RULES.items() if not name.startswith("trainer.")}
-    assert sorted(named - found - {"module", "policy.max_position_embeddings"}) == []
+def test_rules_are_of_settings_and_all_of_sampling_have_one() -> None:
+    found = set(all_settings())
+    assert sorted(name for name in found - RULES.keys() if name.startswith("sampling.")) == []  # not simply applied
+    named = {name for name in RULES if not name.startswith("trainer.")}
+    assert sorted(named - found - {"module"}) == []
     of_trainer = {name.removeprefix("trainer.") for name in RULES.keys() - named}
     assert sorted(of_trainer - inspect.signature(Trainer.__init__).parameters.keys()) == []
 
@@ -102,7 +102,7 @@ def test_every_setting_that_matters_is_described() -> None:
     warmup = modules.SupervisedWarmup("a folder")
     described = {name for one in (adapted, replayed, warmup, made(**PARTIAL)) for name in settings_of(one)}
     assert {"rollout.num_slots", "rollout.memory_limit"} & settings_of(adapted).keys() == set()
-    matter = {name for name in all_settings() if rule_of(name) not in (Rule.MADE, Rule.FREE)} - {"policy"}
+    matter = {name for name in all_settings() if rule_of(name) not in (Rule.DERIVED, Rule.IGNORED)} - {"policy"}
     assert sorted(name for name in matter - described if not name.startswith("trainer.")) == []
 
 

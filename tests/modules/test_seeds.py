@@ -25,7 +25,7 @@ from sparse_rl_lightning.compressors import RKV, Combined, SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.distill import SparseAdapter
-from sparse_rl_lightning.modules.run_settings import _seeds_in
+from sparse_rl_lightning.modules.resume.run_settings import _seeds_in
 from sparse_rl_lightning.policies import LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generator import VALIDATION

@@ -17,10 +17,10 @@ from torch import Tensor
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import RKV, FullKV
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
-from sparse_rl_lightning.learner.rounding import lost_steps
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import DistillSparse, Evaluation, GRPOLoss, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.optimizers import lost_steps
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PretrainedPolicy
 from sparse_rl_lightning.policies.lora import adapters

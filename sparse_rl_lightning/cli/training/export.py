@@ -20,8 +20,8 @@ from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.learner.resuming import check_weights
 from sparse_rl_lightning.modules.base import PolicyModule
+from sparse_rl_lightning.modules.resume.optimizer import check_weights
 
 
 class ExportingTrainer(Trainer):

@@ -19,20 +19,10 @@ from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import change, fingerprint, without_code
 from sparse_rl_lightning.learner.block import RolloutBlock
-from sparse_rl_lightning.learner.resuming import (
-    KEY as OPTIMIZER,
-)
-from sparse_rl_lightning.learner.resuming import (
-    advance,
-    apply_settings,
-    check_optimizer,
-    check_parts,
-    check_weights,
-    describe_optimizer,
-    schedule_change,
-)
-from sparse_rl_lightning.modules.run_rules import Rule, rule_of
-from sparse_rl_lightning.modules.run_settings import policy_facts, seeds_of, settings_of
+from sparse_rl_lightning.modules.resume import optimizer as optimizers
+from sparse_rl_lightning.modules.resume.resumable import ResumableModule, ResumableRollouts
+from sparse_rl_lightning.modules.resume.run_rules import Rule, rule_of
+from sparse_rl_lightning.modules.resume.run_settings import policy_facts, seeds_of, settings_of
 from sparse_rl_lightning.records import tensors_to
 
 KEY = "sparse_rl_run"
@@ -50,7 +40,7 @@ class RunState:
         module: Module that is trained.
     """
 
-    def __init__(self, module: Any) -> None:  # a PolicyModule, which imports this file
+    def __init__(self, module: ResumableModule) -> None:
         self.module = module
         self.seeds: dict[str, int] = {}
         self.settings: dict[str, str] = {}
@@ -77,7 +67,7 @@ class RunState:
         """Store the description."""
         checkpoint[KEY] = {"seeds": self.seeds, "described": self.settings, "policy": self.policy}
         if self.optimizer is not None:
-            checkpoint[OPTIMIZER] = self.optimizer
+            checkpoint[optimizers.KEY] = self.optimizer
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another policy, or in ``fit`` of a run that this one cannot go on with.
@@ -85,16 +75,16 @@ class RunState:
         Raises:
             ValueError: If it is one of these.
         """
-        other, m = checkpoint.get("state_dict", {}), self.module
-        if other:  # sharded strategies bring their own checks
-            check_weights(other, m.state_dict())
+        weights, m = checkpoint.get("state_dict", {}), self.module
+        if weights:  # sharded strategies bring their own checks
+            optimizers.check_weights(weights, m.state_dict())
         self.check_policy(checkpoint)
         if not self._trains:
             return
         if m.trainer.world_size > 1:  # for all ranks to compare
             m.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=_thinned(checkpoint))}"
-        own = ["optimizer_states"] if m.trainer.strategy.lightning_restore_optimizer else []
-        check_parts(checkpoint, ["loops", "lr_schedulers", *own, *m.resumed_parts])
+        state = ["optimizer_states"] if m.trainer.strategy.lightning_restore_optimizer else []
+        optimizers.check_parts(checkpoint, ["loops", "lr_schedulers", *state, *m.resumed_parts])
         self._check_seeds(checkpoint)
         self._check_reference(checkpoint)
         self._check_data(checkpoint)
@@ -107,8 +97,8 @@ class RunState:
         changes, self._changes = self._changes, []
         if self._steps is not None:
             trainer, (optimizer, schedule) = self.module.trainer, self.module.configured()
-            advance(schedule, self._steps)
-            changes = apply_settings(trainer.optimizers[0], optimizer) + changes
+            optimizers.advance(schedule, self._steps)
+            changes = optimizers.apply_settings(trainer.optimizers[0], optimizer) + changes
             if schedule is not None:
                 trainer.lr_scheduler_configs[0].scheduler.load_state_dict(schedule.state_dict())
             self._steps = None
@@ -172,7 +162,7 @@ class RunState:
         if now["versions"] != was.get("versions"):  # which changes code that nobody has touched
             was, now = ({name: without_code(text) for name, text in each.items()} for each in (was, now))
         changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
-        drawn_by = [name for name in changed if is_within and rule_of(name) is Rule.DRAWN]
+        drawn_by = [name for name in changed if is_within and rule_of(name) is Rule.BETWEEN_ROLLOUTS]
         mixed = [changed[name] for name in drawn_by if without_code(was[name]) != without_code(now[name])]
         accumulated = changed.get("trainer.accumulate_grad_batches")
         done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
@@ -194,22 +184,25 @@ class RunState:
     def _check_optimizer(self, checkpoint: dict[str, Any]) -> None:
         optimizer, schedule = self.module.configured()
         if checkpoint.get(ANEW):
-            checkpoint.pop(OPTIMIZER, None)
-        check_optimizer(checkpoint, optimizer)
-        was, now = checkpoint.get(OPTIMIZER, {}), describe_optimizer(optimizer, schedule)
+            checkpoint.pop(optimizers.KEY, None)
+        optimizers.check_optimizer(checkpoint, optimizer)
+        was, now = checkpoint.get(optimizers.KEY, {}), optimizers.describe_optimizer(optimizer, schedule)
         if was == now:
             return  # everything is the checkpoint's, bit by bit
         states = checkpoint["lr_schedulers"]
         steps = states[0].get("last_epoch") if states else None
         self._steps = checkpoint["global_step"] if steps is None else steps
-        self._changes = schedule_change(was, now) + self._changes
+        self._changes = optimizers.schedule_change(was, now) + self._changes
         checkpoint["lr_schedulers"] = []  # the schedule has changed: apply() does it
 
 
 class RolloutState(RunState):
     """The state of a run of rollouts: the rest of one, rows of unfinished groups, their number, and random numbers."""
 
-    _reported: Mapping[str, Tensor] = {}  # metrics of the rollout that a checkpoint was within
+    def __init__(self, module: ResumableRollouts) -> None:
+        super().__init__(module)
+        self.module: ResumableRollouts = module
+        self._reported: dict[str, Tensor] = {}  # metrics of the rollout that a checkpoint was within
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store all of it as tensors, numbers and texts."""
@@ -220,7 +213,7 @@ class RolloutState(RunState):
                 "This checkpoint falls between two optimizer steps: the gradient accumulated so far is not in it. For "
                 "an exact resume, save with ModelCheckpoint.every_n_train_steps."
             )
-        own = {
+        state = {
             "num_rollouts": m.num_rollouts,
             "num_sequences": m.num_sequences,
             "block": None if m.block is None or m.block.is_spent else m.block.state(),
@@ -228,8 +221,8 @@ class RolloutState(RunState):
             "random_state": m.training_state.random(),
             "reported": {name: float(value) for name, value in m.trainer.callback_metrics.items()},
         }
-        sent = own if m._world_size == 1 else tensors_to(own, "cpu")  # else rank zero reads it onto the others' GPUs
-        checkpoint["sparse_rl"] = own | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
+        sent = state if m._world_size == 1 else tensors_to(state, "cpu")  # else rank zero reads it onto others' GPUs
+        checkpoint["sparse_rl"] = state | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
 
     def is_within(self, checkpoint: dict[str, Any]) -> bool:
         """Whether the checkpoint has the rest of a rollout."""
@@ -250,23 +243,23 @@ class RolloutState(RunState):
                 "on with. Give one of RolloutCheckpoint."
             )
         m.num_rollouts, m.num_sequences = state["num_rollouts"], state.get("num_sequences")
-        own = self._of_rank(checkpoint)
-        if own is None:
+        of_rank = self._of_rank(checkpoint)
+        if of_rank is None:
             rank_zero_warn(
                 f"The checkpoint is of {1 + len(state.get('other_ranks', []))} rank(s), this run has {m._world_size}: "
                 "the rest of its last rollout and its random state are dropped, training goes on with a new rollout."
             )
             return
-        m.training_state.load(own)
-        self._reported = {name: torch.tensor(value) for name, value in own.get("reported", {}).items()}
+        m.training_state.load(of_rank)
+        self._reported = {name: torch.tensor(value) for name, value in of_rank.get("reported", {}).items()}
         if m.generator.partial is not None:
-            count = m.generator.partial.load_state(own.get("partial"), m.generator.sampling.num_generations)
+            count = m.generator.partial.load_state(of_rank.get("partial"), m.generator.sampling.num_generations)
             if count:
                 rank_zero_info(
                     f"{count} prompts of partial rollouts had unfinished samples at the checkpoint: all of theirs are "
                     "drawn anew with the next rollout."
                 )
-        elif own.get("partial") is not None:
+        elif of_rank.get("partial") is not None:
             rank_zero_warn(
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
                 "partial_rollout_steps is null now."
@@ -341,8 +334,8 @@ def _thinned(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if value.numel() <= 2**16 else value.flatten()[:: value.numel() // 2**12]
     if isinstance(value, dict):
-        return {name: _thinned(one) for name, one in value.items()}
-    return [_thinned(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _thinned(item) for name, item in value.items()}
+    return [_thinned(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _described(was: Mapping[str, Any]) -> dict[str, str]:

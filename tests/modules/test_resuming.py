@@ -7,7 +7,8 @@ import torch
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from sparse_rl_lightning.learner.resuming import (
+from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.modules.resume.optimizer import (
     KEY,
     advance,
     apply_settings,
@@ -17,7 +18,6 @@ from sparse_rl_lightning.learner.resuming import (
     describe_optimizer,
     schedule_change,
 )
-from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:

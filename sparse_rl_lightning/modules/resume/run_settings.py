@@ -8,19 +8,20 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 import transformers
-from lightning.pytorch import LightningModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.fingerprints import describe, weights_digest
-from sparse_rl_lightning.modules.run_rules import Rule, rule_of
+from sparse_rl_lightning.modules.resume.resumable import ResumableModule
+from sparse_rl_lightning.modules.resume.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.lora import LoraPolicy
 
@@ -52,43 +53,43 @@ NOT_OF_WEIGHTS = re.compile(
 """Entries of config.json that change nothing of what the weights compute."""
 
 
-def arguments_of(kind: type) -> Iterator[str]:
+def arguments_of(owner: type) -> Iterator[str]:
     """Names of the arguments that a class and its bases take."""
-    for base in kind.__mro__:
-        own = vars(base).get("__init__")
-        if inspect.isfunction(own):  # no builtin's
-            for name, parameter in list(inspect.signature(own).parameters.items())[1:]:
+    for base in owner.__mro__:
+        create = vars(base).get("__init__")
+        if inspect.isfunction(create):  # no builtin's
+            for name, parameter in list(inspect.signature(create).parameters.items())[1:]:
                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                     yield name
 
 
-def parts_of(module: LightningModule) -> dict[str, Any]:
+def parts_of(module: ResumableModule) -> dict[str, Any]:
     """A module's arguments as they are now, by their names; a user's own are left out where they are not kept."""
-    found = {}
+    parts = {}
     for name in arguments_of(type(module)):
-        try:
-            found[name] = attrgetter(PLACES.get(name, name))(module)
-        except AttributeError:
-            continue
-    return found
+        with suppress(AttributeError):
+            parts[name] = attrgetter(PLACES.get(name, name))(module)
+    return parts
 
 
-def settings_of(module: LightningModule) -> dict[str, str]:
+def settings_of(module: ResumableModule) -> dict[str, str]:
     """All settings that a resumed run depends on, and that are not seen by what they make."""
-    found: dict[str, Any] = {"module": type(module), "versions": VERSIONS}
-    for name, part in parts_of(module).items():
+    settings: dict[str, Any] = {"module": type(module), "versions": VERSIONS}
+    for name, argument in parts_of(module).items():
         if name == "policy":
-            found |= {f"policy.{own}": value for own, value in _of_source(part).items()}
-        elif is_dataclass(part) and not isinstance(part, type):
-            found |= {f"{name}.{field.name}": getattr(part, field.name) for field in fields(part)}
+            settings |= {f"policy.{key}": value for key, value in _of_source(argument).items()}
+        elif is_dataclass(argument) and not isinstance(argument, type):
+            settings |= {f"{name}.{field.name}": getattr(argument, field.name) for field in fields(argument)}
         else:
-            found[name] = part
+            settings[name] = argument
     trainer: Any = module._trainer
     if trainer is not None:
-        found |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
-        found["trainer.callbacks"] = sorted(describe(each, without=SEEN) for each in _corrections(trainer.callbacks))
-    seen = {Rule.MADE, Rule.FREE} | ({Rule.SLOTS} if found.get("rollout.partial_rollout_steps") is None else set())
-    return {name: describe(value, without=SEEN) for name, value in found.items() if rule_of(name) not in seen}
+        settings |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
+        settings["trainer.callbacks"] = sorted(describe(each, without=SEEN) for each in _corrections(trainer.callbacks))
+    left_out = {Rule.DERIVED, Rule.IGNORED}
+    if settings.get("rollout.partial_rollout_steps") is None:
+        left_out.add(Rule.IF_PARTIAL)
+    return {name: describe(value, without=SEEN) for name, value in settings.items() if rule_of(name) not in left_out}
 
 
 def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
@@ -98,22 +99,22 @@ def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
             yield from getattr(callback, "parts", (callback,))
 
 
-def seeds_of(module: LightningModule) -> dict[str, int]:
+def seeds_of(module: ResumableModule) -> dict[str, int]:
     """The seeds of all that a module and its data draw, with the keys of the configuration that set them."""
     parts = [*parts_of(module).items(), ("data", getattr(module.trainer, "datamodule", None))]
-    return dict(found for name, part in parts for found in _seeds_in(name, part))
+    return dict(seed for name, part in parts for seed in _seeds_in(name, part))
 
 
 def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, with_weights: bool) -> dict[str, Any]:
     """What the weights of a policy that was just loaded mean, and a digest of the weights it starts with."""
     config = json.loads(policy.config.to_json_string(use_diff=False))
-    own = {name: value for name, value in config.items() if not NOT_OF_WEIGHTS.fullmatch(name)}
+    of_weights = {name: value for name, value in config.items() if not NOT_OF_WEIGHTS.fullmatch(name)}
     ends = {"generation_config": policy.generation_config, "tokenizer": tokenizer}
     return {
         "ends": {
-            f"eos_token_id of the {name}": str(getattr(part, "eos_token_id", None)) for name, part in ends.items()
+            f"eos_token_id of the {name}": str(getattr(owner, "eos_token_id", None)) for name, owner in ends.items()
         },
-        "config": {name: json.dumps(value, sort_keys=True) for name, value in own.items()},
+        "config": {name: json.dumps(value, sort_keys=True) for name, value in of_weights.items()},
         "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
         "weights": weights_digest(policy) if with_weights else None,
     }
@@ -121,9 +122,9 @@ def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wi
 
 def _of_source(source: Any) -> dict[str, Any]:
     """The arguments of a policy's source, and of the one inside a LoraPolicy."""
-    found = _of_source(source.base) if isinstance(source, LoraPolicy) else {}
+    inside = _of_source(source.base) if isinstance(source, LoraPolicy) else {}
     kept = getattr(source, "options", {}) | getattr(source, "sizes", {}) | vars(source)
-    return found | {name: kept[name] for name in arguments_of(type(source)) if name in kept}
+    return inside | {name: kept[name] for name in arguments_of(type(source)) if name in kept}
 
 
 def _seeds_in(name: str, part: Any) -> Iterator[tuple[str, int]]:
@@ -134,5 +135,5 @@ def _seeds_in(name: str, part: Any) -> Iterator[tuple[str, int]]:
     if isinstance(part, LoraPolicy):
         yield from _seeds_in(f"{name}.policy", part.base)
     inside = getattr(part, "_parts", ())
-    for index, one in enumerate(inside):
-        yield from _seeds_in(f"{name}.compressor" if len(inside) == 1 else f"{name}.compressors.{index}", one)
+    for index, compressor in enumerate(inside):
+        yield from _seeds_in(f"{name}.compressor" if len(inside) == 1 else f"{name}.compressors.{index}", compressor)

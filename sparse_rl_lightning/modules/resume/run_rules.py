@@ -1,4 +1,4 @@
-"""Whether a setting may be another one when a run is resumed: a rule for each, by its name in the configuration."""
+"""Whether a setting may be another one when a run is resumed, by its name in the configuration."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ class Rule(Enum):
     """What becomes of a setting that has changed since the checkpoint was written."""
 
     APPLIED = "the new value counts from here on, with a notice"
-    DRAWN = "applied between two rollouts, refused within one that was drawn, or ordered, by the old value"
-    SLOTS = "applied in partial rollouts, where the slots decide which groups are ready; else changes no result"
+    BETWEEN_ROLLOUTS = "applied between two rollouts, refused within one that was drawn, or ordered, by the old value"
+    IF_PARTIAL = "applied in partial rollouts, where the slots decide which groups are ready; else changes no result"
     REFUSED = "the weights mean something else with another value"
-    MADE = "seen by what it makes: weights, config.json, vocabulary, rows, another setting, the optimizer"
-    FREE = "changes no result, or none of training"
+    DERIVED = "seen by what it makes: weights, config.json, vocabulary, rows, another setting, the optimizer"
+    IGNORED = "changes no result, or none of training"
 
 
 _NAMES = {
-    Rule.APPLIED: """
-        policy: dtype attn_implementation lora_dropout max_position_embeddings
-        loss: loss_type importance_sampling_level epsilon epsilon_high delta denominator beta kl_estimator kl_on
-            mask_truncated_completions off_policy_delta off_policy_reference
-        learner: head_in_float32 disable_dropout micro_batch_tokens share_prompts
-        rollout: head_in_float32 partial_rollout_steps oversampling downsampling reward_timeout chat_template_kwargs
-            reward_failure_limit skip_special_tokens on_long_prompt kv_dtype end_tokens record_routing turns
-        val_sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
-            repetition_penalty top_logprobs stop_strings
-        adapter: kl_coef policy_gradient
-        trainer: accumulate_grad_batches precision gradient_clip_val gradient_clip_algorithm callbacks
-        : reward_funcs reward_weights scale_rewards alpha disable_dropout solution_column
-            chat_template_kwargs given compressor environment""",
-    Rule.DRAWN: """
+    Rule.BETWEEN_ROLLOUTS: """
         sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
             repetition_penalty stop_strings
         : module retriever steps_per_generation num_iterations replay_objective""",
-    Rule.SLOTS: """
+    Rule.IF_PARTIAL: """
         rollout: num_slots memory_limit""",
     Rule.REFUSED: """
         policy: lora_alpha
         adapter: lora_alpha""",
-    Rule.MADE: """
+    Rule.DERIVED: """
         policy: path model tokenizer policy architecture alphabet hidden_size num_layers num_heads num_kv_heads r
             target_modules quantization seed
         adapter: r target_modules lr seed
@@ -50,7 +37,7 @@ _NAMES = {
             math_answers solution_column prompt_template as_chat system_prompt config split folder benchmarks own
             prompt_format train max_rows final_assistant
         : optimizer lr_scheduler""",
-    Rule.FREE: """
+    Rule.IGNORED: """
         learner: head_chunk_size gradient_checkpointing
         rollout: keep_pool cuda_graphs decoder
         sampling: top_logprobs
@@ -61,20 +48,20 @@ _NAMES = {
 
 
 def _parsed() -> dict[str, Rule]:
-    found, group = {}, ""
+    rules, group = dict[str, Rule](), ""
     for rule, text in _NAMES.items():
         for word in text.split():
             if word.endswith(":"):
                 group = word[:-1]
             else:
-                found[f"{group}.{word}".lstrip(".")] = rule
-    return found
+                rules[f"{group}.{word}".lstrip(".")] = rule
+    return rules
 
 
 RULES: dict[str, Rule] = _parsed()
-"""The rule of every setting; one that a user's class adds is applied."""
+"""The rules of settings that are not simply applied."""
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a setting by its name."""
+    """The rule of a setting by its name; without one of its own a change is applied."""
     return RULES.get(name, Rule.APPLIED)
