@@ -238,24 +238,6 @@ class Rollout:
                 changes[own.name] = value[:, :length]
         return replace(self, **changes)
 
-    def uncorrected(self, index: Tensor) -> Rollout:
-        """The sequences at ``index`` without dense log-probs and corrections, which other sequences may have."""
-        return replace(self[index], old_logprobs=None, weights=None, weight_reference=None)
-
-    def store(self, index: Tensor, part: Rollout) -> None:
-        """Take over dense log-probs, and all that callbacks may edit, of the sequences at ``index`` from ``part``.
-
-        Sequences whose part has no weights count with a weight of 1.
-        """
-        for name in ("old_logprobs", "advantages", "keep", "weights", "weight_reference"):
-            value: Tensor | None = getattr(part, name)
-            if value is None:
-                continue
-            if getattr(self, name) is None:
-                setattr(self, name, self.completion_mask.to(value.dtype) * (name != "old_logprobs"))
-            own = getattr(self, name)[..., : value.shape[-1]] if value.ndim > 1 else getattr(self, name)
-            own[index] = value  # the part may have less padding
-
     def parts(self, count: int) -> list[Rollout]:
         """The rollout cut into ``count`` pieces of adjacent sequences; a remainder makes one more."""
         size = max(1, len(self) // count)
@@ -335,7 +317,6 @@ class ScoredRollout:
     conversations: list[Conversation] | None = None  # B of them, if there is an environment
     failures: dict[str, float] = field(default_factory=dict)  # conversations that it broke off, of all that were drawn
     prompt_texts: Callable[[], list[str]] | None = None  # (B) prompts as the policy read them, if it is known
-    is_complete: bool = True  # False until the first optimizer step brings the dense log-probs of its sequences
 
     @property
     def asked(self) -> Rows:

@@ -1,7 +1,4 @@
-"""RolloutCallback: hooks around a rollout, besides Lightning's; RolloutModule: all that they may use of a module.
-
-Who needs log-probs early, corrections and the report of a rollout are called from here, too.
-"""
+"""RolloutCallback: hooks around a rollout, besides Lightning's; RolloutModule: all that they may use of a module."""
 
 from __future__ import annotations
 
@@ -104,6 +101,8 @@ class RolloutModule(Protocol):
     num_rollouts: int
     steps_per_generation: int
     """Number of micro-batches in a rollout."""
+    _trainer: Trainer | None
+    """The trainer, None in a script."""
 
     @property
     def trainer(self) -> Trainer:
@@ -184,8 +183,8 @@ def warn_of_run(trainer: Trainer, text: str) -> None:
 
 def rollout_callbacks(module: RolloutModule) -> list[RolloutCallback]:
     """The trainer's callbacks that see rollouts, in its order; none without a trainer, in a script."""
-    found = getattr(cast(LightningModule, module)._trainer, "callbacks", [])
-    return [callback for callback in found if isinstance(callback, RolloutCallback) and callback.is_active]
+    callbacks = getattr(module._trainer, "callbacks", [])
+    return [callback for callback in callbacks if isinstance(callback, RolloutCallback) and callback.is_active]
 
 
 def rescores_all(module: RolloutModule) -> bool:
@@ -195,7 +194,7 @@ def rescores_all(module: RolloutModule) -> bool:
     dropout they are of another distribution.
     """
     return (
-        cast(LightningModule, module)._trainer is None  # in a script no step is to come
+        module._trainer is None  # in a script no step is to come
         or module.generator.options.oversampling > 1
         or module.loss.counts_kept
         or (not module.learner.options.disable_dropout and has_dropout(module.policy))
@@ -205,7 +204,7 @@ def rescores_all(module: RolloutModule) -> bool:
 
 def correct(module: RolloutModule, part: Rollout) -> None:
     """Let callbacks reject and reweight sequences that have dense log-probs."""
-    correct_by(rollout_callbacks(module), cast(LightningModule, module)._trainer, module, part)
+    correct_by(rollout_callbacks(module), module._trainer, module, part)
 
 
 @torch.no_grad()
@@ -237,9 +236,8 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
     metrics, partial = rollout_metrics(scored), module.generator.partial
     if partial is not None:
         metrics |= partial.metrics(scored.rollout)
-    trainer = cast(LightningModule, module)._trainer  # none in a script
-    if trainer is not None and trainer.world_size > 1:
-        metrics = dict(mean_over_ranks(metrics, trainer.world_size))
+    if module._trainer is not None and module._trainer.world_size > 1:
+        metrics = dict(mean_over_ranks(metrics, module._trainer.world_size))
     module.log_dict(metrics, batch_size=len(scored.completions))
     scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
     scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None

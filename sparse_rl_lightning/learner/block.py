@@ -126,8 +126,6 @@ class RolloutBlock:
         seed: Seed of the order.
         count: Function from all sequences of an optimizer step to its denominators.
         cursor: Number of micro-batches already served.
-        is_complete: Whether all sequences have dense log-probs and corrections. If not, those of the first optimizer
-            step get them from their own losses, through :meth:`store`.
     """
 
     def __init__(
@@ -138,12 +136,11 @@ class RolloutBlock:
         seed: int,
         count: Callable[[Rollout], Denominators],
         cursor: int = 0,
-        is_complete: bool = True,
     ) -> None:
         self.plan, self.rollout, self.index, self.seed, self.cursor = plan, rollout, index, seed, cursor
-        self.is_complete = is_complete
         self._count = count
         self._step: tuple[list[Tensor], Denominators] | None = None  # the optimizer step in progress
+        self.served: Tensor  # indices of the sequences of the last micro-batch
 
     @property
     def is_spent(self) -> bool:
@@ -157,20 +154,8 @@ class RolloutBlock:
             self._step = self._begin(self.cursor - turn)
         shares, denominators = self._step
         self.cursor += 1
-        rows = shares[turn]
-        part = self.rollout[rows] if self.is_complete else self.rollout.uncorrected(rows)
-        return part.trimmed(), denominators
-
-    def store(self, part: Rollout) -> bool:
-        """Store what the last micro-batch's loss found out about ``part``; returns whether that completes the block."""
-        if self.is_complete:
-            return False
-        assert self._step is not None
-        if part.old_logprobs is None:
-            raise UserError("micro_batch_loss must set part.old_logprobs where it is None, as SparseGRPO's does.")
-        self.rollout.store(self._step[0][(self.cursor - 1) % self.plan.accumulate], part)
-        self.is_complete = self.cursor >= self.plan.accumulate
-        return self.is_complete
+        self.served = shares[turn]
+        return self.rollout[self.served].trimmed(), denominators
 
     def last_window(self) -> Rollout:
         """The sequences of the optimizer step that the last micro-batch served belongs to."""
@@ -180,23 +165,14 @@ class RolloutBlock:
 
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
-        own = {"index": self.index, "cursor": self.cursor, "is_complete": self.is_complete}
-        own["accumulate"] = self.plan.accumulate
-        return {"rollout": self.rollout.state(), **own}
+        return {"rollout": self.rollout.state(), "index": self.index, "cursor": self.cursor}
 
     @classmethod
     def from_state(
         cls, plan: BlockPlan, state: dict[str, Any], seed: int, count: Callable[[Rollout], Denominators]
     ) -> Self:
         """The block with this :meth:`state`."""
-        rollout, complete = Rollout.from_state(state["rollout"]), state.get("is_complete", True)
-        before = state.get("accumulate", plan.accumulate)
-        if not complete and before != plan.accumulate:
-            raise UserError(
-                f"The checkpoint is from within a rollout's first optimizer step of {before} micro-batches, and "
-                f"accumulate_grad_batches is {plan.accumulate} now: resume with {before}, or from another checkpoint."
-            )
-        return cls(plan, rollout, state["index"], seed, count, state["cursor"], complete)
+        return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
 
     def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
         """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""

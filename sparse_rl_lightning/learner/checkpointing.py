@@ -1,4 +1,4 @@
-"""What the layers of a policy keep for the backward pass: everything, their inputs, a little more, or nothing here.
+"""What a policy's layers keep for the backward pass: full, inputs only, selective, or offloaded.
 
 All forms give the same gradients bit by bit. Inputs that go to the host are copied on the stream that computes, in
 page-locked memory: each is 2 x T x C bytes in 16 bits, 0.27 GB at 32,768 tokens and a width of 4,096.

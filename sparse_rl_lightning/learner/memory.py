@@ -1,4 +1,4 @@
-"""What a micro-batch takes in the learner, found without a weight: the pass itself on tensors that have only shapes.
+"""Estimates a micro-batch's peak memory by running forward and backward on fake tensors.
 
 The policy is made of its configuration under torch's fake tensors and goes forward and backward as in training, with
 the learner's own options; what is allocated and freed is added up. Nothing is priced by hand, so a new family, adapters
@@ -79,18 +79,18 @@ def learner_bytes(
     with FakeTensorMode():
         _make_fake(model)
         model.train()
-        host = _Elsewhere()
+        host = _OffloadedBytes()
         checkpoint_layers(model, options.gradient_checkpointing, store=lambda: host)
         for parameter in model.parameters():  # as they are from the second micro-batch of a step on
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         mixed = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         with LiveBytes() as live:
-            course = _Course(live, host, layers[1:])
+            trace = _MemoryTrace(live, host, layers[1:])
             with mixed:
                 loss = _loss(model, part, options)
-            course.turn()
+            trace.start_backward()
             loss.backward()  # type: ignore[no-untyped-call]
-    return course.with_layers(left_out)
+    return trace.with_layers(left_out)
 
 
 class _At(NamedTuple):
@@ -101,23 +101,23 @@ class _At(NamedTuple):
     host: int
 
 
-class _Course:
+class _MemoryTrace:
     """The memory of a pass where it enters layers and where it comes back from them."""
 
-    def __init__(self, live: LiveBytes, host: _Elsewhere, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, live: LiveBytes, host: _OffloadedBytes, layers: Sequence[nn.Module]) -> None:
         self.live, self.host = live, host
-        self.going, self.coming = list[_At](), list[_At]()
+        self.forward, self.backward = list[_At](), list[_At]()
         self.hooks = [layer.register_forward_pre_hook(self._enter) for layer in layers]
 
     def _here(self) -> _At:
         return _At(self.live.now, self.live.most, self.host.bytes)
 
     def _enter(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.going.append(self._here())
-        args[0].register_hook(lambda gradient: self.coming.append(self._here()))  # type: ignore[no-untyped-call]
+        self.forward.append(self._here())
+        args[0].register_hook(lambda gradient: self.backward.append(self._here()))  # type: ignore[no-untyped-call]
 
-    def turn(self) -> None:
-        """Begin to come back: checkpointed layers run again, which does not count as entering them."""
+    def start_backward(self) -> None:
+        """Begin the backward pass: checkpointed layers run again, which does not count as entering them."""
         for hook in self.hooks:
             hook.remove()
         self.end = self._here()
@@ -128,11 +128,11 @@ class _Course:
         if not number:
             return LearnerBytes(self.end.now, max(self.end.most, self.live.most), self.end.host)
         # weights that autocast rounded are there until it ends: a layer gives back less than it took
-        took = number * (self.going[1].now - self.going[0].now)
-        gave = number * (self.coming[0].now - self.coming[1].now)
-        stored = number * (self.going[1].host - self.going[0].host)
-        # behind the last layer the way back needs less and less, until it comes to the embeddings
-        peak = max(self.end.most + took, self.coming[0].most + gave, self.live.most)
+        took = number * (self.forward[1].now - self.forward[0].now)
+        gave = number * (self.backward[0].now - self.backward[1].now)
+        stored = number * (self.forward[1].host - self.forward[0].host)
+        # behind the last layer the backward pass needs less and less, until it comes to the embeddings
+        peak = max(self.end.most + took, self.backward[0].most + gave, self.live.most)
         return LearnerBytes(self.end.now + gave, peak, self.end.host + stored)
 
 
@@ -156,7 +156,7 @@ def _described(layer: nn.Module) -> str:
     return repr((parts, [(name, own.shape, own.dtype, own.requires_grad) for name, own in layer.named_parameters()]))
 
 
-class _Elsewhere(saved_tensors_hooks):
+class _OffloadedBytes(saved_tensors_hooks):
     """What is saved leaves no bytes here, and comes back as new memory; the bytes are counted."""
 
     def __init__(self) -> None:

@@ -26,7 +26,6 @@ from sparse_rl_lightning.distributed.ranks import check_processes, check_strateg
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.learner.training_state import TrainingState
 from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, follow_metric, lost_steps
 from sparse_rl_lightning.modules.resume.optimizer import describe_optimizer
 from sparse_rl_lightning.modules.resume.run_state import RunState
@@ -72,7 +71,6 @@ class PolicyModule(LightningModule):
         self.disable_dropout = disable_dropout
         self.policy: PreTrainedModel = None  # type: ignore[assignment]  # until configure_model
         self.tokenizer: PreTrainedTokenizerBase = None  # type: ignore[assignment]
-        self.training_state = TrainingState()
         self.same_on_ranks: dict[str, str] = {}
         self.run_state: RunState = RunState(self)
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
@@ -159,9 +157,8 @@ class PolicyModule(LightningModule):
         """Hook for subclasses, called once while the policy is still whole on every rank."""
 
     def on_fit_start(self) -> None:
-        """Restore the rotary positions, and forget an interrupted validation."""
+        """Restore the rotary positions."""
         self.restore_rotary()
-        self.training_state.forget()
 
     on_test_start = on_predict_start = on_fit_start
 
@@ -175,11 +172,11 @@ class PolicyModule(LightningModule):
     def on_validation_start(self) -> None:
         """Prepare like a fit; random numbers drawn during validation must not affect training."""
         PolicyModule.on_fit_start(self)
-        self.training_state.stash()
+        self.run_state.begin_validation()
 
     def on_validation_end(self) -> None:
         """Restore training's random state; step a schedule that follows what was measured."""
-        self.training_state.bring_back()
+        self.run_state.end_validation()
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             for each in self.trainer.lr_scheduler_configs:
                 follow_metric(each.scheduler, self.trainer, validated=True)

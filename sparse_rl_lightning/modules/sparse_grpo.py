@@ -116,7 +116,9 @@ class SparseGRPO(PolicyModule):
             compressor, rollout.drawn(sampling), rollout, retriever, steps_per_generation, rank_zero_info, environment
         )
         self.group_size = sampling.num_generations  # of training; the generator may draw more
-        self.generator.version = partial(getattr, self, "global_step")  # no lambda: copies and pickles ask themselves
+        self.generator.version = partial(
+            getattr, self, "global_step"
+        )  # not a lambda: must be picklable, and a copy must read its own step
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn, bool(environment))
         self.rewards.failure_limit = rollout.reward_failure_limit
         self.learner = Learner(learner, sampling.temperature, retriever)
@@ -140,7 +142,8 @@ class SparseGRPO(PolicyModule):
         """Roll out at the start of a block, then train on its next micro-batch."""
         if self.block is None or self.block.is_spent:
             self.block = self.new_block(self.roll_out(batch))
-        part, denominators = self.block.next()
+        served, denominators = self.block.next()
+        part = self.old_logprobs.lacking(served)
         output = self.micro_batch_loss(part, denominators)
         self.old_logprobs.store(self.block, part)
         self.log_dict(output.metrics, batch_size=len(part))
@@ -154,12 +157,13 @@ class SparseGRPO(PolicyModule):
         for callback in callbacks:
             callback.on_rollout_start(self.trainer, self, rows)
         self.rewards.check(rows)
-        # where this rank's prompts stand in the whole block fixes their random numbers
-        places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
         drawn = len(rows) * self.generator.sampling.num_generations * self._world_size
         first = self.num_rollouts * drawn if self.num_sequences is None else self.num_sequences
-        numbers = (self.num_rollouts, places, self._report_progress, first)
-        scored = self.generator.roll_out(rows, *numbers)  # sparse policy
+        # where this rank's prompts stand in the block of all ranks decides their random numbers
+        places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
+        scored = self.generator.roll_out(  # sparse policy
+            rows, index=self.num_rollouts, first=first, places=places, progress=self._report_progress
+        )
         for callback in callbacks:
             callback.on_rollout_drawn(self.trainer, self, scored)
         self.score(scored)  # rewards and advantages
@@ -190,7 +194,7 @@ class SparseGRPO(PolicyModule):
         self.old_logprobs.rescore(scored)
 
     def score(self, scored: ScoredRollout) -> None:
-        """Compute rewards, of the samples kept advantages; nothing is rejected yet."""
+        """Compute rewards, drop down-sampled completions, compute advantages."""
         start = time.perf_counter()
         scored.rollout.rewards = self.rewards(scored)
         self.rewards.settle()
@@ -217,8 +221,7 @@ class SparseGRPO(PolicyModule):
             wanted = max(1, round(len(scored.rows) / oversampling))
             rollout = rollout[most_informative(rollout.rewards, self.group_size, wanted)]
         plan = self.plan(len(rollout) // self.group_size)
-        seed, index, complete = self.generator.sampling.seed or 0, self.num_rollouts, scored.is_complete
-        block = RolloutBlock(plan, rollout, index, seed, self.denominators, is_complete=complete)
+        block = RolloutBlock(plan, rollout, self.num_rollouts, self.generator.sampling.seed or 0, self.denominators)
         self.num_rollouts += 1
         return block
 
@@ -233,8 +236,10 @@ class SparseGRPO(PolicyModule):
 
     def denominators(self, window: Rollout) -> Denominators:
         """The divisors of one optimizer step over all ranks; ``window`` holds this rank's sequences of it."""
-        own = self.loss.denominators(window, self.generator.sampling.max_completion_length)
-        return own if self._world_size == 1 else own.summed(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
+        of_rank = self.loss.denominators(window, self.generator.sampling.max_completion_length)
+        if self._world_size == 1:
+            return of_rank
+        return of_rank.summed(lambda sums: self.trainer.strategy.reduce(sums, reduce_op="sum"))
 
     @torch.no_grad()
     def reference_logprobs(self, part: Rollout) -> Tensor:
@@ -266,7 +271,7 @@ class SparseGRPO(PolicyModule):
     @property
     def starts_rollout(self) -> bool:
         """Whether the next training step begins with a rollout."""
-        return not self.training_state.has_block and (self.block is None or self.block.is_spent)
+        return not self.run_state.has_rest and (self.block is None or self.block.is_spent)
 
     @property
     def grad_norm_key(self) -> str:
@@ -382,8 +387,8 @@ class SparseGRPO(PolicyModule):
             callback.on_rollout_progress(self.trainer, self, progress)
 
     def _score_by_reference(self, rollout: Rollout) -> None:
-        own = [self.reference_logprobs(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
-        rollout.ref_logprobs = torch.cat([rollout.widened(part) for part in own])
+        values = [self.reference_logprobs(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
+        rollout.ref_logprobs = torch.cat([rollout.widened(logprobs) for logprobs in values])
 
     def check_strategy(self) -> None:
         """Refuse, by name, options that the trainer's strategy does not support."""

@@ -92,7 +92,6 @@ def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> No
     served = [block.next() for _ in range(plan.micro_batches)]
     for cursor in range(plan.micro_batches):
         again = RolloutBlock.from_state(plan, {"rollout": data.state(), "index": 3, "cursor": cursor}, 0, items)
-        assert again.is_complete  # as all were before checkpoints said so
         part, counts = again.next()
         assert torch.equal(part.sequences, served[cursor][0].sequences)
         assert counts == served[cursor][1]

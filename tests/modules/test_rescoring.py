@@ -30,7 +30,6 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO
-from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -367,13 +366,18 @@ def test_a_rollout_of_an_interrupted_fit_is_not_reported_later(monkeypatch: pyte
     monkeypatch.setattr(
         "sparse_rl_lightning.modules.old_logprobs.report", lambda module, scored: reported.append(scored)
     )
-    old, block, scored = OldLogprobs(None), SimpleNamespace(store=lambda part: True), SimpleNamespace(is_complete=False)
+    grpo = module(steps_per_generation=2)
+    old, scored = grpo.old_logprobs, SimpleNamespace()
     for forgets in (True, False):
+        fit(grpo, 1)
+        part, _ = grpo.block.next()  # type: ignore[union-attr]
+        reported.clear()
+        old.is_complete = False
         old.report(scored)  # type: ignore[arg-type]
         if forgets:
             old.forget()
-        old.store(block, None)  # type: ignore[arg-type]
-        assert reported == [] if forgets else [scored]
+        old.store(grpo.block, part)  # type: ignore[arg-type]
+        assert reported == ([] if forgets else [scored])
 
 
 class Sometimes(CorrectionCallback):

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.modules.resume.optimizer import (
     KEY,
     advance,

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, correct_by, rollout_callbacks
-from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, Rollout
 
 NOTE = (

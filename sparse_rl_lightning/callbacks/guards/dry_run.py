@@ -22,7 +22,7 @@ from sparse_rl_lightning.callbacks.guards.correction_trial import try_correction
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.data.sampler import rows_of
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.learner.training_state import random_state, restore_random_state
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout

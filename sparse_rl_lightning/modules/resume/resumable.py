@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.callbacks.base import RolloutModule
-from sparse_rl_lightning.learner.training_state import TrainingState
+from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 
 
 class ResumableModule(Protocol):
@@ -22,6 +22,7 @@ class ResumableModule(Protocol):
     resumed_parts: tuple[str, ...]
     """Parts that a checkpoint must have besides Lightning's own."""
     _trainer: Trainer | None
+    """The trainer, None in a script."""
     _world_size: int
 
     @property
@@ -48,7 +49,7 @@ class ResumableRollouts(ResumableModule, RolloutModule, Protocol):
 
     num_sequences: int | None
     """Sequences drawn on all ranks since the start of training, None if a checkpoint does not say."""
-    training_state: TrainingState
+    old_logprobs: OldLogprobs
 
     @property
     def global_rank(self) -> int:

@@ -19,6 +19,7 @@ from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.fingerprints import change, fingerprint, without_code
 from sparse_rl_lightning.learner.block import RolloutBlock
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.modules.resume import optimizer as optimizers
 from sparse_rl_lightning.modules.resume.resumable import ResumableModule, ResumableRollouts
 from sparse_rl_lightning.modules.resume.run_rules import Rule, rule_of
@@ -46,6 +47,7 @@ class RunState:
         self.settings: dict[str, str] = {}
         self.policy: dict[str, Any] = {}
         self.optimizer: dict[str, str] | None = None
+        self._aside: dict[str, Any] | None = None  # random state, while a validation draws its own numbers
         self._changes: list[str] = []
         self._steps: int | None = None  # done by a schedule that has changed
 
@@ -56,8 +58,23 @@ class RunState:
     def set_up(self) -> None:
         """Describe settings and seeds, when the trainer sets the module up."""
         self._changes, self._steps = [], None  # from an earlier fit without any step
+        self._aside = None  # from a validation that was interrupted
         self.seeds, self.settings = seeds_of(self.module), settings_of(self.module)
         self.module.same_on_ranks["seeds"] = str(self.seeds)
+
+    @property
+    def random(self) -> dict[str, Any]:
+        """The random state of training; ModelCheckpoint with a ``monitor`` saves before a validation ends."""
+        return random_state() if self._aside is None else self._aside
+
+    def begin_validation(self) -> None:
+        """Set the random state aside: numbers drawn during a validation must not affect training."""
+        self._aside = random_state()
+
+    def end_validation(self) -> None:
+        """Continue as if there had been no validation, since a resumed run does not repeat it."""
+        restore_random_state(self.random)
+        self._aside = None
 
     def see_policy(self) -> None:
         """Describe the policy that was just loaded."""
@@ -202,7 +219,7 @@ class RolloutState(RunState):
     def __init__(self, module: ResumableRollouts) -> None:
         super().__init__(module)
         self.module: ResumableRollouts = module
-        self._reported: dict[str, Tensor] = {}  # metrics of the rollout that a checkpoint was within
+        self._resumed: dict[str, Any] | None = None  # what a checkpoint has of this rank, until the first batch
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store all of it as tensors, numbers and texts."""
@@ -213,14 +230,16 @@ class RolloutState(RunState):
                 "This checkpoint falls between two optimizer steps: the gradient accumulated so far is not in it. For "
                 "an exact resume, save with ModelCheckpoint.every_n_train_steps."
             )
-        state = {
+        state: dict[str, Any] = {
             "num_rollouts": m.num_rollouts,
             "num_sequences": m.num_sequences,
-            "block": None if m.block is None or m.block.is_spent else m.block.state(),
+            "block": None,
             "partial": None if m.generator.partial is None else m.generator.partial.state(),
-            "random_state": m.training_state.random(),
+            "random_state": self.random,
             "reported": {name: float(value) for name, value in m.trainer.callback_metrics.items()},
         }
+        if m.block is not None and not m.block.is_spent:
+            state["block"] = m.block.state() | m.old_logprobs.state(m.block.plan)
         sent = state if m._world_size == 1 else tensors_to(state, "cpu")  # else rank zero reads it onto others' GPUs
         checkpoint["sparse_rl"] = state | {"other_ranks": ranks.gather_to_zero(sent, m._world_size)[1:]}
 
@@ -250,8 +269,7 @@ class RolloutState(RunState):
                 "the rest of its last rollout and its random state are dropped, training goes on with a new rollout."
             )
             return
-        m.training_state.load(of_rank)
-        self._reported = {name: torch.tensor(value) for name, value in of_rank.get("reported", {}).items()}
+        self._resumed = of_rank
         if m.generator.partial is not None:
             count = m.generator.partial.load_state(of_rank.get("partial"), m.generator.sampling.num_generations)
             if count:
@@ -264,6 +282,11 @@ class RolloutState(RunState):
                 "The checkpoint holds unfinished sequences of partial rollouts, which are dropped: model.rollout."
                 "partial_rollout_steps is null now."
             )
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether training continues in the middle of a checkpoint's rollout."""
+        return self._resumed is not None and self._resumed["block"] is not None
 
     def check_options(self) -> None:
         """Refuse, by name, options that several ranks do not support."""
@@ -293,12 +316,18 @@ class RolloutState(RunState):
 
     def rest_of_rollout(self) -> RolloutBlock | None:
         """Restore a checkpoint's random state, and what is left of its rollout, once; None if there is nothing left."""
-        m = self.module
-        state = m.training_state.resume()
+        m, resumed = self.module, self._resumed
+        self._resumed = None
+        if resumed is None:
+            return None
+        restore_random_state(resumed["random_state"])
+        state = resumed["block"]
         if state is None:
             return None
-        m.trainer.callback_metrics.update(self._reported)  # for those who follow what a rollout has logged
+        # for those who follow what a rollout has logged
+        m.trainer.callback_metrics.update({n: torch.tensor(value) for n, value in resumed.get("reported", {}).items()})
         plan = m.plan(len(state["rollout"]["sequences"]) // m.group_size)
+        m.old_logprobs.load(state, plan)
         state = state | {"rollout": tensors_to(state["rollout"], m.device)}
         return RolloutBlock.from_state(plan, state, m.generator.sampling.seed or 0, m.denominators)
 
