@@ -1,4 +1,4 @@
-"""Conversations: the sequences of a session talk to environments, each as soon as its own turn is over.
+"""Conversations: multi-turn episodes of a session's sequences with environments, each going on as its turn is over.
 
 While environments think, the other sequences are decoded; what is answered enters the slots, that of several sequences
 together. A rollout of one version of the policy does not depend on how long an environment takes.
@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl_lightning.environments.base import Environment, EnvironmentFactory, Observation, TurnOptions
+from sparse_rl_lightning.environments.base import Environment, EnvironmentFactory, Observation
 from sparse_rl_lightning.environments.calls import Call, CallFailure, CallTimeout, start, wait_for_any
 from sparse_rl_lightning.environments.tools import ToolEnvironment
 from sparse_rl_lightning.errors import UserError
@@ -25,6 +25,7 @@ from sparse_rl_lightning.rewards.base import undisturbed, users_function
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.observations import cut_observation, encode_observation
+from sparse_rl_lightning.rollout.options import RolloutOptions
 from sparse_rl_lightning.rollout.prompts import Prompt, decode_texts, encode_prompt, valid_messages, with_tools
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession
@@ -55,27 +56,19 @@ class Conversations:
 
     Args:
         factory: Creates the environment of a sequence.
-        options: Limits.
+        options: Limits of turns, arguments of the chat template, and how turns are decoded.
         tokenizer: Tokenizer of the policy.
-        template: Arguments of its chat template.
-        skip_special_tokens: Whether environments get turns without special tokens.
     """
 
     def __init__(
-        self,
-        factory: EnvironmentFactory,
-        options: TurnOptions,
-        tokenizer: PreTrainedTokenizerBase,
-        template: dict[str, Any] | None = None,
-        skip_special_tokens: bool = True,
+        self, factory: EnvironmentFactory, options: RolloutOptions, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.skip_special_tokens = skip_special_tokens
-        self.factory, self.options, self.tokenizer, self.template = factory, options, tokenizer, dict(template or {})
+        self.factory, self.tokenizer, self.limits = factory, tokenizer, options.turns
+        self.template, self.skip_special_tokens = options.chat_template_kwargs or {}, options.skip_special_tokens
         self.episodes: dict[int, Episode] = {}  # by sequence, until its prompt is taken
         self.calls: dict[int, Call] = {}  # by sequence, turns that are being answered
         self.ending: dict[int, str] = {}  # by sequence, what ends it while its environment is asked for its reward
         self._session: RolloutSession | None = None
-        self._longest_token = max(map(len, tokenizer.get_vocab()))  # characters, or bytes
 
     @property
     def session(self) -> RolloutSession:
@@ -95,25 +88,26 @@ class Conversations:
         """
         repeated = [row for row in rows for _ in range(num_generations)]
         episodes = [Episode(self.factory(), Conversation(row)) for row in repeated]
-        self._check_own(episodes)
-        calls = [self._reset(one) for one in episodes]
-        given = [_prompt_of(one, call) for one, call in zip(episodes, calls, strict=True)]
-        prompts = list[Prompt]()
+        self._check_environments(episodes)
+        calls = [self._reset(episode) for episode in episodes]
+        replies = [_prompt_of(episode, call) for episode, call in zip(episodes, calls, strict=True)]
+        opened, encoded = list[dict[str, Any]](), list[list[int]]()
         for number, row in enumerate(rows):
-            own = slice(number * num_generations, (number + 1) * num_generations)
-            prompts.append(_common_prompt(given[own], row, [one.conversation for one in episodes[own]]))
-            for one in episodes[own]:
-                one.is_chat = not isinstance(prompts[-1], str)
-        described = [with_tools(self.template, one.environment.tools) for one in episodes[::num_generations]]
-        encoded = [encode_prompt(self.tokenizer, prompt, own) for prompt, own in zip(prompts, described, strict=True)]
-        return Opening([row | {"prompt": own} for row, own in zip(rows, prompts, strict=True)], encoded, episodes)
+            samples = slice(number * num_generations, (number + 1) * num_generations)
+            prompt = _common_prompt(replies[samples], row, [episode.conversation for episode in episodes[samples]])
+            for episode in episodes[samples]:
+                episode.is_chat = not isinstance(prompt, str)
+            template = with_tools(self.template, episodes[samples.start].environment.tools)
+            encoded.append(encode_prompt(self.tokenizer, prompt, template))
+            opened.append(row | {"prompt": prompt})
+        return Opening(opened, encoded, episodes)
 
     def open(
         self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int, num_sequences: int | None = None
     ) -> RolloutSession:
         """Make the session through which to talk from now on; arguments are its own."""
         self._session = RolloutSession(
-            sampler, params, max_prompt_length, turns=True, max_turn_length=self.options.max_turn_length,
+            sampler, params, max_prompt_length, turns=True, max_turn_length=self.limits.max_turn_length,
             num_sequences=num_sequences,
         )  # fmt: skip
         return self._session
@@ -161,19 +155,20 @@ class Conversations:
     def take(self, prompts: Sequence[int]) -> tuple[Rollout, list[Conversation]]:
         """Remove complete prompts, as the session does; with their conversations."""
         count = self.session.params.num_generations
-        own = [self.episodes.pop(number * count + sample) for number in prompts for sample in range(count)]
-        return self.session.take(prompts), [one.conversation for one in own]
+        episodes = [self.episodes.pop(number * count + sample) for number in prompts for sample in range(count)]
+        return self.session.take(prompts), [episode.conversation for episode in episodes]
 
     # ---------------------------------------------------------------- turns
 
     @property
     def _has_news(self) -> bool:
         """Whether a turn has ended, or was answered."""
-        return any(one not in self.calls or self.calls[one].is_over for one in self.session.waiting_turns)
+        waiting = self.session.waiting_turns
+        return any(sequence not in self.calls or self.calls[sequence].is_over for sequence in waiting)
 
     def _ask(self) -> None:
         """Hand the turns that have just ended to their environments."""
-        for sequence in [one for one in self.session.waiting_turns if one not in self.calls]:
+        for sequence in [sequence for sequence in self.session.waiting_turns if sequence not in self.calls]:
             episode = self.episodes[sequence]
             if episode.conversation.has_failed:  # at its beginning
                 self._end(sequence, episode.conversation.end)
@@ -185,7 +180,7 @@ class Conversations:
             episode.conversation.num_turns += 1
             episode.conversation.cut_turns += self.session.was_cut(sequence)
             episode.end_token = tokens[-1] if tokens[-1] in self.session.sampler.end_token_ids else None
-            self.calls[sequence] = start(episode.environment.step, text, timeout=self.options.timeout)
+            self.calls[sequence] = start(episode.environment.step, text, timeout=self.limits.timeout)
 
     def _answer(self) -> None:
         """Give sequences what their environments have answered, and end those that are over."""
@@ -202,21 +197,18 @@ class Conversations:
                 continue
             if observation is None:
                 self._end(sequence, self.ending.pop(sequence, "environment"))
-            elif episode.conversation.num_turns >= self.options.max_turns:
+            elif episode.conversation.num_turns >= self.limits.max_turns:
                 self._cut(sequence, "turns")
             else:
                 self._give(sequence, episode, observation)
 
     def _give(self, sequence: int, episode: Episode, observation: Observation) -> None:
         """Give a sequence an observation, of which the end may be cut; without room for it the conversation ends."""
-        most, room = self.options.max_observation_length, self.session.room(sequence)
+        most, room = self.limits.max_observation_length, self.session.room(sequence)
         try:
             observation = observation if isinstance(observation, str) else valid_messages(observation)
-            # before anything is encoded: a tool may answer with megabytes
-            shortened = _clipped(observation, ((room if most is None else most) + 1) * self._longest_token)
-            if most is not None:
-                shortened = cut_observation(self.tokenizer, shortened, most)
-            elif shortened != observation:
+            shortened = cut_observation(self.tokenizer, observation, room if most is None else most)
+            if most is None and shortened != observation:
                 self._cut(sequence, "length")
                 return
             tokens = encode_observation(
@@ -232,8 +224,8 @@ class Conversations:
         episode.conversation.cut_observations += shortened != observation
         if isinstance(shortened, str):
             shortened = [{"role": "user" if episode.is_chat else "environment", "content": shortened}]
-        messages = [{name: str(one[name]) for name in ("role", "content")} for one in shortened]
-        episode.conversation.messages += messages
+        for message in shortened:
+            episode.conversation.messages.append({name: str(message[name]) for name in ("role", "content")})
 
     def _fail(self, sequence: int, failure: CallFailure, where: str = "") -> None:
         _note_failure(self.episodes[sequence], failure, where)
@@ -243,35 +235,35 @@ class Conversations:
     def _cut(self, sequence: int, why: str) -> None:
         """Ask the environment for its reward, and end the conversation then."""
         self.ending[sequence] = why
-        self.calls[sequence] = start(self.episodes[sequence].environment.cut, timeout=self.options.timeout)
+        self.calls[sequence] = start(self.episodes[sequence].environment.cut, timeout=self.limits.timeout)
 
     def _end(self, sequence: int, why: str) -> None:
         episode = self.episodes[sequence]
         episode.conversation.end = why
         self.session.finish(sequence, cut=why in ("turns", "length"))
         if type(episode.environment).close is not Environment.close:
-            start(episode.environment.close, timeout=self.options.timeout)  # nobody waits for it
+            start(episode.environment.close, timeout=self.limits.timeout)  # nobody waits for it
 
     # ---------------------------------------------------------------- beginnings
 
-    def _check_own(self, new: Sequence[Episode]) -> None:
+    def _check_environments(self, new: Sequence[Episode]) -> None:
         """Refuse conversations that share their environment, or its object, with others that are not over.
 
         Raises:
             ValueError: If two do.
         """
-        running = [one.environment for one in (*self.episodes.values(), *new) if not one.conversation.end]
-        for owners in (running, [one.environment for one in running if isinstance(one, ToolEnvironment)]):
-            known = [one for one in owners if one is not None]
-            if len({id(one) for one in known}) < len(known):
+        running = [e.environment for e in (*self.episodes.values(), *new) if not e.conversation.end]
+        inside = [environment.environment for environment in running if isinstance(environment, ToolEnvironment)]
+        for owners in (running, [owner for owner in inside if owner is not None]):
+            if len(set(map(id, owners))) < len(owners):
                 raise UserError(
-                    f"environment gives several conversations the same {type(known[0]).__name__}: their turns would "
+                    f"environment gives several conversations the same {type(owners[0]).__name__}: their turns would "
                     "mix. Create a new object in every call, such as by giving the class itself."
                 )
 
     def _reset(self, episode: Episode) -> Call:
         row = copy.deepcopy(episode.conversation.row)  # samples and epochs share it
-        return start(episode.environment.reset, row, timeout=self.options.timeout)
+        return start(episode.environment.reset, row, timeout=self.limits.timeout)
 
 
 def converse(
@@ -291,11 +283,11 @@ def converse(
     numbers = conversations.add(opening, sequence_ids)
     try:
         conversations.advance(progress=progress, new_weights=True)
-        rollout, own = conversations.take(list(numbers))
+        rollout, talks = conversations.take(list(numbers))
     finally:
         if not sampler.keep_pool:
             sampler.release()
-    return opening.rows, rollout, own
+    return opening.rows, rollout, talks
 
 
 def check_not_all_failed(conversations: Sequence[Conversation]) -> None:
@@ -304,8 +296,8 @@ def check_not_all_failed(conversations: Sequence[Conversation]) -> None:
     Raises:
         RuntimeError: If it did.
     """
-    failed = [one for one in conversations if one.end == "failed"]
-    if failed and all(one.has_failed for one in conversations):
+    failed = [conversation for conversation in conversations if conversation.end == "failed"]
+    if failed and all(conversation.has_failed for conversation in conversations):
         raise RuntimeError(
             f"The environment failed in all {len(conversations)} conversations, first: {failed[0].error}."
         )
@@ -318,23 +310,25 @@ def _prompt_of(episode: Episode, call: Call) -> Prompt | None:
         _note_failure(episode, failure)
         return None
     messages = prompt if isinstance(prompt, list) else []
-    if not (prompt is None or isinstance(prompt, str | list)) or not all(isinstance(one, Mapping) for one in messages):
+    is_prompt = prompt is None or isinstance(prompt, str | list)
+    if not is_prompt or not all(isinstance(message, Mapping) for message in messages):
         raise UserError(
             f"reset() of {type(episode.environment).__name__}{users_function(call.function)} returned {shown(prompt)}: "
             "return the prompt as text or as chat messages with role and content, or None for the row's own."
         )
-    own: Prompt | None = prompt
-    return own
+    return cast("Prompt | None", prompt)
 
 
-def _common_prompt(given: Sequence[Prompt | None], row: dict[str, Any], own: Sequence[Conversation]) -> Prompt:
+def _common_prompt(
+    replies: Sequence[Prompt | None], row: dict[str, Any], conversations: Sequence[Conversation]
+) -> Prompt:
     """The prompt that a row's environments have given, or its own.
 
     Raises:
         ValueError: If they differ, or there is none.
         RuntimeError: If there is none because all of them failed.
     """
-    prompts = [prompt for prompt in given if prompt is not None]
+    prompts = [prompt for prompt in replies if prompt is not None]
     if any(prompt != prompts[0] for prompt in prompts):
         raise UserError(
             f"reset() of the environment gave samples of one row different prompts, {shown(prompts[0])} and "
@@ -342,8 +336,8 @@ def _common_prompt(given: Sequence[Prompt | None], row: dict[str, Any], own: Seq
             "other, so the prompt must follow from the row alone."
         )
     if not prompts and row.get("prompt") is None:
-        if own[0].has_failed:
-            raise RuntimeError(f"The environment gave no prompt, and the row has none: {own[0].error}.")
+        if conversations[0].has_failed:
+            raise RuntimeError(f"The environment gave no prompt, and the row has none: {conversations[0].error}.")
         raise UserError(
             "reset() of the environment gave no prompt, and the row has none: return one, or give the data a column "
             f"'prompt'. The row has {sorted(row)}."
@@ -383,12 +377,3 @@ def _note_failure(episode: Episode, failure: CallFailure, where: str = "") -> No
     conversation = episode.conversation
     conversation.end, conversation.reward = "timeout" if isinstance(failure, CallTimeout) else "failed", math.nan
     conversation.error = f"{type(episode.environment).__name__} {failure}{where}"
-
-
-def _clipped(observation: Observation, most: int) -> Observation:
-    """The observation without what is behind that many characters of a text."""
-    if isinstance(observation, str):
-        return observation[:most]
-    texts = (one.get("content") if isinstance(one, dict) else None for one in observation)
-    pairs = zip(observation, texts, strict=True)
-    return [one | {"content": text[:most]} if isinstance(text, str) else one for one, text in pairs]

@@ -73,7 +73,7 @@ class Generator:
         self.sampling = sampling
         self.options = options
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
-        # make the policy the sparse one, and the dense one
+        # contexts that switch the policy to the sparse one, and to the dense one
         self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         self.dense_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         self.version: Callable[[], int] = int  # version of the policy's weights, which a shadow must match
@@ -88,11 +88,11 @@ class Generator:
         self._shadow: ShadowPolicy | None = None
         self._samplers: dict[bool, RolloutSampler] = {}
         self._tell = tell
-        self._told: set[bool] = set()  # caches whose memory plan was reported
-        self._said: set[str] = set()  # what was told of rows
+        self._reported_plans: set[bool] = set()  # caches whose memory plan was reported
+        self._reported_rows: set[str] = set()  # lines on rows that were reported
 
     def bind(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Draw with this policy from now on."""
+        """Set the policy to sample from."""
         self._policy, self._tokenizer, self._samplers = policy, tokenizer, {}
 
     @property
@@ -218,10 +218,7 @@ class Generator:
     def conversations(self) -> Conversations:
         """Conversations with environments, none begun."""
         assert self.environment is not None
-        options = self.options
-        return Conversations(
-            self.environment, options.turns, self.tokenizer, options.chat_template_kwargs, options.skip_special_tokens
-        )
+        return Conversations(self.environment, self.options, self.tokenizer)
 
     def begin(self, all_rows: Callable[[], Rows]) -> None:
         """Start training; rows of partial rollouts stay in checkpoints until their group is complete.
@@ -298,27 +295,27 @@ class Generator:
                 raise UserError(f"{place(index)} has no column 'prompt'. Its columns are: {', '.join(map(repr, row))}.")
         assert self._policy is not None
         most, how = self.room(params), self.options.on_long_prompt
-        found = long_prompts(self.tokenizer, [row["prompt"] for row in rows], most, self._described, place)
-        if not found:
+        too_long = long_prompts(self.tokenizer, [row["prompt"] for row in rows], most, self._described, place)
+        if not too_long:
             return rows
-        first, length = next(iter(found.items()))
+        first, length = next(iter(too_long.items()))
         longest = (params or self.sampling).max_completion_length
         text = (
             f"{place(first)}: the prompt has {length} tokens; with max_completion_length={longest} that exceeds "
-            f"the model's context of {longest_sequence(self._policy.config)} tokens, as in {len(found)} of {len(rows)} "
-            "rows."
+            f"the model's context of {longest_sequence(self._policy.config)} tokens, as in {len(too_long)} of "
+            f"{len(rows)} rows."
         )
         if how == "error":
             raise UserError(
                 f"{text} Drop such rows, lower max_completion_length, or set model.rollout.on_long_prompt to skip or "
                 "truncate."
             )
-        left = rows if how == "truncate" else [row for index, row in enumerate(rows) if index not in found]
+        left = rows if how == "truncate" else [row for index, row in enumerate(rows) if index not in too_long]
         if not left:
             raise UserError(f"{text} No row is left.")
         text += f" They are {'cut to their last tokens' if how == 'truncate' else 'skipped'}."
-        if text not in self._said:  # validation rows are asked for several times
-            self._said.add(text)
+        if text not in self._reported_rows:  # validation rows are asked for several times
+            self._reported_rows.add(text)
             self._tell(text)
         return left
 
@@ -355,19 +352,19 @@ class Generator:
         self, index: int, prompts: int, generations: int, places: Sequence[int] | None, first: int | None
     ) -> list[int]:
         """Ids of this rank's sequences in rollout ``index``, different in every rollout and rank."""
-        own = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
+        places = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
         first = index * prompts * self.world_size * generations if first is None else first
-        return [first + place * generations + sample for place in own for sample in range(generations)]
+        return [first + place * generations + sample for place in places for sample in range(generations)]
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
         """Report once per cache how many slots the memory limit allows, during the first rollout."""
-        if plan is not None and dense not in self._told:
-            self._told.add(dense)
+        if plan is not None and dense not in self._reported_plans:
+            self._reported_plans.add(dense)
             self._tell(f"Memory plan of the {'full' if dense else 'compressed'} cache: {plan.why}")
 
 
 def _check_conversations(compressor: Compressor, retriever: Retriever | None, options: RolloutOptions) -> None:
-    """Refuse, by name, what does not go together with an environment.
+    """Refuse, by name, options that conflict with an environment.
 
     Raises:
         ValueError: If there is a retriever, or protected observations do not fit the budget.

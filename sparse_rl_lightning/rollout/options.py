@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -26,10 +26,8 @@ OF_FULL_CACHE = 0.8
 OF_MEMORY = ("num_slots", "memory_limit", "max_prefill_tokens", "keep_pool", "cuda_graphs")
 """Options of rollouts, and arguments of samplers, that change no result of an evaluation."""
 OnLongPrompt = Literal["error", "skip", "truncate"]
-OF_TRAINING = (
-    "partial_rollout_steps", "oversampling", "downsampling", "reward_timeout", "reward_failure_limit", "on_long_prompt",
-)  # fmt: skip
-"""Options without an effect in ``Evaluation``."""
+OF_TRAINING = {"of": "training"}
+"""What options are marked with that have no effect in ``Evaluation``."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +85,15 @@ class RolloutOptions:
     keep_pool: bool = True
     cuda_graphs: bool | Literal["require"] = True
     head_in_float32: bool = False
-    partial_rollout_steps: int | None = None
-    oversampling: float = 1.0
-    downsampling: DownSampling | None = None
-    reward_timeout: float | None = None
-    reward_failure_limit: float = 1.0
+    partial_rollout_steps: int | None = field(default=None, metadata=OF_TRAINING)
+    oversampling: float = field(default=1.0, metadata=OF_TRAINING)
+    downsampling: DownSampling | None = field(default=None, metadata=OF_TRAINING)
+    reward_timeout: float | None = field(default=None, metadata=OF_TRAINING)
+    reward_failure_limit: float = field(default=1.0, metadata=OF_TRAINING)
     chat_template_kwargs: dict[str, Any] | None = None
     generation_kwargs: dict[str, Any] | None = None
     turns: TurnOptions = TurnOptions()  # noqa: RUF009  # frozen
-    on_long_prompt: OnLongPrompt = "error"
+    on_long_prompt: OnLongPrompt = field(default="error", metadata=OF_TRAINING)
     skip_special_tokens: bool = True
     decoder: DecoderChoice = "auto"
     record_routing: bool = False
@@ -151,9 +149,10 @@ class RolloutOptions:
         Raises:
             ValueError: If an option is given that is of training alone.
         """
-        for name in OF_TRAINING:
-            if getattr(self, name) != getattr(RolloutOptions, name):
-                raise UserError(f"rollout.{name} is of training, got {name}={getattr(self, name)}: remove it.")
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if option.metadata == OF_TRAINING and value != option.default:
+                raise UserError(f"rollout.{name} is of training, got {name}={value}: remove it.")
         return with_generation_kwargs(sampling, self.generation_kwargs)
 
     def for_full_cache(self, device: torch.device) -> RolloutOptions:

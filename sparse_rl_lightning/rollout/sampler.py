@@ -126,9 +126,8 @@ class RolloutSampler:
         self.decoder_kind = choose_decoder(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.decoder_kind)
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
-        self._engine: Engine | None = None
-        self._other: Engine | None = None  # for another kind of drawing on the same memory, with graphs of its own
-        self._known: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
+        self._engines: dict[EngineKey, Engine] = {}  # of the last kinds of drawing, on the same memory, newest last
+        self._geometry_read: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
         self._compression: Compression | None = None
         self._warned = False
 
@@ -165,8 +164,8 @@ class RolloutSampler:
             )
         try:
             with sampling_mode(self.model):
-                held = None if self._engine is None else self.memory_plan  # others may have taken what was released
-                key = self.engine_key(params, total, max(len(p) for p in prompts), before=held)
+                before = self.memory_plan if self._engines else None  # others may have taken what was released
+                key = self.engine_key(params, total, max(len(p) for p in prompts), before=before)
                 self.memory_plan = key.memory_plan
                 scheduler = self.scheduler(self.engine_for(key), params, key.size.num_slots)
                 self._warn_if_nothing_is_evicted(scheduler, [len(p) for p in prompts])
@@ -182,12 +181,17 @@ class RolloutSampler:
 
     def release(self) -> None:
         """Free the cache's memory and the copies of weights; the next call allocates them again."""
-        self._engine = self._other = None
+        self._engines = {}
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the last call, None before the first and after :meth:`release`."""
+        return next(reversed(self._engines.values()), None)
 
     @property
     def cache(self) -> SlotCache | None:
         """The cache of the last call, None before the first and after :meth:`release`."""
-        return None if self._engine is None else self._engine.cache
+        return None if self.engine is None else self.engine.cache
 
     # ---------------------------------------------------------------- used by sessions too
 
@@ -227,8 +231,9 @@ class RolloutSampler:
             if self.memory_plan is None or plan.num_slots != self.memory_plan.num_slots:
                 logger.info("RolloutSampler: %s", plan.why)
         return EngineKey(
-            g, size, params.for_drawing, self.compressor, tuple(self.end_token_ids), self.cuda_graphs, logs,
-            self.decoder_kind, plan, self.head_in_float32, self.recorded is not None,
+            geometry=g, size=size, params=params.for_drawing, compressor=self.compressor,
+            end_token_ids=tuple(self.end_token_ids), cuda_graphs=self.cuda_graphs, logs=logs,
+            decoder_kind=self.decoder_kind, memory_plan=plan, head_in_float32=self.head_in_float32,
         )  # fmt: skip
 
     def scheduler(
@@ -244,27 +249,32 @@ class RolloutSampler:
         return create(*arguments) if create else Scheduler(*arguments, steps_per_check(engine.key.geometry.device))
 
     def engine_for(self, key: EngineKey) -> Engine:
-        """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit."""
-        engines = [engine for engine in (self._engine, self._other) if engine is not None]
-        self._engine = self._other = None  # after any failure no engine is left that is not whole
+        """The engine of an earlier call if its key is equal, else a new one that reuses the parts that still fit.
+
+        Engines that share neither memory nor weights with it are dropped, before anything is allocated. Of the others
+        the last one is kept, if it has graphs: greedy and sampled decoding in turns keep the graphs of both.
+        """
+        engines, self._engines = self._engines, {}  # after any failure no engine is left that is not whole
         cache = decoder = None
         if engines:
-            key = key.reuse_memory_of(engines[0].key)
-            if engines[0].decoder.serves(self.model, key.geometry, key.head_in_float32):
-                decoder = engines[0].decoder
+            last = next(reversed(engines.values()))
+            key = key.reuse_memory_of(last.key)
+            if last.decoder.serves(self.model, key.geometry, key.head_in_float32):
+                decoder = last.decoder
                 decoder.refresh()
-            if (key.geometry, key.size) == (engines[0].key.geometry, engines[0].key.size):
-                cache = engines[0].cache
-        # the others free their pool and their copies of weights before new ones are allocated
-        engines = [engine for engine in engines if engine.decoder is decoder and engine.cache is cache]
-        equal = next((engine for engine in engines if engine.key == key), None)
-        # greedy and sampled decoding in turns keep the graphs of both
-        self._other = next((engine for engine in engines if engine is not equal and engine.has_graphs), None)
-        if equal is not None:
-            equal.compression = self._compression_of(key.geometry)  # budgets may have been raised
+            if (key.geometry, key.size) == (last.key.geometry, last.key.size):
+                cache = last.cache
+            del last
+        engines = {e.key: e for e in engines.values() if e.decoder is decoder and e.cache is cache}
+        engine = engines.pop(key, None)
+        beside = next((engine for engine in reversed(engines.values()) if engine.has_graphs), None)
         del engines
-        self._engine = equal or self.engine_type(self.model, key, cache, decoder, shares_memory_with=self._other)
-        return self._engine
+        if engine is None:
+            engine = self.engine_type(self.model, key, cache, decoder, shares_memory_with=beside)
+        else:
+            engine.compression = self._compression_of(key.geometry)  # budgets may have been raised
+        self._engines = {kept.key: kept for kept in (beside, engine) if kept is not None}
+        return engine
 
     # ---------------------------------------------------------------- private
 
@@ -274,24 +284,24 @@ class RolloutSampler:
         Raises:
             ValueError: If the model cannot be rolled out, or not to that length.
         """
-        kind = self.model.device.type
-        mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        device = self.model.device.type
+        mixed = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         chooses = self.compressor.evicts or self.retriever is not None
-        own = (signature(self.model), mixed, longest, chooses)
-        if self._known is None or self._known[0] != own:
+        read_for = (signature(self.model), mixed, longest, chooses)
+        if self._geometry_read is None or self._geometry_read[0] != read_for:
             check_length(self.model, longest)
             if chooses:
                 check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
-            self._known = own, CacheGeometry.of(self.model, self.kv_dtype, longest)
-        return self._known[1]
+            self._geometry_read = read_for, CacheGeometry.of(self.model, self.kv_dtype, longest)
+        return self._geometry_read[1]
 
     def _compression_of(self, geometry: CacheGeometry) -> Compression:
         """The compressor applied to caches, with its budgets of now."""
-        own = self._compression
-        same = own is not None and own.compressor is self.compressor and own.num_layers == geometry.num_layers
-        if own is None or not same or not own.is_current:
-            self._compression = own = Compression(self.compressor, geometry.num_layers)
-        return own
+        last = self._compression
+        same = last is not None and last.compressor is self.compressor and last.num_layers == geometry.num_layers
+        if last is None or not same or not last.is_current:
+            self._compression = last = Compression(self.compressor, geometry.num_layers)
+        return last
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
         """Warn if no sequence can fill its slot: each slot is then as large as with a full cache."""

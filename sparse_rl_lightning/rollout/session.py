@@ -90,8 +90,8 @@ class RolloutSession:
             before = sampler.memory_plan if shared and sampler.cache is not None else None
             key = sampler.engine_key(params, slots, max_prompt_length, logs=VersionedLogs, before=before)
             self.engine = sampler.engine_for(key) if shared else sampler.engine_type(sampler.model, key)
-            kind = partial(TurnScheduler, turn_length=max_turn_length) if turns else None
-            self.scheduler: Scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, kind)
+            create = partial(TurnScheduler, turn_length=max_turn_length) if turns else None
+            self.scheduler: Scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, create)
         if shared:
             sampler.memory_plan = key.memory_plan
             self._logs.version.zero_()  # of an earlier session
@@ -190,7 +190,7 @@ class RolloutSession:
     @property
     def waiting_turns(self) -> list[int]:
         """The sequences that are paused, slot by slot."""
-        return [one.sequence for _, one in sorted(self._paused.items())]
+        return [turn.sequence for _, turn in sorted(self._paused.items())]
 
     def turn(self, sequence: int) -> list[int]:
         """The tokens of the turn that a paused sequence has just drawn.
@@ -198,9 +198,8 @@ class RolloutSession:
         Raises:
             ValueError: If the sequence is not paused.
         """
-        slot = self._paused_slot(sequence)
-        one = self._paused[slot]
-        tokens: list[int] = self.engine.cache.tokens[slot, one.start : one.num_fed + 1].tolist()
+        slot, turn = self._paused_turn(sequence)
+        tokens: list[int] = self.engine.cache.tokens[slot, turn.start : turn.num_fed + 1].tolist()
         return tokens
 
     def room(self, sequence: int) -> int:
@@ -209,12 +208,13 @@ class RolloutSession:
         With ``protect_observations`` also no more than the smallest budget of its lengths from now on can keep, beside
         sinks, window, a protected prompt and the texts that stay protected.
         """
-        one = self._paused[self._paused_slot(sequence)]
-        return max(0, min(one.last - one.num_fed - 1, self._observation_budget(one).left))
+        _, turn = self._paused_turn(sequence)
+        budget = ObservationBudget.of(turn, self.engine.compression)
+        return max(0, min(turn.last - turn.num_fed - 1, budget.left))
 
     def was_cut(self, sequence: int) -> bool:
         """Whether it was a limit that ended the turn of a paused sequence, and no token or stop string."""
-        return not self._paused[self._paused_slot(sequence)].by_token
+        return not self._paused_turn(sequence)[1].by_token
 
     def append(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Give a paused sequence tokens that the policy did not write; it reads them in the next :meth:`advance`.
@@ -230,10 +230,10 @@ class RolloutSession:
             ValueError: If the sequence is not paused, there is no token, or too many for ``max_completion_length`` or
                 for ``protect_observations``.
         """
-        one = replace(self.params, max_completion_length=1, min_completion_length=0)
-        (tokens,) = check_prompts([token_ids], one, self.sampler.model)
-        slot, room = self._paused_slot(sequence), self.room(sequence)
-        self._observation_budget(self._paused[slot]).check(sequence, len(tokens))
+        of_one = replace(self.params, max_completion_length=1, min_completion_length=0)
+        (tokens,) = check_prompts([token_ids], of_one, self.sampler.model)
+        (slot, turn), room = self._paused_turn(sequence), self.room(sequence)
+        ObservationBudget.of(turn, self.engine.compression).check(sequence, len(tokens))
         if len(tokens) > room:
             raise UserError(
                 f"sequence {sequence} has room for {room} more tokens that are not its own, got {len(tokens)}: shorten "
@@ -251,8 +251,7 @@ class RolloutSession:
         Raises:
             ValueError: If the sequence is not paused.
         """
-        slot = self._paused_slot(sequence)
-        self._turn_scheduler.finish(slot, cut)
+        self._turn_scheduler.finish(self._paused_turn(sequence)[0], cut)
 
     @property
     def _turn_scheduler(self) -> TurnScheduler:
@@ -263,13 +262,11 @@ class RolloutSession:
     def _paused(self) -> dict[int, TurnSequence]:
         return self._turn_scheduler.paused if self.turns else {}
 
-    def _observation_budget(self, one: TurnSequence) -> ObservationBudget:
-        return ObservationBudget.of(one, self.engine.compression)
-
-    def _paused_slot(self, sequence: int) -> int:
-        for slot, one in self._paused.items():
-            if one.sequence == sequence:
-                return slot
+    def _paused_turn(self, sequence: int) -> tuple[int, TurnSequence]:
+        """The slot and the state of a paused sequence."""
+        for slot, turn in self._paused.items():
+            if turn.sequence == sequence:
+                return slot, turn
         raise UserError(
             f"sequence {sequence} is not paused. Paused are {sorted(self.paused)}"
             + ("." if self.turns else ", since the session was made without turns=True.")

@@ -23,7 +23,7 @@ from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
-from sparse_rl_lightning.rollout.engine.turns import KnownTurns, Spans
+from sparse_rl_lightning.rollout.engine.turns import Spans, TeacherForcedTurns
 
 Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
 """Function that records a step: logs, slots (n,), indices of their next tokens (n,) and logits (n, V), float32."""
@@ -40,10 +40,10 @@ class ForcedEngine(Engine):
 
     def draw(self, logits: Tensor, places: Tensor, at: Tensor) -> None:
         """Pass the logits to ``note``, and continue with the text's token."""
-        own = places < len(self.texts)  # the others pad the batch
-        slots, at = places[own], at[own]
+        used = places < len(self.texts)  # the others pad the batch
+        slots, at = places[used], at[used]
         self.cache.tokens[slots, at] = self.texts[slots, at]
-        wide = logits[own].float()
+        wide = logits[used].float()
         self.logs.record_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())
         self.note(self.logs, slots, at, wide)
 
@@ -84,10 +84,15 @@ def force(
     geometry = CacheGeometry.of(model, kv_type(kv_dtype), length)
     size = compression.cache_size(geometry, count, max(prompt_lengths), length)
     with sampling_mode(model):
-        key = EngineKey(geometry, size, params, compression.compressor, head_in_float32=head_in_float32)
+        key = EngineKey(
+            geometry=geometry, size=size, params=params, compressor=compression.compressor,
+            head_in_float32=head_in_float32,
+        )  # fmt: skip
         engine = ForcedEngine(model, key, compression, texts.to(geometry.device), note)
-        known = None if turns is None else [_given(row) for row in turns.tolist()]
-        scheduler = Scheduler(engine, params, count) if known is None else KnownTurns(engine, params, count, known)
+        if turns is None:
+            scheduler = Scheduler(engine, params, count)
+        else:
+            scheduler = TeacherForcedTurns(engine, params, count, [_observations(row) for row in turns.tolist()])
         keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
         scheduler.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
         while scheduler.has_unfinished:
@@ -138,8 +143,8 @@ def forced_rollout(
     return _as_wide(forced, rollout)
 
 
-def _given(turns: list[int]) -> Spans:
-    """First and last + 1 of the tokens of a sequence that were given: those with the even numbers among its turns."""
+def _observations(turns: list[int]) -> Spans:
+    """First and last + 1 of the tokens of each observation of a sequence: those with even numbers among its turns."""
     numbers = range(2, max(turns) + 1, 2)
     return tuple((turns.index(number), turns.index(number) + turns.count(number)) for number in numbers)
 

@@ -211,7 +211,7 @@ def test_who_asks_for_nothing_pays_nothing() -> None:
     for method, wanted in ((Recorder(**SMALL), True), (H2O(**SMALL), False), (SnapKV(**SMALL), False)):
         sampler = RolloutSampler(policy, method)
         sampler.generate(PROMPTS, PARAMS)
-        assert ("output_weights" in vars(sampler._engine.decoder)) == wanted
+        assert ("output_weights" in vars(sampler.engine.decoder)) == wanted
         assert bool(sampler.cache._probabilities.nbytes) == isinstance(method, H2O)
 
 

@@ -21,19 +21,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = {  # lines that name an optional feature
     "rollout/engine/scheduler.py": 0,
-    "rollout/engine/engine.py": 1,  # the key says whether experts are recorded
+    "rollout/engine/engine.py": 0,
     "rollout/engine/prefill.py": 0,
-    "rollout/engine/sequences.py": 2,  # optional fields of a Rollout
+    "rollout/engine/sequences.py": 6,  # optional fields of a Rollout, and a mean over layers of both kinds
     "rollout/sampler.py": 4,  # an argument, and the engine that it chooses
     "cache/slots.py": 9,  # the storages that it chooses, and where protected texts are
     "cache/compression.py": 6,  # the same texts
     "modules/sparse_grpo.py": 14,
+    "modules/base.py": 19,  # the state of a run, and what ranks compare
+    "rollout/generator.py": 31,  # conversations, partial rollouts and ranks
 }
 FEATURES = set(
-    "windows sliding linear arena arenas turn turns given observation observations conversation conversations talk "
-    "talks pauses paused routing routed experts page pages paged version versions versioned world rank ranks partial "
-    "resume resumed resuming checkpoint".split()
+    "windows windowed sliding linear arena arenas turn turns given observation observations conversation conversations "
+    "talk talks pauses paused routing routed experts page pages paged version versions versioned world rank ranks "
+    "partial resume resumed resuming checkpoint".split()
 )
+WHOLE = {"window_layers"}  # matched whole: `window` is eviction's own word
 WALK = {"files": 55, "functions": 339, "moves": 191, "rooms": 41, "moves between rooms": 160}
 
 
@@ -51,7 +54,8 @@ def named(source: str) -> dict[int, str]:
         word = token.string
         parts = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", word).lower().split("_"))
         is_ours = word != "partial" and not word.startswith("rank_zero")  # functools', Lightning's
-        if token.type == tokenize.NAME and token.start[0] not in silent and is_ours and parts & FEATURES:
+        names_one = word in WHOLE or (is_ours and parts & FEATURES)
+        if token.type == tokenize.NAME and token.start[0] not in silent and names_one:
             found[token.start[0]] = token.line.strip()
     return found
 
@@ -65,7 +69,8 @@ def test_a_file_of_the_plain_path_names_no_optional_feature(file: str) -> None:
 @pytest.mark.parametrize(
     ("line", "count"),
     [("windows = 1", 1), ("x = WindowsOf(y)", 1), ("num_turns = 2", 1), ("import ranks", 0), ("partial(f)", 0),
-     ('"""Of turns."""', 0), ("x = window", 0), ("x = y  # pages", 0), ("def f(resume=1): ...", 1)],
+     ('"""Of turns."""', 0), ("x = window", 0), ("g.window_layers", 1), ("x = y  # pages", 0),
+     ("def f(resume=1): ...", 1)],
 )  # fmt: skip
 def test_what_counts_as_naming(line: str, count: int) -> None:
     assert len(named(line)) == count

@@ -121,7 +121,7 @@ def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) ->
     limit = 2**18 if (getattr(model.config, "head_dim", None) or 0) > 64 else 2**16
     sampler = RolloutSampler(model, SnapKV(**SMALL), memory_limit=limit)
     sampler.generate(PROMPTS, PARAMS)
-    plan, engine = sampler.memory_plan, sampler._engine
+    plan, engine = sampler.memory_plan, sampler.engine
     assert plan.num_slots < 10
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= limit
     monkeypatch.setattr(linear_products, "_way", lambda modules, dtype: Joined)  # copies that can be counted

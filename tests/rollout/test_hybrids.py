@@ -206,8 +206,8 @@ def test_a_parked_prompt_is_counted_with_its_states() -> None:
 def test_a_decoder_that_is_kept_holds_no_states() -> None:
     sampler = RolloutSampler(family("qwen3_5_text"), SnapKV(**SMALL), 4)
     sampler.generate(PROMPTS, PARAMS)
-    assert sampler._engine is not None
-    decoder = sampler._engine.decoder
+    assert sampler.engine is not None
+    decoder = sampler.engine.decoder
     own = [StorageWeakRef(tensor.untyped_storage()) for tensor in last_states(sampler).tensors]
     assert not any(storage.expired() for storage in own)
     sampler.release()

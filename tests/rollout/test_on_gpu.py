@@ -243,8 +243,8 @@ def test_a_head_in_float32_gives_the_exact_sums(dtype: torch.dtype, gpu: RealGPU
     with gpu, torch.no_grad():
         sampler = RolloutSampler(gpu.copy_of(model), RKV(**SMALL), 4, cuda_graphs="require", head_in_float32=True)
         sampler.generate(PROMPTS, SamplingParams(**PARAMS))
-        assert sampler._engine is not None
-        found = sampler._engine.decoder.logits(hidden.to("cuda")).to("cpu")
+        assert sampler.engine is not None
+        found = sampler.engine.decoder.logits(hidden.to("cuda")).to("cpu")
     exact = hidden.double() @ model.lm_head.weight.detach().double().T
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=0)

@@ -215,7 +215,7 @@ def test_rollouts_in_turn_stay_below_their_limit() -> None:
     counts = []
     for length in (5, 75) * 2:
         sampler.generate([[3, 4]], SamplingParams(num_generations=16, max_completion_length=length))
-        assert allocated(attributes(sampler.cache), vars(sampler._engine.logs)) <= 2**18
+        assert allocated(attributes(sampler.cache), vars(sampler.engine.logs)) <= 2**18
         counts.append(sampler.cache.size.num_slots)
     assert counts[0] > counts[1]
 

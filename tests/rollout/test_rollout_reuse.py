@@ -58,7 +58,7 @@ def test_what_is_released_is_free_at_once(decoder: Any) -> None:
     gc.disable()
     try:
         sampler.generate(PROMPTS, PARAMS)
-        engine = sampler._engine
+        engine = sampler.engine
         held = [weakref.ref(one) for one in (engine, engine.decoder, engine.cache)]
         del engine
         sampler.release()
@@ -74,11 +74,11 @@ def test_training_and_validation_in_turn_keep_pool_and_weights(validates_first: 
     turns = [(PROMPTS, train), (PROMPTS[:2], validate)][:: -1 if validates_first else 1]
     for prompts, params in turns:
         sampler.generate(prompts, params)
-    pool, decoder = sampler.cache, sampler._engine.decoder
+    pool, decoder = sampler.cache, sampler.engine.decoder
     for prompts, params in turns * 2:
         sampler.generate(prompts, params)
         assert sampler.cache is pool
-        assert sampler._engine.decoder is decoder
+        assert sampler.engine.decoder is decoder
 
 
 def test_a_lowered_budget_holds_in_slots_that_were_larger() -> None:

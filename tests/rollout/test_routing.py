@@ -117,7 +117,7 @@ def test_the_memory_plan_counts_the_record() -> None:
     )
     for one in (plain, sampler):
         one.generate(PROMPTS, PARAMS)
-    plan, engine = sampler.memory_plan, sampler._engine
+    plan, engine = sampler.memory_plan, sampler.engine
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= 2**16
     assert plan.bytes_per_slot - plain.memory_plan.bytes_per_slot == 60 * 2 * 2  # tokens, layers, choices
 

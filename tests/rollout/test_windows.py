@@ -176,7 +176,7 @@ def test_memory_is_that_of_both_kinds_of_layers(name: str, kv_dtype: torch.dtype
     limit = 20_000 if name == "mistral" else 45_000
     sampler = RolloutSampler(model, compressor, memory_limit=limit, kv_dtype=kv_dtype)
     rollout = sampler.generate(PROMPTS, PARAMS)
-    plan, engine = sampler.memory_plan, sampler._engine
+    plan, engine = sampler.memory_plan, sampler.engine
     assert 1 < plan.num_slots < 21
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= limit
     assert plan.pool_bytes == engine.cache.pool_bytes == rollout.kv.peak_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ from sparse_rl_lightning.policies.patched import check_no_soft_prompt
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 from sparse_rl_lightning.rollout.generation_kwargs import with_generation_kwargs
 
-OTHERS = (
-    "partial_rollout_steps", "turns", "oversampling", "downsampling", "reward_timeout",
-    "reward_failure_limit", "skip_special_tokens", "on_long_prompt",
-    "chat_template_kwargs", "generation_kwargs", "record_routing",
+OF_SAMPLER = (
+    "num_slots", "end_tokens", "memory_limit", "kv_dtype", "keep_pool", "cuda_graphs", "head_in_float32", "decoder",
 )  # fmt: skip
-"""Options of rollouts that TRL decides, or whose loss it does not have."""
+"""Options of rollouts that count; TRL decides the others, or has no loss for them."""
 SEVERAL_TURNS = "it draws completions of one turn; SparseGRPO has conversations with tools, as its `environment`"
 REFUSED = {
     "tools": SEVERAL_TURNS,
@@ -47,9 +46,11 @@ def check_arguments(given: Mapping[str, Any], rollout: RolloutOptions) -> None:
             raise UserError(f"SparseGRPOTrainer does not work with {name}={value!r:.40}: {why}. Remove {name}.")
     if isinstance(given.get("processing_class"), ProcessorMixin):
         raise UserError("SparseGRPOTrainer reads text alone: give a tokenizer as processing_class, not a processor.")
-    for name in OTHERS:
-        if getattr(rollout, name) != getattr(RolloutOptions, name):
-            raise UserError(f"rollout.{name} has no effect under TRL: remove it. Its own settings are in GRPOConfig.")
+    for option in fields(rollout):
+        if option.name not in OF_SAMPLER and getattr(rollout, option.name) != option.default:
+            raise UserError(
+                f"rollout.{option.name} has no effect under TRL: remove it. Its own settings are in GRPOConfig."
+            )
 
 
 def check_method(

@@ -29,10 +29,10 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Attend, Decoder, DecoderKind
+from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE, Decoder, DecoderKind
 from sparse_rl_lightning.rollout.engine.decoders.choice import check_rotation, make_decoder
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
-from sparse_rl_lightning.rollout.engine.mixed_layers import MixedPass
+from sparse_rl_lightning.rollout.engine.mixed_layers import FullPass, MixedPass
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, draw, occurring
 from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
 
@@ -71,7 +71,7 @@ def buckets(num_slots: int) -> list[int]:
 
 
 CudaGraphs: TypeAlias = bool | Literal["require"]
-OwnPass = TypeVar("OwnPass", bound=Attend)
+Pass = TypeVar("Pass", bound=FullPass)
 Step: TypeAlias = Callable[[StepRows], None]
 
 
@@ -82,14 +82,13 @@ class EngineKey:
     geometry: CacheGeometry
     size: CacheSize
     params: SamplingParams  # those that matter for drawing
-    compressor: Compressor
+    compressor: Compressor = field(hash=False)  # a class of a user may be no key of a dictionary
     end_token_ids: tuple[int, ...] = ()
     cuda_graphs: CudaGraphs = False
     logs: type[SequenceLogs] = SequenceLogs
     decoder_kind: DecoderKind | None = None  # of the decoder; None for the one that the model allows
     memory_plan: MemoryPlan | None = field(default=None, compare=False)  # the plan that limited the slots
     head_in_float32: bool = False
-    record_routing: bool = False
 
     def reuse_memory_of(self, last: EngineKey) -> EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
@@ -158,11 +157,11 @@ class Engine:
         self.decoder.reach(self.key.size.max_length)
         self._graphs = self._new_graphs()
 
-    def around(self, own: OwnPass) -> OwnPass | MixedPass:
+    def with_all_layers(self, full: Pass) -> Pass | MixedPass:
         """The attention of a pass for all layers of the model, from that of its layers of full attention."""
-        return MixedPass(own) if self.cache.geometry.is_mixed else own
+        return MixedPass(full) if self.cache.geometry.is_mixed else full
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, attend: FullPass | MixedPass) -> Tensor:
         """Hidden states (R, E) of tokens (R,) at their positions (R,)."""
         return self.decoder(ids, positions, attend)
 
@@ -187,7 +186,7 @@ class Engine:
         cache = self.cache
         # each slot feeds its last token, at that token's position
         tokens, positions = cache.begin_step(rows.places)
-        hidden = self.run(tokens, positions, self.around(DecodeStep(self, rows, positions)))
+        hidden = self.run(tokens, positions, self.with_all_layers(DecodeStep(self, rows, positions)))
         at = cache.end_step(rows.slots, rows.places, positions)
         self.draw(self.decoder.logits(hidden), rows.places, at)
 
@@ -225,23 +224,24 @@ class Engine:
 class DecodeStep:
     """Attention of a decode step: each row appends a token to its slot, and attends over what the slot holds."""
 
-    kind = "step"
+    kind: Literal["step"] = "step"
 
     def __init__(self, engine: Engine, rows: StepRows, positions: Tensor) -> None:
-        self.cache, self.rows, self.positions, self._engine = engine.cache, rows, positions, engine
+        self.cache, self.positions, self._engine = engine.cache, positions, engine
+        self.slots, self.places, self._used = rows.slots, rows.places, rows.used
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend in a layer of full attention."""
-        cache, rows = self.cache, self.rows
+        cache, used = self.cache, self._used
         if not cache.size.has_state:
-            return cache.append_and_attend(layer, rows.slots, projected, transform, None, sinks)
+            return cache.append_and_attend(layer, self.slots, projected, transform, None, sinks)
         # running state is updated layer by layer, since all layers share the memory of the probabilities
-        probs = cache.probabilities(layer, len(rows.used))
-        out = cache.append_and_attend(layer, rows.slots, projected, transform, probs, sinks)
+        probs = cache.probabilities(layer, len(used))
+        out = cache.append_and_attend(layer, self.slots, projected, transform, probs, sinks)
         weights = self._engine.output_weights(layer)
-        self._engine.compression.record_step(cache, layer, rows.used, self.positions, probs, hidden, weights)
+        self._engine.compression.record_step(cache, layer, used, self.positions, probs, hidden, weights)
         return out
 
 

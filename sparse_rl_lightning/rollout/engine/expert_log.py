@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,8 +10,9 @@ from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.routing import Routers, recording
-from sparse_rl_lightning.rollout.engine.decoders.base import Attend, Decoder
+from sparse_rl_lightning.rollout.engine.decoders.base import Decoder
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
+from sparse_rl_lightning.rollout.engine.mixed_layers import FullPass, MixedPass
 
 
 class ExpertLog(SlotStorage):
@@ -67,20 +66,21 @@ class RecordingEngine(Engine):
         super().take_weights(model, geometry)
         self.routers = Routers(model)
 
-    def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, attend: FullPass | MixedPass) -> Tensor:
         """Run a pass, and record the experts of its tokens."""
         with recording(self.routers) as chosen:
             hidden = super().run(ids, positions, attend)
         experts = chosen()
         assert experts is not None
-        self.choices[self._slots(getattr(attend, "own", attend), len(ids)), positions] = experts
+        self.choices[self._slots(attend.full if isinstance(attend, MixedPass) else attend, len(ids)), positions] = (
+            experts
+        )
         return hidden
 
-    def _slots(self, own: Any, count: int) -> Tensor:
+    def _slots(self, full: FullPass, count: int) -> Tensor:
         """The slot of each row (R,) of a pass, the last row of the log for padding."""
-        if own.kind == "step":
-            slots: Tensor = own.rows.places
-            return slots
-        owners = [slot for slot, length in own.pieces for _ in range(length)]
+        if full.kind == "step":
+            return full.places
+        owners = [slot for slot, length in full.pieces for _ in range(length)]
         (uploaded,) = upload([owners + [len(self.choices) - 1] * (count - len(owners))], self.choices.device)
         return uploaded

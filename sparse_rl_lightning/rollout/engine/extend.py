@@ -7,6 +7,7 @@ tokens had been sampled: a text is split where the slot is full. All slots' chun
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,36 +26,32 @@ def extend(engine: Engine, chunks: list[Chunk]) -> Tensor:
 
     The cache has their tokens already; each has room in its slot, which the caller compresses afterwards.
     """
-    cache, own = engine.cache, Extension(engine, chunks)
-    hidden = engine.run(own.ids, own.positions, engine.around(own))
+    cache, texts = engine.cache, Extension(engine, chunks)
+    hidden = engine.run(texts.ids, texts.positions, engine.with_all_layers(texts))
     slots, stops = upload([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]], cache.tokens.device)
     cache.seen[slots] = stops
     per_token = cache.geometry.num_layers * cache.geometry.num_kv_heads
     for chunk, held in zip(chunks, cache.entries_held(slots), strict=True):
         later = torch.arange(chunk.count - 1, -1, -1, device=slots.device)
         cache.held[chunk.slot, chunk.start : chunk.stop] = held - per_token * later.int()
-    return engine.decoder.logits(hidden[own.last])
+    return engine.decoder.logits(hidden[texts.last])
 
 
 class Extension:
     """Attention of packed chunks, each over its own slot."""
 
-    kind = "extension"
+    kind: Literal["extension"] = "extension"
 
     def __init__(self, engine: Engine, chunks: list[Chunk]) -> None:
         self.cache, self.chunks, self._engine = engine.cache, chunks, engine
-        self.rows = list(pairwise([0, *accumulate(chunk.count for chunk in chunks)]))
+        self.pieces = [(chunk.slot, chunk.count) for chunk in chunks]
+        self._rows = list(pairwise([0, *accumulate(chunk.count for chunk in chunks)]))
         slots = [chunk.slot for chunk in chunks for _ in range(chunk.count)]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
         padding = -len(slots) % ROW_MULTIPLE
-        numbers = [slots, positions, [*positions, *[0] * padding], [last - 1 for _, last in self.rows]]
+        numbers = [slots, positions, [*positions, *[0] * padding], [last - 1 for _, last in self._rows]]
         owners, places, self.positions, self.last = upload(numbers, engine.cache.tokens.device)
         self.ids = F.pad(engine.cache.tokens[owners, places], (0, padding))
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The slot and the number of tokens of each chunk."""
-        return [(chunk.slot, chunk.count) for chunk in self.chunks]
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
@@ -63,8 +60,8 @@ class Extension:
         engine, cache = self._engine, self.cache
         query, key, value = transform.split(projected, cache.geometry.num_kv_heads)
         out, weights = torch.zeros_like(query), engine.output_weights(layer)
-        for chunk, (first, last) in zip(self.chunks, self.rows, strict=True):
-            own = slice(first, last)
-            rows = Piece(chunk.slot, query[own], key[own], value[own], hidden[own], sinks)
-            out[own] = append_chunk(cache, engine.compression.compressor, layer, chunk, rows, weights)
+        for chunk, (first, last) in zip(self.chunks, self._rows, strict=True):
+            rows = slice(first, last)
+            piece = Piece(chunk.slot, query[rows], key[rows], value[rows], hidden[rows], sinks)
+            out[rows] = append_chunk(cache, engine.compression.compressor, layer, chunk, piece, weights)
         return out

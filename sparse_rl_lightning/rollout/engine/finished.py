@@ -63,18 +63,18 @@ class FinishCheck:
         """
         (ends, broken, errors), *texts = (numbers.tolist() for numbers in self._numbers.read())
         self._pools.raise_errors(errors[0])
-        for slot, (one, num_fed) in self._running.items():
-            end, by_token = min(ends[slot], one.limit), ends[slot] <= one.limit
+        for slot, (running, num_fed) in self._running.items():
+            end, by_token = min(ends[slot], running.limit), ends[slot] <= running.limit
             stopped = None
             if self._texts is not None:
-                stopped = self._texts.find(texts[0], slot, one, min(end, num_fed))
+                stopped = self._texts.find(texts[0], slot, running, min(end, num_fed))
             if stopped is not None:
                 end, by_token = stopped, True
             # token `end` is drawn by the step that feeds token `end` - 1; what a sequence drew past its end is
             # discarded, so it may be broken
             is_broken = broken[slot] <= min(end, num_fed)
             if is_broken or num_fed >= end:
-                yield FinishedEvent(slot, one, end, by_token, broken[slot] if is_broken else None)
+                yield FinishedEvent(slot, running, end, by_token, broken[slot] if is_broken else None)
 
 
 CONTEXT = 8  # tokens around a stop string that are decoded with it
@@ -109,11 +109,11 @@ class StopStrings:
         # a decoder may treat the first token of a text differently, so some tokens before the string are decoded too
         return max(0, start - CONTEXT, fresh - self._reach)
 
-    def find(self, own: list[int], first: int, start: int, fresh: int) -> int | None:
+    def find(self, tokens: list[int], first: int, start: int, fresh: int) -> int | None:
         """Find the token that first completes a stop string; a string that begins in the prompt does not count.
 
         Args:
-            own: Tokens of a sequence from index ``first`` to its last one so far.
+            tokens: Tokens of a sequence from index ``first`` to its last one so far.
             first: Index that :meth:`first` gives.
             start: Index of its first completion token.
             fresh: Index of the first token that may complete a string.
@@ -121,28 +121,22 @@ class StopStrings:
         Returns:
             The index of the token, None if no token completes a stop string.
         """
-        if first + len(own) <= fresh:
+        if first + len(tokens) <= fresh:
             return None
-        text = self._decode(own)
+        text = self._decode(tokens)
         if not any(string in text for string in self.strings):
             return None
-        begin = len(self._known(own[: max(0, start - first)]))
-        known = len(self._known(own[: fresh - first]))
-        if not self._completes(own, begin, known):
-            return None
-        # binary search for the shortest prefix that has a stop string: longer prefixes have it too
-        low, high = fresh - first + 1, len(own)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._completes(own[:middle], begin, known) else (middle + 1, high)
-        return first + low - 1
+        begin = len(self._settled(tokens[: max(0, start - first)]))
+        settled = len(self._settled(tokens[: fresh - first]))
+        ends = range(fresh - first + 1, len(tokens) + 1)
+        return next((first + end - 1 for end in ends if self._completes(tokens[:end], begin, settled)), None)
 
-    def _completes(self, tokens: list[int], begin: int, known: int) -> bool:
-        """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``known``."""
+    def _completes(self, tokens: list[int], begin: int, settled: int) -> bool:
+        """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``settled``."""
         text = self._decode(tokens)
-        return any(string in text[max(begin, known - len(string) + 1) :] for string in self.strings)
+        return any(string in text[max(begin, settled - len(string) + 1) :] for string in self.strings)
 
-    def _known(self, tokens: list[int]) -> str:
+    def _settled(self, tokens: list[int]) -> str:
         """The text that further tokens do not change: without a character whose last bytes are still missing."""
         return self._decode(tokens).rstrip("\ufffd") if tokens else ""
 
@@ -167,20 +161,20 @@ class NewestTokens:
     ) -> None:
         self._stop, self._min_length = stop, min_length
         self._row = {slot: row for row, slot in enumerate(running)}
-        self._firsts = {slot: stop.first(one.start, self._fresh(one)) for slot, one in running.items()}
+        self._firsts = {slot: stop.first(sequence.start, self._fresh(sequence)) for slot, sequence in running.items()}
         # before the minimum length nothing is searched
-        width = max(0, *(one.num_fed + 1 - self._firsts[slot] for slot, one in running.items()))
+        width = max(0, *(sequence.num_fed + 1 - self._firsts[slot] for slot, sequence in running.items()))
         rows, begins = upload([list(running), list(self._firsts.values())], tokens.device)
         index = begins[:, None] + torch.arange(width, device=tokens.device)
         self.tokens = tokens[rows[:, None], index.clamp(max=tokens.shape[1] - 1)]
 
-    def find(self, tokens: Sequence[list[int]], slot: int, one: RunningSequence, last: int) -> int | None:
+    def find(self, tokens: Sequence[list[int]], slot: int, running: RunningSequence, last: int) -> int | None:
         """The index of the token that completes a stop string, at ``last`` or before, in ``tokens`` as read."""
-        first, fresh = self._firsts[slot], self._fresh(one)
-        own = tokens[self._row[slot]][: max(0, last + 1 - first)]
-        one.searched = last + 1
-        return self._stop.find(own, first, one.start, fresh)
+        first, fresh = self._firsts[slot], self._fresh(running)
+        drawn = tokens[self._row[slot]][: max(0, last + 1 - first)]
+        running.searched = last + 1
+        return self._stop.find(drawn, first, running.start, fresh)
 
-    def _fresh(self, one: RunningSequence) -> int:
+    def _fresh(self, running: RunningSequence) -> int:
         """The index of the first token that may complete a stop string."""
-        return max(one.prompt_length + self._min_length, one.start, one.searched)
+        return max(running.prompt_length + self._min_length, running.start, running.searched)

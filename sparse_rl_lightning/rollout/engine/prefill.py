@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
     short = [p for p in prompts if len(p.tokens) <= max_tokens]
     for pack in _packs(sorted(short, key=lambda p: len(p.tokens)), max_tokens):
         whole = _Pack(engine, pack)
-        hidden = engine.run(whole.ids, whole.positions, engine.around(whole))
+        hidden = engine.run(whole.ids, whole.positions, engine.with_all_layers(whole))
         # the last token of each prompt: its logits give the first completion token
         logits = engine.decoder.logits(hidden[whole.last])
         for p, row in zip(pack, logits, strict=True):
@@ -77,9 +77,9 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
 def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPrompt:
     """Read a long prompt in chunks of nearly equal length; only the last one has the logits that are needed."""
     chunks = _Chunks(engine, prompt)
-    attend = engine.around(chunks)
+    attend = engine.with_all_layers(chunks)
     for start, stop in _cuts(len(prompt.tokens), max_tokens):
-        chunks.span = start, stop
+        chunks.take(start, stop)
         ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
         hidden = engine.run(ids, positions, attend)
     logits = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0]
@@ -118,12 +118,13 @@ def _rows(texts: list[list[int]], first: int = 0) -> list[list[int]]:
 class _Pack:
     """Attention over several whole prompts, each causal within itself; each layer goes into the slots at once."""
 
-    kind = "pack"
+    kind: Literal["pack"] = "pack"
 
     def __init__(self, engine: Engine, prompts: list[Prefill]) -> None:
         self.cache, self.prompts, self._engine = engine.cache, prompts, engine
         self.staged_bytes = 0
         self.lengths, self.slots = [len(p.tokens) for p in prompts], [p.slot for p in prompts]
+        self.pieces = list(zip(self.slots, self.lengths, strict=True))
         # tokens whose queries are still in the ring when the prompt ends
         numbers = [
             *_rows([p.tokens for p in prompts]), self.slots, [0, *accumulate(self.lengths)],
@@ -132,11 +133,6 @@ class _Pack:
         self.ids, self.positions, self._places, self._borders, *self._recent = upload(numbers, self.cache.tokens.device)
         self.last = self._borders[1:] - 1  # (P,) rows of last tokens
         self.borders = self._borders.to(torch.int32)
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The slot and the number of tokens of each prompt."""
-        return list(zip(self.slots, self.lengths, strict=True))
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
@@ -178,11 +174,10 @@ class _Pack:
 class _Chunks:
     """Attention of one chunk of a long prompt over all chunks so far; keys and values are staged until the last one."""
 
-    kind = "chunks"
+    kind: Literal["chunk"] = "chunk"
 
     def __init__(self, engine: Engine, prompt: Prefill) -> None:
         self.cache, self.prompt, self._engine = engine.cache, prompt, engine
-        self.span = 0, 0  # first token of the chunk, and last + 1
         g = self.cache.geometry
         shape = (g.num_layers, g.num_kv_heads, len(prompt.tokens), g.head_dim)
         self._keys = torch.empty(shape, dtype=g.dtype, device=g.device)
@@ -190,17 +185,16 @@ class _Chunks:
         self._state = [_no_numbers(self.cache, shape[2]) for _ in range(g.num_layers)]
         self.staged_bytes = self._keys.nbytes + self._values.nbytes
 
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The slot and the number of tokens of the chunk."""
-        start, stop = self.span
-        return [(self.prompt.slot, stop - start)]
+    def take(self, start: int, stop: int) -> None:
+        """Go on to the chunk of these tokens."""
+        self.start, self.stop, self.is_last = start, stop, stop == len(self.prompt.tokens)
+        self.pieces = [(self.prompt.slot, stop - start)]
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend in a layer of full attention."""
-        cache, g, (start, stop) = self.cache, self.cache.geometry, self.span
+        cache, g, start, stop = self.cache, self.cache.geometry, self.start, self.stop
         query, key, value = transform.split(projected, g.num_kv_heads)
         count, keys, values = stop - start, self._keys[layer], self._values[layer]
         # this chunk's rows without the padding behind them join those of the earlier chunks
@@ -218,7 +212,7 @@ class _Chunks:
             slot, kind = self.prompt.slot, cache.queries.dtype
             cache.queries[layer, slot, :, recent % ring] = query[recent - start].transpose(0, 1).to(kind)
         # after the last chunk the layer is complete, and goes into the slot like that of a pack of one prompt
-        if stop == len(self.prompt.tokens):
+        if self.is_last:
             kind = cache.key_pool.dtype
             slots, borders = upload([[self.prompt.slot], [0, stop]], query.device)
             packed = PackedPrompts(

@@ -240,10 +240,10 @@ def _without_evictions(geometry: CacheGeometry, fed: Tensor) -> tuple[Tensor, Te
 
     The sum (B,) is over the steps that feed these tokens one by one: 1, 2, ... entries, at most the window's.
     """
-    within, every = fed.clamp(max=geometry.window), fed * (fed + 1) / 2
-    windowed = within * (within + 1) / 2 + (fed - within) * geometry.window
+    limited, total = fed.clamp(max=geometry.window), fed * (fed + 1) / 2
+    limited_total = limited * (limited + 1) / 2 + (fed - limited) * geometry.window
     share = len(geometry.window_layers) / geometry.depth
-    return fed - share * (fed - within), every - share * (every - windowed)
+    return fed - share * (fed - limited), total - share * (total - limited_total)
 
 
 def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:

@@ -208,23 +208,23 @@ class TurnScheduler(Scheduler):
             self.running |= {slots[row]: self.reading.pop(slots[row]) for row in done}
 
 
-class KnownTurns(TurnScheduler):
+class TeacherForcedTurns(TurnScheduler):
     """Scheduler of texts whose turns are known before: none waits.
 
     Args:
         engine: Engine that continues with given tokens.
         params: Sampling parameters.
         num_slots: Number of slots to use.
-        known: Observations of each sequence.
+        observations: Observations of each sequence.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, num_slots: int, known: Sequence[Spans]) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams, num_slots: int, observations: Sequence[Spans]) -> None:
         super().__init__(engine, params, num_slots)
-        self.known = known
+        self.observations = observations
 
     def start(self, sequence: int) -> TurnSequence:
         """Begin a sequence whose observations are known."""
-        return replace(super().start(sequence), given=self.known[sequence])
+        return replace(super().start(sequence), given=self.observations[sequence])
 
     def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
         """End a sequence."""

@@ -28,13 +28,11 @@ from trl_runs import PROMPTS, build, evicting, logged, policy, weights
 
 from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.compressors import FullKV
-from sparse_rl_lightning.downsampling import MaxReward
-from sparse_rl_lightning.environments.base import TurnOptions
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.transformers import CompressedCache
 from sparse_rl_lightning.integrations.transformers.cache import KEYWORD
 from sparse_rl_lightning.integrations.trl import SparseGRPOTrainer
-from sparse_rl_lightning.integrations.trl.checks import OTHERS, check_arguments, check_trainer
+from sparse_rl_lightning.integrations.trl.checks import OF_SAMPLER, check_arguments, check_trainer
 from sparse_rl_lightning.integrations.trl.trainer import DRAWN, grouped, reads_texts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import has_dropout
@@ -507,13 +505,9 @@ def test_refusals(tmp_path: Path, more: dict[str, Any], changes: dict[str, Any],
         build(tmp_path, more=more, **changes)
 
 
-OPTIONS: dict[str, Any] = {  # another value of each option of rollouts
+OPTIONS: dict[str, Any] = {  # another value of each option of the sampler
     "num_slots": 3, "end_tokens": ("7",), "memory_limit": 0.5, "kv_dtype": "bfloat16", "keep_pool": False,
     "cuda_graphs": False, "head_in_float32": True, "decoder": "transformers",
-    "partial_rollout_steps": 5, "oversampling": 2.0, "downsampling": MaxReward(8),
-    "reward_timeout": 1.0, "reward_failure_limit": 0.5, "chat_template_kwargs": {"a": 1},
-    "generation_kwargs": {"top_k": 5}, "turns": TurnOptions(max_turns=2), "on_long_prompt": "skip",
-    "skip_special_tokens": False, "record_routing": True,
 }  # fmt: skip
 SAMPLERS = {"end_tokens": ("end_token_ids", [1, 10]), "kv_dtype": ("kv_dtype", torch.bfloat16),
             "decoder": ("decoder_kind", "transformers")}  # fmt: skip
@@ -522,14 +516,15 @@ SAMPLERS = {"end_tokens": ("end_token_ids", [1, 10]), "kv_dtype": ("kv_dtype", t
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RolloutOptions)])
 def test_every_option_of_rollouts_is_used_or_refused(tmp_path: Path, name: str) -> None:
-    slots = {"num_slots": 3} if name == "partial_rollout_steps" else {}
-    options = RolloutOptions(**{name: OPTIONS[name]}, **slots)
-    if name in OTHERS:
+    if name not in OF_SAMPLER:
+        options = RolloutOptions()
+        object.__setattr__(options, name, "another")
         with pytest.raises(UserError, match=f"rollout.{name} has no effect under TRL"):
             check_arguments({}, options)
         return
-    found, value = SAMPLERS.get(name, (name, OPTIONS[name]))
-    assert getattr(build(tmp_path, more={"rollout": options}).sampler, found) == value
+    options = RolloutOptions(**{name: OPTIONS[name]})
+    attribute, value = SAMPLERS.get(name, (name, OPTIONS[name]))
+    assert getattr(build(tmp_path, more={"rollout": options}).sampler, attribute) == value
 
 
 def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
