@@ -20,7 +20,9 @@ dirpath=$(value dirpath)
 : "${dirpath:=$(value default_root_dir)/checkpoints}" # where RolloutCheckpoint writes if it is not told
 resume=()
 # a job killed while it replaced the folder has left it in .replaced, from where it is brought back
-if [[ -e "$dirpath/last.ckpt" || -L "$dirpath/last.ckpt" || -e "$dirpath/.replaced/last.ckpt" ]]; then resume=(--ckpt_path=last); fi
+for old in "$dirpath/last.ckpt" "$dirpath/.replaced/last.ckpt"; do
+  if [[ -e "$old" || -L "$old" ]]; then resume=(--ckpt_path=last); fi
+done
 
 # srun does not take the job's CPUs per task by itself; a task that fails ends the others
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 sparse-rl fit --config "$config" --trainer.strategy=sparse_rl_deepspeed_stage_2 \

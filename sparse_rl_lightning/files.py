@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import glob
 import hashlib
 import io
 import os
@@ -173,108 +172,139 @@ def write_whole(path: Path, content: str | bytes) -> None:
     write_files({path: lambda new: new.write_bytes(data)})
 
 
-def write_files(
-    writers: Mapping[Path, Callable[[Path], object]], place: Callable[[Path], Path] | None = None, durable: bool = False
-) -> None:
+def write_files(writers: Mapping[Path, Callable[[Path], object]], durable: bool = False) -> None:
     """Write files under temporary names, and rename them once all of them are written.
 
     Folders are created, including any that were removed. A link with a file's final or temporary name is replaced and
     not followed.
 
     Args:
-        writers: Function for each path that writes to the path it is given, which is an empty file.
-        place: Function from a path to its temporary path, on the same file system; default beside it, hidden.
-        durable: Whether to flush everything to the disk before a file gets its name.
+        writers: Function for each path that writes to the path it is given, where nothing is.
+        durable: Whether to flush everything to the disk before a file gets its name, which may be a folder's now.
 
     Raises:
         OSError: If one cannot be written; none has its name then, and no disk space stays occupied.
     """
-    news = {path: place(path) if place else path.with_name(f".{path.name}.{os.getpid()}") for path in writers}
+    news = {path: incomplete(path) if durable else path.with_name(f".{path.name}.{os.getpid()}") for path in writers}
     try:
         for path, new in news.items():
-            if place:
-                own_folder(new.parent)
             new.parent.mkdir(parents=True, exist_ok=True)
-            make_empty(new)
+            if durable:
+                own_folder(new.parent)
+            remove(new)  # of a process that was killed, or a link
             with raising_disk_errors():
                 writers[path](new)
             if durable:
                 sync(new)
         for path, new in news.items():
-            new.replace(path)
+            swap(path) if durable else new.replace(path)
     except BaseException:
         for new in news.values():
             with suppress(OSError):  # the error being raised matters more
-                new.unlink(missing_ok=True)
+                remove(new)
         raise
-    if durable:
-        for parent in {path.parent for path in writers}:
-            sync(parent)
+
+
+# ---------------------------------------------------------------- what is whole at every moment
+
+
+def incomplete(path: Path) -> Path:
+    """The path at which ``path`` is written first.
+
+    It is in a folder of its own, because ``ckpt_path=last`` takes the newest entry beside the checkpoints whose name
+    contains "last".
+    """
+    return path.parent / ".incomplete" / path.name
+
+
+def replaced(path: Path) -> Path:
+    """The path to which the old ``path``, always whole, moves until it is replaced."""
+    return path.parent / ".replaced" / path.name
+
+
+def swap(path: Path) -> None:
+    """Give the name ``path`` to the file, folder or link at :func:`incomplete`; what has the name now is removed.
+
+    Of a process that is killed between two renames, :func:`recover` brings the old one back. Two processes may not do
+    this to one path at the same time.
+
+    Raises:
+        OSError: If it cannot be renamed; the old one is there then.
+    """
+    new, old = incomplete(path), replaced(path)
+    if not _is_folder(new) and not _is_folder(path):
+        new.replace(path)
+    else:
+        recover(path)
+        if os.path.lexists(path):
+            _throw_away(path)  # a killed process had replaced it
+            own_folder(old.parent)
+            path.rename(old)
+        try:
+            new.rename(path)
+        finally:
+            recover(path)
+    sync(path.parent)
+    _throw_away(path)
+
+
+def recover(path: Path) -> None:
+    """Bring back what :func:`swap` was replacing, if the process ended before the other had the name.
+
+    Any number of ranks may do so at the same time.
+    """
+    if os.path.lexists(path) or not os.path.lexists(replaced(path)):
+        return
+    try:
+        replaced(path).rename(path)
+    except FileNotFoundError:
+        pass  # another rank was faster
+    except OSError:
+        if not path.exists():
+            raise
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _throw_away(path: Path) -> None:
+    """Remove what was replaced, by a name under which it does not come back: that may be interrupted as well."""
+    old, trash = replaced(path), incomplete(path).parent
+    if os.path.lexists(old):
+        old.rename(Path(tempfile.mkdtemp(prefix=".old-", dir=own_folder(trash))) / old.name)
+    for thrown in trash.glob(".old-*"):
+        try:
+            remove(thrown)
+        except OSError as error:  # a network disk keeps files that a server has open
+            warnings.warn(f"The earlier {path} could not be removed: {error}. Remove {thrown}.", stacklevel=4)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder at :func:`new_folder`, and rename it once it is whole; the one that was there is removed then.
-
-    Of a process that is killed between two renames, :func:`recover_folder` brings the earlier folder back, which the
-    next call does by itself. Two processes may not do this to one folder at the same time.
+    """Write a folder at :func:`incomplete`, and :func:`swap` it once it is whole.
 
     Args:
         folder: Its place; neither a link nor the working directory.
         write: Function that writes into the folder it is given, which is empty.
 
     Raises:
-        OSError: If it cannot be renamed; the earlier folder is there then.
+        OSError: If it cannot be written or renamed; the earlier folder is there then.
     """
-    recover_folder(folder)
-    new = new_folder(folder)
+    new = incomplete(folder)
+    own_folder(new.parent)
     remove(new)  # of a process that was killed
-    new.mkdir(parents=True)
+    new.mkdir()
     try:
         with raising_disk_errors():
             write(new)
+        swap(folder)
     except BaseException:
         remove(new)  # may be most of a full disk
         raise
-    try:
-        if folder.exists():
-            folder.rename(_replaced(folder))
-        new.rename(folder)
     finally:
-        recover_folder(folder)
-    _remove_earlier(folder)
-
-
-def new_folder(folder: Path) -> Path:
-    """The folder that becomes ``folder`` in :func:`replace_folder`: beside it, hidden."""
-    return folder.with_name(f".{folder.name}.new")
-
-
-def recover_folder(folder: Path) -> None:
-    """Bring back the folder that :func:`replace_folder` was replacing; if its successor is there, let it be removed."""
-    old = _replaced(folder)
-    if not old.exists():
-        return
-    # by a name of its own, under which it does not come back: its removal may be interrupted as well
-    gone = tempfile.mkdtemp(prefix=prefix_of_earlier(folder), dir=folder.parent) if folder.exists() else folder
-    old.rename(gone)
-
-
-def _replaced(folder: Path) -> Path:
-    """The name of a folder, always whole, between the two renames that replace it."""
-    return folder.with_name(f".{folder.name}.replaced")
-
-
-def prefix_of_earlier(folder: Path) -> str:
-    """How the names of folders begin that were replaced, and may be there in part."""
-    return f".{folder.name}.old-"
-
-
-def _remove_earlier(folder: Path) -> None:
-    for old in folder.parent.glob(f"{glob.escape(prefix_of_earlier(folder))}*"):
-        try:
-            remove(old)
-        except OSError as error:  # a network disk keeps files that a server has open
-            warnings.warn(f"The earlier {folder} could not be removed: {error}. Remove {old}.", stacklevel=3)
+        for emptied in (new.parent, replaced(folder).parent):
+            with suppress(OSError):
+                emptied.rmdir()
 
 
 def writable_folder(folder: str | Path, argument: str, first: str = "", names: Iterable[str] = ()) -> Path:
@@ -360,12 +390,6 @@ def own_folder(path: Path) -> Path:
     if path.is_symlink():
         raise OSError(f"{path} is a link, and nothing is written through links out of a run's folder. Remove it.")
     return path
-
-
-def make_empty(path: Path) -> None:
-    """Create an empty file, replacing a killed process's leftover or a link."""
-    path.unlink(missing_ok=True)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
 
 
 def append(path: Path, text: str) -> None:

@@ -39,10 +39,10 @@ from sparse_rl_lightning.callbacks import (
     ZeroSharding,
 )  # fmt: skip
 from sparse_rl_lightning.checkpoints import sharded
-from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.data.base import in_order
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, zero_config
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
+from sparse_rl_lightning.files import incomplete
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.policies.sharding import part_of, whole_weights
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -289,7 +289,7 @@ def strategy(name: str, world_size: int) -> Any:
 
 def asked(job: Job) -> list[Any]:
     """The callbacks of a job."""
-    callbacks: list[Any] = [RankWatch(stuck_after=30)]
+    callbacks: list[Any] = [RankWatch()]
     if job.get("corrected", True):
         weights = ImportanceReweighting(clip_max=1.5, normalize="batch")
         callbacks = [SparsityAwareRejection(threshold=0.5), weights, *callbacks]

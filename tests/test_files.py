@@ -20,9 +20,11 @@ from sparse_rl_lightning.files import (
     append,
     append_rows,
     file_name,
+    incomplete,
     own_folder,
-    recover_folder,
+    recover,
     replace_folder,
+    swap,
     write_files,
     write_whole,
 )
@@ -82,7 +84,7 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     place.parent.mkdir(parents=True)
     place.symlink_to(victim)
     (tmp_path / "run" / "last.ckpt").symlink_to(victim)
-    write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("own")}, lambda _: place)
+    write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("own")}, durable=True)
     assert (tmp_path / "run" / "last.ckpt").read_text() == "own"
     assert not (tmp_path / "run" / "last.ckpt").is_symlink()
 
@@ -98,7 +100,7 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     place.parent.rmdir()
     place.parent.symlink_to(elsewhere)
     with pytest.raises(OSError, match="is a link, and nothing is written through links"):
-        write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("x")}, lambda _: place)
+        write_files({tmp_path / "run" / "last.ckpt": lambda new: new.write_text("x")}, durable=True)
     assert victim.read_text() == "mine"
     assert not list(elsewhere.iterdir())
 
@@ -175,25 +177,59 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["policy"]
 
 
-@pytest.mark.parametrize(("number", "left"), [(0, "old"), (1, "old"), (2, "new")])
-def test_a_folder_survives_a_kill_at_any_rename(number: int, left: str, tmp_path: Path) -> None:
+def make(path: Path, sort: str, text: str) -> None:
+    """A file, a folder with a file, or a relative link to such a folder, which leads nowhere from another place."""
+    if sort == "file":
+        path.write_text(text)
+        return
+    folder = path.parents[path.parent.name.startswith(".")] / f"step-{text}" if sort == "link" else path
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    if sort == "link":
+        path.symlink_to(folder.name)
+
+
+def content(path: Path) -> str:
+    return (path / "config.json" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("new", ["file", "folder", "link"])
+@pytest.mark.parametrize("old", ["file", "folder", "link"])
+def test_a_kill_at_any_rename_leaves_the_old_or_the_new(old: str, new: str, tmp_path: Path) -> None:
+    """A link to a checkpoint was in the way of a folder of FSDP2: between two renames nothing had its name for good."""
+    survivors = []
+    for number in range(4):
+        path = tmp_path / str(number) / "last.ckpt"
+        incomplete(path).parent.mkdir(parents=True)
+        make(path, old, "old")
+        make(incomplete(path), new, "new")
+        killed_at_rename(number, lambda path=path: swap(path))  # type: ignore[misc]
+        recover(path)
+        survivors.append(content(path))
+        if survivors[-1] == "old":
+            swap(path)
+        assert content(path) == "new"
+    is_at_once = old != "folder" != new
+    assert survivors == ["new"] * 4 if is_at_once else ["old", "old", "new", "new"]
+
+
+def test_the_next_one_clears_away_what_a_kill_has_left(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    replace_folder(folder, writes("old"))
-    killed_at_rename(number, lambda: replace_folder(folder, writes("new")))
-    recover_folder(folder)
-    assert (folder / "config.json").read_text() == left
-    killed_at_rename(number, lambda: replace_folder(folder, writes("new")))
-    replace_folder(folder, writes("next"))
-    assert (folder / "config.json").read_text() == "next"
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    for number in range(4):
+        replace_folder(folder, writes("old"))
+        killed_at_rename(number, lambda: replace_folder(folder, writes("new")))
+        replace_folder(folder, writes("next"))
+        assert (folder / "config.json").read_text() == "next"
+        assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
 def test_a_folder_that_is_half_removed_does_not_come_back(tmp_path: Path) -> None:
     """As after a kill while gigabytes are removed; whoever then removes the folder has removed it."""
     folder = tmp_path / "policy"
     replace_folder(folder, writes("old"))
-    folder.rename(tmp_path / ".policy.old-x")
-    recover_folder(folder)
+    incomplete(folder).parent.mkdir()
+    folder.rename(incomplete(folder).with_name(".old-x"))
+    recover(folder)
     assert not folder.exists()
     replace_folder(folder, writes("new"))
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]

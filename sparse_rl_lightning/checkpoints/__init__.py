@@ -9,6 +9,5 @@ read only from a folder whose manifest of hashes has the signature of this user'
 from __future__ import annotations
 
 from sparse_rl_lightning.checkpoints.durable import DurableCheckpointIO
-from sparse_rl_lightning.checkpoints.files import recover
 
-__all__ = ["DurableCheckpointIO", "recover"]
+__all__ = ["DurableCheckpointIO"]

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from sparse_rl_lightning.checkpoints.files import incomplete, instead_of_folder, save_tensors, save_weights
+from sparse_rl_lightning.checkpoints.files import save_tensors, save_weights
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.errors import UserError
@@ -65,8 +65,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             beside = weights_beside(path)
             own_folder(beside.parent)
             writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
-        with instead_of_folder(path):
-            write_files(writers, incomplete, durable=True)
+        write_files(writers, durable=True)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = lambda storage, _: storage,

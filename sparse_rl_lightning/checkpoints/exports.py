@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import prefix_of_earlier, recover_folder, whole_file, writable_folder
+from sparse_rl_lightning.files import recover, whole_file, writable_folder
 
 WRITTEN = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
@@ -49,8 +48,7 @@ def check_replaceable(folder: Path, argument: str, kept: Kept = (), replaces: bo
         if folder.is_mount():
             raise UserError(f"{given} is a disk of its own, which is not replaced. Give a folder on it.")
         writable_folder(folder.parent, f"{argument}'s parent")
-        with TemporaryDirectory(prefix=prefix_of_earlier(folder), dir=folder.parent):  # the longest name it needs
-            recover_folder(folder)
+        recover(folder)
     except OSError as error:
         raise UserError(f"{given} cannot be written: {error}. Give another folder, of a shorter name.") from error
     for name, path, is_closed in (("the working directory", os.getcwd(), False), *kept):

@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparse_rl_lightning.checkpoints.files import incomplete
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import check_regular, whole_file, write_files
+from sparse_rl_lightning.files import check_regular, sync, whole_file
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
@@ -34,7 +33,8 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
     """Write ``manifest.json``, signed with this user's key: SHA-256 of every file by its path, and further facts."""
     body = json.dumps({"files": digests, **facts}, sort_keys=True)
     text = json.dumps({"body": body, "signature": _sign(body)})
-    write_files({folder / NAME: lambda new: new.write_text(text, encoding="utf-8")}, incomplete, durable=True)
+    (folder / NAME).write_text(text, encoding="utf-8")
+    sync(folder / NAME)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
-from sparse_rl_lightning.checkpoints.files import incomplete, recover, save_tensors, save_weights, swap_folder
+from sparse_rl_lightning.checkpoints.files import save_tensors, save_weights
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import own_folder, remove, sync
+from sparse_rl_lightning.files import incomplete, own_folder, recover, remove, swap, sync
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import of_all_ranks, part_of, whole_weights, write_whole
 
@@ -194,10 +194,9 @@ def _finish(path: Path, digests: dict[str, str], **facts: Any) -> None:
     for name in (TRAINER, WEIGHTS):
         sync(new / name)
     write_manifest(new, digests, **facts)
-    remove(incomplete(new / "x").parent)
     sync(new / TAG)
     sync(new)
-    swap_folder(path)
+    swap(path)
 
 
 def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_dee
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2, not_fsdp
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import make_empty
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.fingerprints import fingerprint
 from sparse_rl_lightning.policies.sharding import is_sharded, of_all_ranks
 
@@ -198,7 +198,7 @@ def check_shared(folders: list[Path]) -> None:
         probe = folder / name[0]
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            make_empty(probe)
+            write_whole(probe, "")
         torch.distributed.barrier()
         seen = of_all_ranks(_sees(probe))
         if rank == 0:

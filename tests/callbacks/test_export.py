@@ -85,7 +85,7 @@ def test_an_earlier_export_that_stays_ends_nothing(tmp_path: Path, monkeypatch: 
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(files, "remove", busy)
-    with pytest.warns(UserWarning, match=r"The earlier \S*policy could not be removed: .*Remove \S*\.policy\.old-"):
+    with pytest.warns(UserWarning, match=r"The earlier \S*policy could not be removed: .*Remove \S*\.old-"):
         write_policy(grpo, tmp_path / "policy")
     assert (tmp_path / "policy" / "config.json").is_file()
     assert not (tmp_path / "policy" / "merges.txt").exists()
@@ -192,7 +192,7 @@ def test_what_a_run_needs_is_not_replaced(place: str, said: str | None, adapts: 
             callback.setup(trainer, grpo, "fit")
 
 
-@pytest.mark.parametrize("name", ["/", "x" * 300, "x" * 250, "~nobodyx/x", "/proc/x"])
+@pytest.mark.parametrize("name", ["/", "x" * 300, "~nobodyx/x", "/proc/x"])
 def test_a_place_where_nothing_can_be_renamed_is_a_line(
     name: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,20 +28,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparse_rl_lightning.callbacks.sharding import ZeroSharding, _optimizer_bytes
-from sparse_rl_lightning.checkpoints import DurableCheckpointIO, recover
-from sparse_rl_lightning.checkpoints.files import (
-    incomplete,
-    replaced,
-    save_tensors,
-    save_weights,
-    swap_folder,
-)
+from sparse_rl_lightning.checkpoints import DurableCheckpointIO
+from sparse_rl_lightning.checkpoints.files import save_tensors, save_weights
 from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import _in_16_bits
 from sparse_rl_lightning.cli.training.checks import warn_of_earlier_run
 from sparse_rl_lightning.distributed.ranks import be_patient
-from sparse_rl_lightning.files import write_files
+from sparse_rl_lightning.files import incomplete, recover, replaced, write_files
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, own_bytes
 
 BIG = {"numbers": torch.arange(100_000)}
@@ -49,12 +43,12 @@ BIG = {"numbers": torch.arange(100_000)}
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    write_files({path: lambda new: save_tensors({"step": 1}, new)}, incomplete, durable=True)
+    write_files({path: lambda new: save_tensors({"step": 1}, new)}, durable=True)
     with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
-        write_files({path: lambda new: save_tensors(BIG, new)}, incomplete, durable=True)
+        write_files({path: lambda new: save_tensors(BIG, new)}, durable=True)
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert not list(incomplete(path).parent.iterdir())
-    write_files({path: lambda new: save_tensors(BIG, new)}, incomplete, durable=True)
+    write_files({path: lambda new: save_tensors(BIG, new)}, durable=True)
     assert torch.equal(torch.load(path, weights_only=True)["numbers"], BIG["numbers"])
 
 
@@ -62,20 +56,6 @@ def test_nothing_on_the_way_looks_like_a_last_checkpoint(tmp_path: Path) -> None
     """Lightning takes the newest entry of the folder whose name has "last" in it."""
     for place in (incomplete, replaced):
         assert "last" not in place(tmp_path / "last.ckpt").relative_to(tmp_path).parts[0]
-
-
-def test_interrupted_swap_is_recovered(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    for step in ("1", "2"):
-        incomplete(path).mkdir(parents=True)
-        (incomplete(path) / "step").write_text(step)
-        swap_folder(path)
-        assert (path / "step").read_text() == step
-        assert not replaced(path).exists()
-    replaced(path).parent.mkdir(exist_ok=True)
-    path.rename(replaced(path))  # killed between the two renames
-    recover(path)
-    assert (path / "step").read_text() == "2"
 
 
 def test_ranks_recover_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ import os, resource, signal, sys
 opened = []
 
 def watch(event, arguments):
-    if event == "open" and str(arguments[0]).endswith(".incomplete/last.ckpt") and arguments[2] & os.O_EXCL:
+    if event == "open" and str(arguments[0]).endswith(".incomplete/last.ckpt") and arguments[2] & os.O_CREAT:
         opened.append(arguments)  # a file is made anew for every save
         if len(opened) == 3:  # two have been saved; the system kills who writes more than this
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sparse_rl_lightning.callbacks.base import warn_of_run
 from sparse_rl_lightning.callbacks.corrections.naive import REPLAY, learns_from_less, naive_warning
-from sparse_rl_lightning.checkpoints.files import incomplete, save_tensors
+from sparse_rl_lightning.checkpoints.files import save_tensors
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder, write_files
 from sparse_rl_lightning.learner.block import RolloutBlock
@@ -163,10 +163,8 @@ class StepGuard(Callback):
         window = {} if block is None else block.last_window().state()
         try:
             own_folder(folder)
-            write_files(
-                {path: lambda new: save_tensors({"rollout": window, "step": trainer.global_step}, new)},
-                incomplete, durable=True,
-            )  # fmt: skip
+            state = {"rollout": window, "step": trainer.global_step}
+            write_files({path: lambda new: save_tensors(state, new)}, durable=True)
             kept = f"are in {path}"
         except OSError as error:
             kept = f"could not be written ({error})"

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.files import remove
+from sparse_rl_lightning.files import incomplete, own_folder, recover, remove, swap
 
 EVERY_N_TRAIN_STEPS = 40
 """Optimizer steps between two checkpoints: ten rollouts with the paper's settings."""
@@ -98,17 +98,18 @@ class RolloutCheckpoint(ModelCheckpoint):
         """Let ``last.ckpt`` lead to another file that is there, at once: Lightning removes the old link before."""
         is_other = os.path.realpath(filepath) != os.path.realpath(linkpath)
         if trainer.is_global_zero and is_other and os.path.exists(filepath):  # it may not have been saved
-            new = f"{linkpath}.new"
-            remove(Path(new))
+            new = incomplete(Path(linkpath))
+            own_folder(new.parent)
+            remove(new)
             os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), new)
-            if not os.path.islink(linkpath) and os.path.isdir(linkpath):
-                remove(Path(linkpath))
-            os.replace(new, linkpath)
+            swap(Path(linkpath))
         trainer.strategy.barrier()
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The paths that ``trainer.fit(ckpt_path="last")`` chooses from; Lightning calls this before ``setup``."""
         self.dirpath = checkpoint_folder(self, trainer)
+        if self.dirpath and "://" not in self.dirpath:
+            recover(Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}")
         return super()._find_last_checkpoints(trainer)
 
 

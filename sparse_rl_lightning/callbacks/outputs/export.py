@@ -15,7 +15,7 @@ from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.checkpoints.exports import Kept, check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import new_folder, replace_folder
+from sparse_rl_lightning.files import incomplete, replace_folder
 from sparse_rl_lightning.rollout.generator import Generator
 
 
@@ -85,7 +85,7 @@ def write_policy(module: LightningModule, folder: Path, dtype: str | None = None
         replace_folder(folder, write)
         rank_zero_info(f"Policy written to {folder}")
     else:
-        write(new_folder(folder))
+        write(incomplete(folder))
 
 
 def kept_folders(trainer: Trainer, module: LightningModule) -> Kept:

@@ -15,14 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.outputs.checkpoint import RolloutCheckpoint, default_folder
-from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.durable import weights_beside
-from sparse_rl_lightning.checkpoints.files import replaced
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
 from sparse_rl_lightning.distributed.fsdp2 import not_fsdp
 from sparse_rl_lightning.distributed.ranks import check_processes
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.files import recover, replaced
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
 NAMED_CHECKPOINTS = ("best", "hpc", "registry")
@@ -96,6 +95,7 @@ def check_checkpoint(config: Any, subcommand: str = "fit") -> None:
         config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in folders], subcommand)
     elif "://" not in str(ckpt_path):
         config.ckpt_path = os.path.expanduser(ckpt_path)  # a shell leaves ~ behind an equals sign
+        recover(Path(config.ckpt_path))
         _check_exists(Path(config.ckpt_path), f"ckpt_path={str(ckpt_path)!r}")
 
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
 from sparse_rl_lightning.callbacks.outputs.export import kept_folders, write_policy
-from sparse_rl_lightning.checkpoints import recover
 from sparse_rl_lightning.checkpoints.durable import POLICY
 from sparse_rl_lightning.checkpoints.exports import check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import check_dtype
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.files import recover
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.resume.optimizer import check_weights
 
