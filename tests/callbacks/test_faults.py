@@ -306,8 +306,8 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
         silent, rude, odd, rank = (socket.create_connection(server.getsockname()) for _ in range(4))
         rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         rude.close()
-        odd.sendall(b"\xff" * 30 + b" x " + b"\xff" * 19)
-        rank.sendall(f"{token} {1:08d} {7:010d}".encode())
+        odd.sendall(b"\xff" * 32 + b" " + b"\xff" * 8)
+        rank.sendall(f"{token} {1:08d}".encode())
         found = rank_links.accept(server, token, 2)
         assert {number: place.getpeername() for number, place in found.items()} == {1: rank.getsockname()}
         monkeypatch.setattr(rank_links, "PATIENCE", 0.2)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 from sparse_rl_lightning.distributed import ranks
-from sparse_rl_lightning.distributed.collectives import current_wait, place_of
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 from sparse_rl_lightning.records import Rollout
 
@@ -144,44 +140,3 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("ended\n", 0), done.stderr
-
-
-# ---------------------------------------------------------------- where a rank is
-
-
-def test_a_place_is_the_innermost_line_of_ones_own_and_what_it_has_called() -> None:
-    found, here = list[str](), "tests/distributed/test_between_ranks.py"
-
-    def look(_: Any) -> str:
-        found.append(place_of(sys._getframe(1)))
-        return ""
-
-    line = sys._getframe().f_lineno + 1
-    re.sub("a", look, "a")  # which Python's own re.sub calls
-    name = "test_a_place_is_the_innermost_line_of_ones_own_and_what_it_has_called"
-    assert found[0].startswith(f"{here}:{line} ({name}), in re")
-    assert found[0].endswith("(sub)")
-    assert place_of(sys._getframe()) == f"{here}:{line + 4} ({name})"
-    assert place_of(None) == "an unknown place"
-
-
-def test_a_wait_is_the_collective_that_the_other_rank_has_not_begun(tmp_path: Path) -> None:
-    def work(rank: int) -> Any:
-        numbers = torch.ones(3)
-        if rank:
-            while not (tmp_path / "seen").exists():
-                time.sleep(0.01)
-            torch.distributed.all_reduce(numbers)
-            return None
-        watch = ThreadPoolExecutor(1)  # as a RankWatch looks
-        pending = torch.distributed.all_reduce(numbers, async_op=True)
-        found = watch.submit(current_wait).result()
-        (tmp_path / "seen").touch()
-        pending.wait()
-        while watch.submit(current_wait).result() is not None:  # it is noted a little later
-            time.sleep(0.01)
-        return found
-
-    found = two_ranks(work, tmp_path)[0]
-    assert (found.operation, found.group, found.sizes) == ("gloo:all_reduce", "0", "[[3]]")
-    assert re.match(r"tests/distributed/test_between_ranks\.py:\d+ \(work\), in threading", found.place)
