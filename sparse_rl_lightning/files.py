@@ -38,7 +38,6 @@ LARGEST = _memory() // 4
 """Bytes of the largest file that is read whole: beside them stand its text, its lines and what is made of them."""
 UNUSABLE = (OSError, ValueError, RuntimeError)
 """Errors of a path: nothing to be done there, a null character, and a circle of links or an unknown user's ``~``."""
-WRITTEN = re.compile(r"/dev/stdin$|(/dev|/proc/[\w-]+)/fd/\d+$")
 
 
 def file_name(text: str) -> str:
@@ -148,18 +147,6 @@ def check_regular(path: str | Path, most: int | None = None, descriptor: int | N
         raise FileError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
     if most is not None and found.st_size > most:
         _refuse_size(path, most)
-
-
-def is_silent_pipe(name: str, folder: str | Path = "") -> bool:
-    """Whether a value of a configuration names a pipe that nobody may be writing to, for which its reader would wait.
-
-    Standard input, and what a shell makes of ``<(...)``, have a writer. ``folder`` is where the name is looked for.
-    """
-    with suppress(*UNUSABLE):  # no path at all
-        return stat.S_ISFIFO(os.stat(os.path.join(folder, os.path.expanduser(name))).st_mode) and not WRITTEN.match(
-            name
-        )
-    return False
 
 
 def _refuse_size(path: str | Path, most: int) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 import inspect
-import os
 import re
 import sys
 import traceback
@@ -21,9 +20,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from sparse_rl_lightning.cli.classes import argument_names, known_classes
 from sparse_rl_lightning.cli.launch import network_error
-from sparse_rl_lightning.cli.yaml_files import MODE, SILENT, check_named, yaml_text
+from sparse_rl_lightning.cli.yaml_files import MODE
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import is_silent_pipe
 from sparse_rl_lightning.text import visible
 
 NOISE = re.compile(
@@ -52,21 +50,10 @@ class ClearParser(LightningArgumentParser):
         """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
-        for word in args or ():
-            value = word.partition("=")[2] or word
-            if is_silent_pipe(value):
-                raise UserError(f"{word!r} {SILENT}")
-            check_named(value)
         try:
             return super().parse_args(args, *rest, **kwargs)
-        except (UnicodeDecodeError, MemoryError) as error:  # of a file in place of a class
+        except UnicodeDecodeError as error:  # of a file in place of a class
             raise UserError(f"{' '.join(args or ())}: a file that is named here is not YAML. {error!r}") from error
-
-    def parse_path(self, path: Any, *rest: Any, **kwargs: Any) -> Any:
-        """As the parser's, but for a file that is endless, or no text."""
-        if os.path.isfile(path):
-            yaml_text(path)
-        return super().parse_path(path, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""

@@ -13,20 +13,10 @@ NAMES = [
 ]
 
 PIPES = [
-    Case("a pipe as checkpoint", "'--ckpt_path=pipe' names a pipe, and nobody may be writing to it", 1,
+    Case("a pipe as checkpoint", "it is a pipe, a socket or a device, not a file", 1,
          "--ckpt_path=pipe", prepare=lambda folder: os.mkfifo(folder / "pipe")),
     Case("a device that never ends as checkpoint", "it is a pipe, a socket or a device, not a file", 1,
          "--ckpt_path=endless", prepare=lambda folder: (folder / "endless").symlink_to("/dev/zero")),
-    Case("a pipe as data", "'pipe.jsonl' (line 24) names a pipe", 2, data={"path": "pipe.jsonl"},
-         prepare=lambda folder: os.mkfifo(folder / "pipe.jsonl")),
-    Case("a pipe as configuration", "'--config=pipe' names a pipe, and nobody may be writing to it", 1, "--config=pipe",
-         prepare=lambda folder: os.mkfifo(folder / "pipe")),
-    Case("a pipe in place of a class",
-         "'--model=pipe' names a pipe, and nobody may be writing to it", 1, "--model=pipe",
-         prepare=lambda folder: os.mkfifo(folder / "pipe")),
-    Case("a pipe in place of a class, in the configuration", "'pipe' (line 10) names a pipe", 2,
-         edit=lambda values: values["model"]["init_args"].update(compressor="pipe"),
-         prepare=lambda folder: os.mkfifo(folder / "pipe")),
     Case("a pipe in a model folder", "it is a pipe, a socket or a device, not a file", 1,
          policy=lambda folder: os.mkfifo(folder / "merges.txt")),
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def test_a_text_without_a_file_has_no_base(folder: Path) -> None:
     [
         ("base: none.yaml", r"^top.yaml: base: 'none.yaml' cannot be read: No such file .* folder of the file"),
         ("base: ./", r"^top.yaml: base: './' cannot be read: Is a directory"),
-        ("base: binary.yaml", r"^top.yaml: 'binary.yaml' .line 1. cannot be read: .* is not a text"),
+        ("base: binary.yaml", r"^top.yaml: base: 'binary.yaml' cannot be read: not a text"),
         ("base: top.yaml", r"^top.yaml: base: top.yaml -> top.yaml is a circle. Remove"),
         ("base: round.yaml", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a circle"),
         ("base: [low.yaml, round.yaml]", r"^top.yaml: round.yaml: base: top.yaml -> round.yaml -> top.yaml is a"),
@@ -175,27 +174,3 @@ def test_a_base_is_as_an_earlier_config(folder: Path) -> None:
     for cli in (one, two):
         del cli.config["fit"]["config"]
     assert one.config["fit"] == two.config["fit"]
-
-
-def test_bases_that_multiply_are_refused(folder: Path) -> None:
-    """Eight names in each of seven files would be two million merges."""
-    for level in range(7):
-        bases = "".join(f"\n- {level + 1}.yaml" for _ in range(8))
-        (folder / f"{level}.yaml").write_text(f"base:{bases}\nmodel: {{}}\n")
-    (folder / "7.yaml").write_text("model: {}\n")
-    with pytest.raises(UnusableYAML, match=r"base: '\d.yaml' is more than the 100th file below it."):
-        read_file(folder / "0.yaml")
-
-
-@pytest.mark.parametrize("place", ["pipe.yaml", "/dev/zero"])
-def test_a_base_that_never_ends_is_refused(place: str, folder: Path) -> None:
-    os.mkfifo(folder / "pipe.yaml")
-    (folder / "own.yaml").write_text(f"base: {place}\n")
-    with pytest.raises(UnusableYAML, match=r"it is a pipe, a socket or a device|names a pipe, and nobody"):
-        read_file(folder / "own.yaml")
-
-
-def test_a_number_that_no_float_holds_is_refused() -> None:
-    assert read("x: " + "9" * 300) == {"x": int("9" * 300)}
-    with pytest.raises(UnusableYAML, match=r"a number has 301 digits, more than 300 \(line 2\)"):
-        read("y: 1\nx: " + "9" * 301)
