@@ -11,19 +11,21 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from io import BufferedReader
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ LAST_SECONDS = 1.0
 """Seconds a process may take to end after closing its connection, before it is killed."""
 LONGEST = 1e6
 """Seconds that a socket can wait, approximately; longer limits are cut to this."""
+MOST_BYTES = 2**28
+"""Bytes of the longest answer."""
 
-_LENGTH = struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,10 +58,8 @@ class RewardProcess:
     def __init__(self, function: RewardFunction, name: str) -> None:
         self.function = function
         self.name = name
-        self._children: list[_Child] = []
-        self._owner = os.getpid()
+        self._child: _Child | None = None
         self._counts: Counter[str] = Counter()
-        weakref.finalize(self, _end, self._children, self._owner)
 
     def judge(self, batch: Mapping[str, Sequence[Any]], timeout: float) -> list[Returned]:
         """The rewards of a batch.
@@ -67,10 +68,18 @@ class RewardProcess:
             RewardMistake: For the reasons of :func:`attempt`, and if a column cannot be pickled.
             RewardFailure: For the reasons of :func:`attempt`; ``LostProcess`` without an answer in ``timeout`` seconds.
         """
-        data = self._pickled(batch)
-        child = self._running()
         try:
-            answer = child.ask(data, len(batch["completions"]), timeout)
+            data = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise RewardMistake(
+                f"The data cannot be handed to the process that reward_timeout gives the reward function {self.name}: "
+                f"{ascii(error)[:200]}. Leave out what cannot be pickled, or set reward_timeout to null."
+            ) from error
+        if self._child is None or not self._child.is_alive():  # it may have ended between two calls
+            self.close()
+            self._child = _start(self.function, self.name)
+        try:
+            answer = self._child.ask(data, len(batch["completions"]), timeout)
         except BaseException:  # the answer to an interrupted call would go to the next one
             self.close()
             raise
@@ -89,47 +98,39 @@ class RewardProcess:
 
     def close(self) -> None:
         """End the process; the next call starts a new one."""
-        _end(self._children, self._owner)
-
-    def _running(self) -> _Child:
-        if os.getpid() != self._owner:  # we are a fork ourselves, the process is our parent's
-            self._children, self._owner = [], os.getpid()
-            weakref.finalize(self, _end, self._children, self._owner)
-        if self._children and not self._children[0].is_alive():  # ended between two calls
-            self.close()
-        if not self._children:
-            self._children.append(_start(self.function, self.name))
-        return self._children[0]
-
-    def _pickled(self, batch: Mapping[str, Sequence[Any]]) -> bytes:
-        try:
-            return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            raise RewardMistake(
-                f"The data cannot be handed to the process that reward_timeout gives the reward function {self.name}: "
-                f"{ascii(error)[:200]}. Leave out what cannot be pickled, or set reward_timeout to null."
-            ) from error
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
 
 
 class _RemoteTraceback(Exception):
     """The traceback of a function that failed in its process, as text."""
 
 
-class _Child:
-    """Our side of a process."""
+# ---------------------------------------------------------------- our side
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
+
+class _Child:
+    """A process and our end of the connection to it; ``kill`` ends both, as do our own end and that of this object."""
+
+    def __init__(self, process: BaseProcess, connection: socket.socket) -> None:
+        self.process = process
         self.connection = connection
-        self.status: int | None = None
+        self.answers = connection.makefile("rb")
+        self.owner = os.getpid()
+        # not in a fork of ours, whose child it is not; a priority has it called before multiprocessing waits at exit
+        self.kill = Finalize(self, _kill, (process, connection, self.answers), exitpriority=1)
+
+    def is_alive(self) -> bool:
+        """Whether the process is still running, and ours: in a fork of this process it is our parent's."""
+        return os.getpid() == self.owner and self.process.is_alive()
 
     def ask(self, data: bytes, count: int, timeout: float) -> dict[str, Any]:
         """Send a batch of ``count`` samples and wait for the answer."""
-        deadline = time.monotonic() + timeout
         try:
-            self._wait_until(deadline)
-            self.connection.sendall(_LENGTH.pack(len(data)) + data)
-            return _checked(json.loads(self.line(deadline)), count)
+            self.connection.settimeout(min(timeout, LONGEST))
+            self.connection.sendall(data)
+            return _checked(self.line(), count)
         except TimeoutError:
             raise LostProcess(f"gave no answer within {timeout:g} seconds") from None
         except (OSError, EOFError):
@@ -137,65 +138,60 @@ class _Child:
         except (ValueError, RecursionError):
             raise LostProcess("wrote into its process's connection to us") from None
 
-    def line(self, deadline: float) -> bytes:
+    def line(self) -> bytes:
         """The next line that the process writes."""
-        said = bytearray()
-        while not said.endswith(b"\n"):
-            self._wait_until(deadline)
-            part = self.connection.recv(1 << 20)
-            if not part:
-                raise EOFError
-            said += part
-        return bytes(said)
-
-    def is_alive(self) -> bool:
-        """Whether the process is still running."""
-        if self.status is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # someone else has waited for it
-                pid, status = self.pid, 0
-            self.status = status if pid else None
-        return self.status is None
-
-    def kill(self) -> None:
-        """Kill the process and everything it has started."""
-        if self.is_alive():
-            for end in (os.killpg, os.kill):  # it may hang in a fork hook, without a group yet
-                with suppress(ProcessLookupError):
-                    end(self.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
-        self.connection.close()
-
-    def _wait_until(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.connection.settimeout(min(left, LONGEST))
+        if line := self.answers.readline(MOST_BYTES):
+            return line
+        raise EOFError
 
     def _how(self) -> str:
         until = time.monotonic() + LAST_SECONDS
-        while self.is_alive() and time.monotonic() < until:
+        while self.process.exitcode is None and time.monotonic() < until:  # join() believes one that has closed a pipe
             time.sleep(0.001)
-        if self.status is None:
+        code = self.process.exitcode
+        if code is None:
             return "'s connection"
-        if os.WIFSIGNALED(self.status):
-            return f" by signal {os.WTERMSIG(self.status)} ({signal.strsignal(os.WTERMSIG(self.status))})"
-        return f" with status {os.waitstatus_to_exitcode(self.status)}"
+        return f" with status {code}" if code >= 0 else f" by signal {-code} ({signal.strsignal(-code)})"
 
 
-def _checked(answer: Any, count: int) -> dict[str, Any]:
+def _start(function: RewardFunction, name: str) -> _Child:
+    ours, theirs = socket.socketpair()
+    arguments = (function, name, ours, theirs, os.getpid(), ctypes.CDLL(None))
+    child = _Child(multiprocessing.get_context("fork").Process(target=_serve, args=arguments), ours)
+    try:
+        with theirs, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads, which the child does not use
+            child.process.start()
+        ours.settimeout(START_SECONDS)
+        child.line()
+    except (OSError, EOFError, AssertionError) as error:  # the last where we are daemonic, and may have no children
+        child.kill()
+        raise LostProcess(f"could not be given a process of its own ({error})") from error
+    return child
+
+
+def _kill(process: BaseProcess, *ends: socket.socket | BufferedReader) -> None:
+    """Kill a process and everything it has started, and close our end of the connection."""
+    if process.is_alive():
+        assert process.pid is not None
+        for kill in (os.killpg, os.kill):  # it may hang in a fork hook, without a group yet
+            with suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
+        process.join()
+    for end in ends:
+        end.close()
+
+
+def _checked(line: bytes, count: int) -> dict[str, Any]:
     """An answer of :func:`_answer`, checked: foreign code in the process may have written something else.
 
     Raises:
         ValueError: If it is anything else.
     """
+    answer = json.loads(line)
     match answer:
-        case {"rewards": list(rewards), "counts": dict(counts)}:
-            numbers = [reward for reward in rewards if not (reward is None or isinstance(reward, str))]
-            is_ours = all(isinstance(number, float) for number in (*numbers, *counts.values()))
-            is_ours = is_ours and len(rewards) == count and all(map(math.isfinite, numbers))
+        case {"rewards": list(rewards), "counts": dict(counts)} if len(rewards) == count:
+            is_ours = all(map(_is_reward, rewards)) and all(isinstance(number, float) for number in counts.values())
         case {"mistake": str()} | {"failure": str(), "traceback": str()}:
             is_ours = True
         case _:
@@ -205,41 +201,31 @@ def _checked(answer: Any, count: int) -> dict[str, Any]:
     return dict(answer)
 
 
-def _start(function: RewardFunction, name: str) -> _Child:
-    ours, theirs = socket.socketpair()
-    for stream in (sys.stdout, sys.stderr):  # buffered output would be written twice
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-    parent, libc = os.getpid(), ctypes.CDLL(None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads, which the child does not use
-        try:
-            pid = os.fork()
-        except OSError as error:
-            raise LostProcess(f"could not be given a process of its own ({error})") from error
-    if pid == 0:
-        try:
-            ours.close()
-            _leave(libc, parent)
-            _serve(function, name, theirs)
-        finally:
-            os._exit(1)  # the child must not run the parent's cleanup
-    theirs.close()
-    child = _Child(pid, ours)
+def _is_reward(value: object) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
+
+
+# ---------------------------------------------------------------- the side of the process
+
+
+def _serve(
+    function: RewardFunction, name: str, theirs: socket.socket, connection: socket.socket, parent: int,
+    libc: ctypes.CDLL,
+) -> None:  # fmt: skip
+    """Answer batch after batch, until the parent closes the connection."""
     try:
-        child.line(time.monotonic() + START_SECONDS)
-    except BaseException as error:
-        child.kill()
-        if isinstance(error, (OSError, EOFError)):
-            raise LostProcess("could not be given a process of its own") from error
-        raise
-    return child
-
-
-def _end(children: list[_Child], owner: int) -> None:
-    if os.getpid() == owner:
-        while children:
-            children.pop().kill()
+        theirs.close()
+        _leave(libc, parent)
+        connection.sendall(b"ready\n")
+        with connection.makefile("rb") as questions:
+            while True:
+                answer = _answer(function, name, pickle.load(questions))  # from the process that we are a fork of
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(AttributeError, OSError, ValueError):
+                        stream.flush()
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+    finally:
+        os._exit(1)  # the child must not run the parent's cleanup
 
 
 def _leave(libc: ctypes.CDLL, parent: int) -> None:
@@ -259,19 +245,6 @@ def _leave(libc: ctypes.CDLL, parent: int) -> None:
 
 def _ignore(*_: Any) -> None:
     """Do nothing; programs started from here do not inherit this, unlike SIG_IGN."""
-
-
-def _serve(function: RewardFunction, name: str, connection: socket.socket) -> None:
-    """Answer batch after batch, until the parent closes the connection."""
-    connection.sendall(b"ready\n")
-    with connection.makefile("rb") as questions:
-        while len(length := questions.read(_LENGTH.size)) == _LENGTH.size:
-            batch = pickle.loads(questions.read(_LENGTH.unpack(length)[0]))  # from the process that we are a fork of
-            answer = _answer(function, name, batch)
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(AttributeError, OSError, ValueError):
-                    stream.flush()
-            connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _answer(function: RewardFunction, name: str, batch: dict[str, list[Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -300,7 +301,7 @@ def test_what_foreign_code_writes_to_the_trainer_is_no_answer(forged: str) -> No
     with ours, theirs:
         theirs.sendall(forged.encode("latin-1") + b"\n")
         with pytest.raises(process.LostProcess, match="wrote into its process's connection to us"):
-            process._Child(os.getpid(), ours).ask(b"", 4, ENOUGH)
+            process._Child(multiprocessing.Process(), ours).ask(b"", 4, ENOUGH)
 
 
 def test_a_fork_that_hangs_before_it_is_ready_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
