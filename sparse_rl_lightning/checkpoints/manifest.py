@@ -16,10 +16,6 @@ from sparse_rl_lightning.files import check_regular, sync, whole_file
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
-UNSIGNED = (
-    "checkpoint folder of Lightning's ModelParallelStrategy, which torch would unpickle although nobody signed it. "
-    "With the version that wrote it, ExportPolicy writes weights to name under model.policy."
-)
 
 
 def digest(path: Path) -> str:
@@ -39,8 +35,6 @@ def write_manifest(folder: Path, digests: dict[str, str], **facts: Any) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, if this user signed it."""
-    if (folder / ".metadata").is_file():
-        raise UserError(f"ckpt_path={str(folder)!r} is a {UNSIGNED}")
     advice = (
         "Shards of DeepSpeed and FSDP2 are pickled, so only those are read that were written under this user's "
         "account. Start from its weights instead: sparse-rl export writes them as a folder to name under "

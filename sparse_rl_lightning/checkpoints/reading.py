@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from sparse_rl_lightning.checkpoints.manifest import NAME, UNSIGNED
+from sparse_rl_lightning.checkpoints.manifest import NAME
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import check_regular
 from sparse_rl_lightning.text import printable
@@ -97,8 +97,6 @@ def _why_no_file(folder: Path) -> str:
             "--trainer.strategy=sparse_rl_deepspeed_stage_1, _2 or _3, or sparse_rl_fsdp2, or write its weights with "
             "sparse-rl export and name that folder under model.policy."
         )
-    if (folder / ".metadata").is_file():
-        return f"{given} {UNSIGNED}"
     if (folder / "config.json").is_file():
         return f"{given} model folder, not a checkpoint. Name it under model.policy."
     return f"{given} folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last."

@@ -113,7 +113,7 @@ def load_sharded(
     path = Path(strategy.broadcast(str(path)))
     manifest = _checked_manifest(strategy, path)
     state: dict[str, Any] = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
-    was = manifest.get("sharding") or f"ZeRO-{manifest['stage']}"  # manifests of version 0.1
+    was = manifest.get("sharding", "those of version 0.1")
     if was == shards.name and shards.fits(manifest, with_optimizer):
         return state, lambda: shards.read(path, with_optimizer)
     if with_optimizer:

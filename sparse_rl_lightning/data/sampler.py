@@ -123,7 +123,6 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
             ValueError: If it was saved with other prompts or another seed, or on as many ranks with other blocks.
         """
         saved, mine = state["layout"], self._layout()
-        saved = {CONTENT: mine[CONTENT], **saved}  # older checkpoints have none
         changed = {name for name in mine if saved.get(name) != mine[name]}
         if changed and changed <= {
             "steps per rollout",

@@ -126,7 +126,7 @@ class SparseGRPO(PolicyModule):
         self.block: RolloutBlock | None = None
         self.old_logprobs = OldLogprobs(self)
         self.num_rollouts = 0
-        self.num_sequences: int | None = 0  # drawn on all ranks, None if a checkpoint does not say
+        self.num_sequences = 0  # drawn on all ranks
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
         self.scale_rewards: ScaleRewards = scale_rewards
         self.val_sampling = val_sampling or SamplingParams(
@@ -157,19 +157,17 @@ class SparseGRPO(PolicyModule):
         for callback in callbacks:
             callback.on_rollout_start(self.trainer, self, rows)
         self.rewards.check(rows)
-        drawn = len(rows) * self.generator.sampling.num_generations * self._world_size
-        first = self.num_rollouts * drawn if self.num_sequences is None else self.num_sequences
         # where this rank's prompts stand in the block of all ranks decides their random numbers
         places = places_of_rank(self.trainer, len(rows)) if self._world_size > 1 else None
         scored = self.generator.roll_out(  # sparse policy
-            rows, index=self.num_rollouts, first=first, places=places, progress=self._report_progress
+            rows, index=self.num_rollouts, first=self.num_sequences, places=places, progress=self._report_progress
         )
         for callback in callbacks:
             callback.on_rollout_drawn(self.trainer, self, scored)
         self.score(scored)  # rewards and advantages
         self.rescore(scored)  # dense policy, corrections
         self.old_logprobs.report(scored)
-        self.num_sequences = first + drawn
+        self.num_sequences += len(rows) * self.generator.sampling.num_generations * self._world_size
         return scored
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:

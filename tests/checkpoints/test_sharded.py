@@ -106,7 +106,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SparseRLDe
 
 
 def sign(folder: Path) -> None:
-    write_manifest(folder, {name: digest(folder / name) for name in (TRAINER, WEIGHTS)}, world_size=2, stage=3)
+    write_manifest(
+        folder, {name: digest(folder / name) for name in (TRAINER, WEIGHTS)}, world_size=2, sharding="ZeRO-3"
+    )
 
 
 def test_weights_alone_are_read_where_nothing_is_trained(written: tuple[SparseRLDeepSpeed, Path]) -> None:

@@ -243,7 +243,6 @@ def test_a_small_file_of_many_numbers_is_not_unpacked(tmp_path: Path) -> None:
     ("file", "said"),
     [
         ("manifest.json", "checkpoint folder of DeepSpeed or FSDP2, .*stage_1, .*sparse_rl_fsdp2, .* sparse-rl export"),
-        (".metadata", "checkpoint folder of Lightning's ModelParallelStrategy, .* nobody signed it.* ExportPolicy"),
         ("config.json", r"model folder, not a checkpoint\. .*model.policy"),
         ("other.txt", "folder without a checkpoint"),
     ],

@@ -375,24 +375,19 @@ TALKING = {
 OLD_POLICY = TinyPolicy(alphabet=ALPHABET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1)
 
 
-def old_checkpoint(name: str, folder: Path) -> Path:
-    (folder / "last.ckpt").write_bytes(gzip.decompress((OLD / f"{name}.ckpt.gz").read_bytes()))
-    return folder / "last.ckpt"
-
-
-@pytest.mark.parametrize(("name", "options"), [("partial", PARTIAL), ("conversation", TALKING)])
-def test_stored_slots_of_earlier_versions_are_drawn_anew_and_that_is_said(
-    name: str, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_stored_slots_of_version_0_2_are_drawn_anew_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Version 0.1 wrote the first, in the middle of a rollout, and 0.2 the second, in the middle of conversations."""
-    path, seen = old_checkpoint(name, tmp_path), list[Any]()
+    """It wrote them in the middle of conversations."""
+    path, seen = tmp_path / "last.ckpt", list[Any]()
+    path.write_bytes(gzip.decompress((OLD / "conversation.ckpt.gz").read_bytes()))
     saved = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
     rows = [row["prompt"] for row in saved["rows"].values()]
     assert saved["session"]["slots"]
     assert rows
     ends = list[torch.Tensor]()
     for _ in range(2):
-        grpo, recorder = made(policy=OLD_POLICY, **options), Recorder()
+        grpo, recorder = made(policy=OLD_POLICY, **TALKING), Recorder()
         fit(grpo, 8, [recorder], ckpt_path=path)
         seen.append([row["prompt"] for scored in recorder.scored for row in scored.rows])
         ends.append(weights(grpo))
@@ -401,17 +396,17 @@ def test_stored_slots_of_earlier_versions_are_drawn_anew_and_that_is_said(
     assert caplog.text.count(f"{len(rows)} prompts of partial rollouts had unfinished samples at the checkpoint") == 2
 
 
-@pytest.mark.parametrize("name", ["between", "within"])
-def test_checkpoints_of_version_0_1_still_load(name: str, tmp_path: Path) -> None:
-    """They hold the weights that six steps of the run came to."""
-    path, policy = old_checkpoint(name, tmp_path), OLD_POLICY
-    end = torch.load(path, weights_only=True)["sparse_rl_end"]
-    grpo = made(policy=policy)
-    fit(grpo, 6, ckpt_path=path)
-    torch.testing.assert_close(weights(grpo), end, rtol=1e-4, atol=1e-5)  # another CPU rounds otherwise
-    exported = made(policy=policy)
+def test_a_run_of_version_0_1_does_not_go_on(tmp_path: Path) -> None:
+    """It did not describe itself; its weights are read as before."""
+    train(tmp_path, 1, {})
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    del checkpoint[KEY]
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ValueError, match=f"has no '{KEY}', .* of version 0.1"):
+        train(tmp_path, 2, {}, tmp_path / "older.ckpt")
+    exported = made()
     exported.configure_model()
-    load_policy(exported, path)
+    load_policy(exported, tmp_path / "older.ckpt")
 
 
 def test_plain_settings_of_version_0_2_are_compared(tmp_path: Path) -> None:

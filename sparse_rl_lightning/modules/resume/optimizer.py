@@ -40,8 +40,8 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
     if missing:
         raise UserError(
             f"ckpt_path: this checkpoint has no {', '.join(map(repr, missing))}, so training cannot go on from it: it "
-            "is of another module, or was written with save_weights_only. Give another, or start anew from its "
-            "weights: sparse-rl export, and model.policy."
+            "is of another module or of version 0.1, or was written with save_weights_only. Give another, or start "
+            "anew from its weights: sparse-rl export, and model.policy."
         )
 
 

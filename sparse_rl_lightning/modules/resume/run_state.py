@@ -101,7 +101,7 @@ class RunState:
         if m.trainer.world_size > 1:  # for all ranks to compare
             m.same_on_ranks["checkpoint"] = f"one with the hash {fingerprint(checkpoint=_thinned(checkpoint))}"
         state = ["optimizer_states"] if m.trainer.strategy.lightning_restore_optimizer else []
-        optimizers.check_parts(checkpoint, ["loops", "lr_schedulers", *state, *m.resumed_parts])
+        optimizers.check_parts(checkpoint, ["loops", "lr_schedulers", KEY, *state, *m.resumed_parts])
         self._check_seeds(checkpoint)
         self._check_reference(checkpoint)
         self._check_data(checkpoint)
@@ -261,7 +261,7 @@ class RolloutState(RunState):
                 "ckpt_path: this checkpoint was saved within a training step (save_on_exception), which cannot be gone "
                 "on with. Give one of RolloutCheckpoint."
             )
-        m.num_rollouts, m.num_sequences = state["num_rollouts"], state.get("num_sequences")
+        m.num_rollouts, m.num_sequences = state["num_rollouts"], state["num_sequences"]
         of_rank = self._of_rank(checkpoint)
         if of_rank is None:
             rank_zero_warn(
