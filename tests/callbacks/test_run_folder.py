@@ -37,19 +37,19 @@ from sparse_rl_lightning.callbacks import (
     StepGuard,
 )
 from sparse_rl_lightning.callbacks.guards.log_guard import save_metrics
-from sparse_rl_lightning.callbacks.guards.run_lock import FolderLock
+from sparse_rl_lightning.callbacks.guards.run_lock import RunLock, lock, lock_file
 
 # ---------------------------------------------------------------- one run at a time
 
 
 @contextmanager
-def another_process(lock: FolderLock) -> Iterator[int]:
-    """A process that holds a lock until it is killed, as it is in the end."""
+def another_process(folder: Path) -> Iterator[int]:
+    """A process that holds the lock of a folder until it is killed, as it is in the end."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # no test goes on in here
         try:
-            lock.take()
+            lock(folder)
             os.write(writer, b"held")
         except BaseException:
             os.write(writer, b"refused")
@@ -71,25 +71,26 @@ def saves(folder: Path) -> ModelCheckpoint:
 
 def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    with another_process(FolderLock(folder)) as child:
+    with another_process(folder) as child:
         with pytest.raises(ValueError, match=rf"{folder} is in use by a run that has not ended \(process {child} on "):
             fit(module(), 1, [saves(folder)], enable_checkpointing=True)
         assert not folder.exists()
     fit(module(), 1, [saves(folder)], enable_checkpointing=True)  # killed: nothing is left of its lock
-    with another_process(FolderLock(folder)):
+    with another_process(folder):
         pass  # the run that has ended let go of it
 
 
 def test_a_lock_names_its_holder_alone(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "run")
-    lock.path.write_text("process 123456789 on a machine with a long name" * 3)
-    lock.take()
-    assert lock.path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
-    lock.release()
+    path = lock_file(tmp_path / "run")
+    path.write_text("process 123456789 on a machine with a long name" * 3)
+    descriptor = lock(tmp_path / "run")
+    assert descriptor is not None
+    assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    os.close(descriptor)
 
 
 def test_the_folder_that_follows_from_the_run_s_is_locked_too(tmp_path: Path) -> None:
-    with another_process(FolderLock(tmp_path / "checkpoints")), pytest.raises(ValueError, match="is in use by a run"):
+    with another_process(tmp_path / "checkpoints"), pytest.raises(ValueError, match="is in use by a run"):
         fit(module(), 1, [RolloutCheckpoint()], enable_checkpointing=True, default_root_dir=tmp_path)
 
 
@@ -100,7 +101,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(module(), 1, [saves(tmp_path / "run"), Fail()], enable_checkpointing=True)
-    with another_process(FolderLock(tmp_path / "run")):
+    with another_process(tmp_path / "run"):
         pass
 
 
@@ -110,14 +111,14 @@ def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fcntl, "lockf", none)
     with pytest.warns(UserWarning, match=r"cannot be locked \(.*No locks available\): nothing keeps a second run out"):
-        FolderLock(tmp_path / "run").take()
+        assert lock(tmp_path / "run") is None
 
 
 def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".run.lock").symlink_to(tmp_path / "victim")
     with pytest.warns(UserWarning, match="cannot be locked"):
-        FolderLock(tmp_path / "run").take()
+        assert lock(tmp_path / "run") is None
     assert (tmp_path / "victim").read_text() == "mine"
 
 
@@ -169,7 +170,7 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(tmp_path: Path, ful
     assert ended == ["reported"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
     assert not list((tmp_path / ".incomplete").iterdir())
-    with another_process(FolderLock(tmp_path)):
+    with another_process(tmp_path):
         pass
 
 
@@ -306,9 +307,10 @@ def wandering(completions: list[str], **_: Any) -> list[float | None]:
 
 def test_a_lock_is_released_once(tmp_path: Path) -> None:
     """The number of a closed descriptor is given to the next file that is opened."""
-    lock = FolderLock(tmp_path)
-    lock.take()
-    lock.release()
+    guard, descriptor = RunLock(), lock(tmp_path)
+    assert descriptor is not None
+    guard._locks.append(descriptor)
+    guard._release()
     with (tmp_path / "other").open("w") as other:
-        lock.release()
+        guard._release()
         other.write("x")

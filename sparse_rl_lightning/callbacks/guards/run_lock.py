@@ -28,7 +28,7 @@ class RunLock(Callback):
     """
 
     def __init__(self) -> None:
-        self._locks: list[FolderLock] = []
+        self._locks: list[int] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the locks before anything is written."""
@@ -37,10 +37,10 @@ class RunLock(Callback):
         problem = None
         if trainer.is_global_zero:
             folders = {checkpoint_folder(callback, trainer) or "" for callback in trainer.checkpoint_callbacks} - {""}
-            self._locks = [FolderLock(Path(folder)) for folder in sorted(folders) if "://" not in folder]
             try:
-                for lock in self._locks:
-                    lock.take()
+                for folder in sorted(folders):
+                    if "://" not in folder and (descriptor := lock(Path(folder))) is not None:
+                        self._locks.append(descriptor)
             except ValueError as error:
                 problem = str(error)
         problem = trainer.strategy.broadcast(problem)
@@ -57,59 +57,54 @@ class RunLock(Callback):
         self._release()
 
     def _release(self) -> None:
-        for lock in self._locks:
-            lock.release()
-        self._locks = []
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 HELD = (errno.EACCES, errno.EAGAIN)
 
 
-class FolderLock:
-    """Keeps other processes out of a folder, which need not exist, by a lock on a hidden file beside it.
+def lock_file(folder: Path) -> Path:
+    """The file whose lock is a folder's, hidden beside it, which stays after release."""
+    return folder.parent / f".{folder.name}.lock"
 
-    The file stays after release. The lock belongs to the process: children do not inherit it, and a later run of the
-    same process may take it again.
+
+def lock(folder: Path) -> int | None:
+    """Keep other processes out of a folder, which need not exist, until the descriptor is closed.
+
+    The lock belongs to the process: children do not inherit it (as they would flock's, which filelock takes), and a
+    later run of the same process may take it again. None, and a warning, where the file system has no locks.
+
+    Raises:
+        ValueError: If another process has it.
     """
+    path = lock_file(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        _warn(folder, error)
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = printable(os.pread(descriptor, 200, 0).decode("utf-8", "replace"), 100)
+        os.close(descriptor)
+        if error.errno not in HELD:
+            _warn(folder, error)
+            return None
+        raise UserError(
+            f"{folder} is in use by a run that has not ended ({holder or 'its process is not known'}): two runs would "
+            "overwrite each other's checkpoints. Wait for it or end it, or give this run a folder of its own "
+            "(trainer.default_root_dir, dirpath of ModelCheckpoint)."
+        ) from None
+    with suppress(OSError):  # the disk may be full: it is locked all the same
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return descriptor
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder.parent / f".{folder.name}.lock"
-        self._descriptor: int | None = None
 
-    def take(self) -> None:
-        """Take the lock, or warn that the file system has none; it is refused if another process has it."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            self._cannot(error)
-            return
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = printable(os.pread(descriptor, 200, 0).decode("utf-8", "replace"), 100)
-            os.close(descriptor)
-            if error.errno not in HELD:
-                self._cannot(error)
-                return
-            raise UserError(
-                f"{self.folder} is in use by a run that has not ended ({holder or 'its process is not known'}): two "
-                "runs would overwrite each other's checkpoints. Wait for it or end it, or give this run a folder of "
-                "its own (trainer.default_root_dir, dirpath of ModelCheckpoint)."
-            ) from None
-        self._descriptor = descriptor
-        with suppress(OSError):  # the disk may be full: it is locked all the same
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def release(self) -> None:
-        """Release the lock."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _cannot(self, error: OSError) -> None:
-        rank_zero_warn(
-            f"{self.folder} cannot be locked ({error}): nothing keeps a second run out of it, see that there is none."
-        )
+def _warn(folder: Path, error: OSError) -> None:
+    rank_zero_warn(
+        f"{folder} cannot be locked ({error}): nothing keeps a second run out of it, see that there is none."
+    )
