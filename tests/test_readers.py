@@ -52,8 +52,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "last.ckpt": check_whole,
     "config.json": lambda path: read_config(str(path.parent)),
     "tokenizer.json": lambda path: load_pretrained(str(path.parent)),
-    "config.yaml": lambda path: main(["fit", "--config", str(path)]),
-    "overlay.yaml": lambda path: main(["fit", f"--model={path}"]),
 }
 
 
@@ -66,15 +64,6 @@ def endless(path: Path) -> None:
 def noise(path: Path) -> None:
     """Bytes that are no text, no JSON and no archive."""
     path.write_bytes(bytes(range(128, 256)) * 4)
-
-
-NAMED: dict[str, dict[str, Any]] = {
-    "a module": {"model": "{}"},
-    "a class inside": {"model": {"class_path": "SparseGRPO", "init_args": {"compressor": "{}"}}},
-    "an entry of a list": {"trainer": {"callbacks": ["StepGuard", "{}"]}},
-    "a file's name": {"data": {"class_path": "JsonlPrompts", "init_args": {"path": "{}"}}},
-    "a base": {"base": ["{}"]},
-}
 
 
 @contextmanager
@@ -128,18 +117,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
                 use(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize(("make", "match"), [(endless, "it is larger than 16,777,216 bytes"), (noise, "is not a text")])
-@pytest.mark.parametrize("name", NAMED)
-def test_a_file_that_a_configuration_names_is_refused_before_it_is_read_whole(
-    name: str, make: Callable[[Path], None], match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("option", "name"), [("--config", "own.yaml"), ("--model", 'Parser key "model"')])
+def test_a_configuration_that_is_no_text_is_refused_by_name(
+    option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(tmp_path / "mp.yaml")
-    (tmp_path / "own.yaml").write_text(json.dumps(NAMED[name]).replace("{}", "mp.yaml"))
-    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
-        main(["fit", "--config", str(tmp_path / "own.yaml")])
-    said = f"{caught.value}{capsys.readouterr().err}"
-    assert "'mp.yaml' (line 1) cannot be read: " in said
-    assert match in said
+    noise(tmp_path / "own.yaml")
+    with pytest.raises((UserError, SystemExit)) as caught:
+        main(["fit", f"{option}={tmp_path / 'own.yaml'}"])
+    assert name in f"{caught.value}{capsys.readouterr().err}"
 
 
 def test_the_message_names_the_file_and_what_is_wrong(tmp_path: Path) -> None:
@@ -181,34 +166,6 @@ def test_what_a_shell_makes_of_a_command_is_read(place: str, capsys: pytest.Capt
     finally:
         os.dup2(before, 0)
     assert "seed_everything: 1234" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_pipe_that_a_configuration_names_is_not_waited_for(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Names are looked for beside the file that holds them."""
-    os.mkfifo(tmp_path / "mp.yaml")
-    (tmp_path / "own.yaml").write_text(json.dumps(NAMED[name]).replace("{}", "mp.yaml"))
-    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
-        main(["fit", "--config", str(tmp_path / "own.yaml")])
-    assert "'mp.yaml' (line 1) names a pipe, and nobody may be writing to it. Give a file." in (
-        f"{caught.value}{capsys.readouterr().err}"
-    )
-
-
-@pytest.mark.parametrize("args", [["--config", "own.yaml"], ["--model=sub/model.yaml"]])
-def test_a_pipe_that_a_file_of_a_file_names_is_not_waited_for(
-    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-    os.mkfifo(tmp_path / "sub" / "mp.yaml")
-    (tmp_path / "own.yaml").write_text("model: sub/model.yaml")
-    (tmp_path / "sub" / "model.yaml").write_text("class_path: SparseGRPO\ninit_args: {compressor: mp.yaml}")
-    with seconds(60), pytest.raises((SystemExit, UserError)) as caught:
-        main(["fit", *args])
-    assert "'mp.yaml' (line 2) names a pipe" in f"{caught.value}{capsys.readouterr().err}"
 
 
 def _written(path: Path) -> dict[str, Callable[[Path], Any]]:
