@@ -47,7 +47,7 @@ class ResumableModule(Protocol):
 class ResumableRollouts(ResumableModule, RolloutModule, Protocol):
     """A LightningModule whose run of rollouts can be gone on with, such as SparseGRPO."""
 
-    num_sequences: int | None
+    num_sequences: int
     """Sequences drawn on all ranks since the start of training, None if a checkpoint does not say."""
     old_logprobs: OldLogprobs
 
