@@ -125,14 +125,14 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 
 BENCHMARKS := checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
 STUDIES := arms distill gradients real schedule stability turns
-$(foreach one,arms distill schedule trainer,$(eval NEEDS.$(one) := $(WARMUP)))
+$(foreach one,trainer,$(eval NEEDS.$(one) := $(WARMUP)))
 $(foreach one,engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
 $(foreach one,engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
 $(foreach one,float8 prompts routing,$(eval TOLD.$(one) := --save docs))
-$(foreach one,compressors $(STUDIES),$(eval TOLD.$(one) := --save docs/measured))
+$(foreach one,compressors real stability,$(eval TOLD.$(one) := --save docs/measured))
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }

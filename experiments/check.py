@@ -24,30 +24,25 @@ import torch
 
 from benchmarks import REAL, ROOT
 from benchmarks.common.pages import say
-from experiments.arms.runs import Run
 from experiments.real import studies as real
+from experiments.runner.execution import execute
+from experiments.runner.outcomes import interval
+from experiments.runner.records import Archive, Record
+from experiments.runner.runs import Run
+from experiments.runner.studies import Study, Where, planned
 from experiments.stability import studies as stability
-from experiments.stability.__main__ import warm_up
-from experiments.stability.execution import execute
-from experiments.stability.outcomes import LAST, interval
-from experiments.stability.records import Archive, Record, key_of
 from sparse_rl_lightning import __version__
 
 LEAST = 0.02
 """Of reward or accuracy: as far apart are runs of one seed on two machines, whose sums are rounded otherwise."""
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = {"again": "stability --studies again", "real": "real"}
 
 
-def planned(name: str, folder: Path) -> list[Run]:
-    """All runs of a comparison."""
-    return stability.planned(stability.AGAIN, folder) if name == "again" else real.planned(real.MAIN, folder, REAL)
-
-
-def drawn(runs: Sequence[Run], archive: Archive, number: int, draw: int) -> list[Run]:
-    """Some of the runs that were measured."""
-    known = [run for run in runs if archive.of(run) is not None]
-    return Random(f"{__version__} {draw}").sample(known, min(number, len(known)))
+COMPARISONS: dict[str, tuple[str, Sequence[Study]]] = {
+    "again": ("stability", stability.AGAIN),
+    "real": ("real", real.MAIN),
+}
+"""Studies whose runs are drawn, and the module that keeps their lines."""
 
 
 def band(others: Sequence[float]) -> tuple[float, float]:
@@ -58,67 +53,66 @@ def band(others: Sequence[float]) -> tuple[float, float]:
 
 def end(record: Record, cache: str = "dense") -> float:
     """What a run came to with a cache; there may be an evaluation before it."""
-    return record.end(cache, min(LAST, max(1, len(record.evaluations) - 1)))
+    return record.end(cache, min(Study.last, max(1, len(record.evaluations) - 1)))
 
 
 def judged(run: Run, again: Record, archive: Archive, runs: Sequence[Run]) -> bool:
     """Whether a run that was run again is inside, with each cache, which is told."""
-    mine = archive.records[key_of(run)]
-    found = [archive.of(one) for one in runs if _kind(one) == _kind(run) and one.seed != run.seed]
-    others = [record for record in found if record is not None]
-    good = True
+    arm = (run.arm, run.budget, run.settings.method)
+    beside = [r for r in runs if (r.arm, r.budget, r.settings.method) == arm and r.seed != run.seed]
+    others = [record for record in map(archive.of, beside) if record is not None]
+    first, is_good = archive.of(run), True
     for cache in sorted(again.evaluations[-1].keys() - {"rollouts"}):
-        before, value = end(mine, cache), end(again, cache)
+        before, value = end(first, cache), end(again, cache)
         low, high = band([end(record, cache) for record in others]) if len(others) > 1 else (before, before)
-        inside = abs(value - before) <= LEAST or low <= value <= high
-        says = "inside" if inside else "OUTSIDE"
+        is_inside = abs(value - before) <= LEAST or low <= value <= high
+        says = "inside" if is_inside else "OUTSIDE"
         if low <= 0.0 and high >= 1.0:
             says = "which its arm cannot judge"
         name = "full cache" if cache == "dense" else f"budget {cache}"
         bounds = f"{len(others)} others allow {low:.3f} to {high:.3f}"
-        say(f"{key_of(run)}, {name}: {value:.3f} again, {before:.3f} before; {bounds}: {says}")
-        good = good and inside
-    return good
+        say(f"{run.key}, {name}: {value:.3f} again, {before:.3f} before; {bounds}: {says}")
+        is_good = is_good and is_inside
+    return is_good
 
 
-def _kind(run: Run) -> tuple[object, ...]:
-    return run.arm, run.budget, run.settings.method
-
-
-def check(name: str, archive: Archive, folder: Path, number: int, draw: int, jobs: int) -> bool:
+def check(name: str, archive: Archive, where: Where, number: int, draw: int, jobs: int) -> bool:
     """Whether the runs that are drawn of a comparison come to what they did."""
-    runs = planned(name, folder)
-    chosen = drawn(runs, archive, number, draw)
+    module, studies = COMPARISONS[name]
+    runs = planned(studies, where)
+    measured = [run for run in runs if archive.of(run) is not None]
+    chosen = Random(f"{__version__} {draw}").sample(measured, min(number, len(measured)))
     if not chosen:
-        say(f"{name}: no run has a line of today's code: measure first, python -m experiments.{MODULES[name]}")
+        say(f"{name}: no run has a line of today's code: measure first, python -m experiments.{module}")
         return False
-    fresh = Archive(folder / "check.jsonl")
-    if name == "again":
-        warm_up(folder, {"sum"})
+    fresh = Archive(where.folder / "check.jsonl")
+    for study in studies:
+        study.prepare(where)
     execute(chosen, fresh, jobs)
-    found = [(run, fresh.of(run)) for run in chosen]
-    lost = [run for run, record in found if record is None]
-    for run in lost:
-        say(f"{key_of(run)}: stopped, see {run.folder / 'log.txt'}")
-    return not lost and all([judged(run, record, archive, runs) for run, record in found if record is not None])
+    records = [(run, fresh.of(run)) for run in chosen]
+    for run in (run for run, record in records if record is None):
+        say(f"{run.key}: stopped, see {run.folder / 'log.txt'}")
+    return all([record is not None and judged(run, record, archive, runs) for run, record in records])
 
 
 def main() -> None:
     """Check, and fail if a run is outside."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", nargs="+", choices=["again", "real"], default=["again", "real"])
+    parser.add_argument("--studies", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
     parser.add_argument("--number", type=int, default=2, help="runs of each")
     parser.add_argument("--draw", type=int, default=0, help="another number draws other runs")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "check", help="folder of the runs, emptied first")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    files = {"again": RESULTS / "stability.jsonl", "real": RESULTS / "real.jsonl"}
     shutil.rmtree(args.runs, ignore_errors=True)
     good = [
-        check(name, Archive(files[name]), args.runs.absolute() / name, args.number, args.draw, args.jobs)
+        check(
+            name, Archive(RESULTS / f"{COMPARISONS[name][0]}.jsonl"), Where(args.runs.absolute() / name, REAL),
+            args.number, args.draw, args.jobs,
+        )
         for name in args.studies
-    ]
+    ]  # fmt: skip
     sys.exit(not all(good))
 
 

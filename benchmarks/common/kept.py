@@ -14,6 +14,7 @@ from sparse_rl_lightning.files import write_whole
 FORMER_NAMES = {
     "../experiments/learned_eviction/": "",  # its configuration was shipped, and its classes were the package's
     "experiments.learned_eviction.drawn.": "",
+    "experiments.runner.course": "experiments.arms.course",
     "experiments.": "benchmarks.",
 }
 
@@ -28,13 +29,14 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def add_options(parser: argparse.ArgumentParser, name: str, page: str) -> None:
-    """The options of a benchmark that goes on where it was stopped: folders, the file of lines, and the page."""
+def add_options(parser: argparse.ArgumentParser, name: str, page: str = "") -> None:
+    """The options of a benchmark that goes on where it was stopped: folders, the file of lines, and its page if any."""
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="folder of the runs")
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.jsonl")
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
-    parser.add_argument("--save", type=Path, help=f"folder of {page} and its pictures")
+    if page:
+        parser.add_argument("--save", type=Path, help=f"folder of {page} and its pictures")
 
 
 def known_as(text: str) -> str:

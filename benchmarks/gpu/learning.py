@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
-from experiments.arms.runs import CONFIGS, run_in
+from experiments.runner.runs import CONFIGS, run_in
 from sparse_rl_lightning.report.record import SUMMARY
 
 ERRORS = 3  # standard errors of a difference of two accuracies

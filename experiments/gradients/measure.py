@@ -1,20 +1,25 @@
-"""Gradients at fixed weights, chunk by chunk of prompts, as products of all with all."""
+"""Gradients at fixed weights, chunk by chunk of prompts, beside the full cache's: a line per case and variant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from benchmarks.common.pages import machine
+from benchmarks.common.tables import Table
+from experiments.gradients.agreement import Estimate, cosine, estimate, length, noise, projection
 from experiments.gradients.variants import NAIVE, REPLAY, VARIANTS, Variant, gradients
+from experiments.runner.probes import Lines
 from experiments.stability.studies import METHODS
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.data import ArithmeticTasks
+from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rollout, Rows
@@ -22,6 +27,8 @@ from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 from sparse_rl_lightning.rollout import SamplingParams
 
 FULL = "full cache"
+MEASURES = (cosine, length, projection, noise)
+Case = tuple[str, int]  # compressor and budget
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,9 @@ class Samples:
     seed: int = 77
 
     variants: ClassVar[tuple[Variant, ...]] = VARIANTS
-
-    def rows(self) -> list[Rows]:
-        """Training problems, chunk by chunk."""
-        rows = self.problems(self.chunks * self.prompts)
-        return [rows[start : start + self.prompts] for start in range(0, len(rows), self.prompts)]
+    rewards: ClassVar[tuple[Any, ...]] = (arithmetic_reward, worked_steps_reward)
+    longest: ClassVar[int] = 48  # tokens of a completion
+    learner: ClassVar[LearnerOptions | None] = None
 
     def problems(self, count: int) -> Rows:
         """So many training problems."""
@@ -52,67 +57,76 @@ class Samples:
             return RKV(budget=budget, buffer=4, num_sinks=0)
         return SnapKV(budget=budget, **METHODS["SnapKV"]["init_args"])
 
-    def module(self, policy: str, compressor: Compressor) -> SparseGRPO:
-        """What samples and learns at a policy's weights."""
-        return self._module(policy, compressor, [arithmetic_reward, worked_steps_reward], 48)
+    def policy(self, folder: str) -> str | PolicySource:
+        """What is trained, from a folder of weights."""
+        return folder
 
     def precision(self) -> AbstractContextManager[Any]:
         """What sampling and learning happen in."""
         return nullcontext()
 
-    def _module(
-        self, policy: str | PolicySource, compressor: Compressor, reward_funcs: list[Any], length: int, **options: Any
-    ) -> SparseGRPO:
-        sampling = SamplingParams(num_generations=self.generations, max_completion_length=length, seed=self.seed)
-        options |= {"sampling": sampling, "steps_per_generation": self.parts}
+    def module(self, folder: str, compressor: Compressor) -> SparseGRPO:
+        """What samples and learns at a policy's weights."""
+        sampling = SamplingParams(num_generations=self.generations, max_completion_length=self.longest, seed=self.seed)
+        options: dict[str, Any] = {"sampling": sampling, "steps_per_generation": self.parts, "learner": self.learner}
+        policy, rewards = self.policy(folder), list(self.rewards)
         if isinstance(compressor, FullKV):
-            return SparseGRPO(policy, compressor, reward_funcs, **options)
+            return SparseGRPO(policy, compressor, rewards, **options)
         # mixed computes both kinds of log-probs
-        return ReplayGRPO(policy, compressor, reward_funcs, replay_objective="mixed", **options)
+        return ReplayGRPO(policy, compressor, rewards, replay_objective="mixed", **options)
 
 
-@dataclass
-class Gradients:
-    """Gradients (chunks, weights) by variant, and what the rollouts were like."""
+def lines_of(weights: str, folder: str, samples: Samples, cases: tuple[Case, ...]) -> Lines:
+    """A line per case and variant, measured at one policy, in a process of its own."""
+    torch.set_num_threads(1)
+    full, _ = measured(folder, FullKV(), samples)
+    lines = []
+    for method, budget in cases:
+        compressed, statistics = measured(folder, samples.compressor(method, budget), samples)
+        products = gram(full | compressed)
+        lines += [
+            {
+                "weights": weights, "method": method, "budget": budget, "variant": variant,
+                **{measure.__name__: asdict(estimate(measure, products, 0, place)) for measure in MEASURES},
+                **statistics, "samples": asdict(samples), "machine": machine("cpu"),
+            }
+            for place, variant in enumerate((FULL, *compressed))
+        ]  # fmt: skip
+    return lines
 
-    by_variant: dict[str, list[Tensor]]
-    statistics: dict[str, float]
 
+def measured(folder: str, compressor: Compressor, samples: Samples) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
+    """Gradients by variant and chunk at a policy's weights, of rollouts under a compressor, and what these were like.
 
-def measured(policy: str, compressor: Compressor, samples: Samples) -> Gradients:
-    """The gradients of every variant at a policy's weights, of rollouts under a compressor; only one with FullKV."""
-    sparse = not isinstance(compressor, FullKV)
-    module = samples.module(policy, compressor)
+    With FullKV there is one variant alone.
+    """
+    is_full = isinstance(compressor, FullKV)
+    module = samples.module(folder, compressor)
     module.configure_model()
-    found = Gradients({}, {})
-    totals: dict[str, list[float]] = {}
-    for rows in samples.rows():
+    rows, by_variant, numbers = samples.problems(samples.chunks * samples.prompts), dict[str, list[Tensor]](), []
+    for start in range(0, len(rows), samples.prompts):
         with samples.precision():
-            rollout = module.roll_out(rows).rollout
+            rollout = module.roll_out(rows[start : start + samples.prompts]).rollout
             module.num_rollouts += 1  # other random numbers
-            own = dict(of_chunk(module, rollout, samples.variants if sparse else (NAIVE,), samples.parts))
-        for name, value in described(rollout).items():
-            totals.setdefault(name, []).append(value)
-        for name, gradient in own.items():
-            found.by_variant.setdefault(name if sparse else FULL, []).append(gradient)
-    found.statistics = {name: sum(values) / len(values) for name, values in totals.items()}
-    return found
+            chunk = of_chunk(module, rollout, (NAIVE,) if is_full else samples.variants, samples.parts)
+        numbers.append(described(rollout))
+        for name, gradient in chunk.items():
+            by_variant.setdefault(FULL if is_full else name, []).append(gradient)
+    return by_variant, {name: fmean(row[name] for row in numbers) for name in numbers[0]}
 
 
-def of_chunk(
-    module: SparseGRPO, rollout: Rollout, variants: tuple[Variant, ...], parts: int
-) -> Iterator[tuple[str, Tensor]]:
+def of_chunk(module: SparseGRPO, rollout: Rollout, variants: tuple[Variant, ...], parts: int) -> dict[str, Tensor]:
     """Every variant's gradient of a rollout, the mean over its equal parts."""
     dense = tuple(variant for variant in variants if not variant.replays)
     sums: dict[str, Tensor] = {}
-    for part in rollout.parts(parts):
-        logprobs, _ = module.learner.dense(module.policy, part)
-        found = dict(zip(dense, gradients(module, dense, part, logprobs), strict=True))
+    for batch in rollout.parts(parts):
+        logprobs, _ = module.learner.dense(module.policy, batch)
+        each = dict(zip(dense, gradients(module, dense, batch, logprobs), strict=True))
         if REPLAY in variants:
-            found[REPLAY] = gradients(module, (REPLAY,), part, module.replayed(part)[0])[0]
-        for variant, gradient in found.items():
+            each[REPLAY] = gradients(module, (REPLAY,), batch, module.replayed(batch)[0])[0]
+        for variant, gradient in each.items():
             sums[variant.name] = sums.get(variant.name, 0) + gradient / parts
-    yield from sums.items()
+    return sums
 
 
 def described(rollout: Rollout) -> dict[str, float]:
@@ -127,7 +141,18 @@ def described(rollout: Rollout) -> dict[str, float]:
     }  # fmt: skip
 
 
-def gram(found: dict[str, list[Tensor]]) -> Tensor:
+def gram(gradients: dict[str, list[Tensor]]) -> Tensor:
     """Products (K, C, K, C), float64, of all gradients in all chunks."""
-    every = list(found.values())  # pair by pair: those of a real model are gigabytes, which one product would copy
+    every = list(gradients.values())  # pair by pair: a real model's are gigabytes, which one product would copy
     return torch.stack([torch.stack([torch.stack(a) @ torch.stack(b).T for b in every], dim=1) for a in every]).double()
+
+
+def table(lines: Lines) -> Table:
+    """Every line: agreement with the full cache's gradient, and what the rollouts were like."""
+    heads = [measure.__name__ for measure in MEASURES]
+    result = Table("", ["weights", "cache", "gradient", *heads, "sequences rejected", "k3"])
+    for line in lines:
+        numbers = [str(Estimate(**line[name])) for name in heads]
+        cache, ends = f"{line['method']} {line['budget']}", (f"{line['rejected']:.1%}", f"{line['k3']:.2g}")
+        result.add(line["weights"], cache, line["variant"], *numbers, *ends)
+    return result

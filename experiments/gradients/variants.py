@@ -24,13 +24,13 @@ class Variant:
     loss: GRPOLoss = field(default_factory=GRPOLoss)
     replays: bool = False
 
-    def apply(self, module: SparseGRPO, part: Rollout, logprobs: Tensor) -> Tensor:
+    def apply(self, module: SparseGRPO, batch: Rollout, logprobs: Tensor) -> Tensor:
         """The loss () of a micro-batch at the very policy that drew it: every staleness ratio is 1."""
-        own = replace(part, keep=part.completion_mask, weights=None, weight_reference=None, replay_logprobs=None)
+        batch = replace(batch, keep=batch.completion_mask, weights=None, weight_reference=None, replay_logprobs=None)
         for callback in self.callbacks:
-            callback.correct(None, module, own)  # type: ignore[arg-type]  # no number of these is of the whole rollout
-        own.old_logprobs = logprobs.detach()
-        return self.loss(own, logprobs, self.loss.denominators(own)).loss
+            callback.correct(None, module, batch)  # type: ignore[arg-type]  # none of these asks for the whole rollout
+        batch.old_logprobs = logprobs.detach()
+        return self.loss(batch, logprobs, self.loss.denominators(batch)).loss
 
 
 NAIVE, REPLAY = Variant("naive"), Variant("replay", replays=True)
@@ -53,12 +53,9 @@ VARIANTS = (
 )
 
 
-def gradients(module: SparseGRPO, variants: Sequence[Variant], part: Rollout, logprobs: Tensor) -> list[Tensor]:
+def gradients(module: SparseGRPO, variants: Sequence[Variant], batch: Rollout, logprobs: Tensor) -> list[Tensor]:
     """The gradient (number of weights,) of every variant, from one forward pass."""
     weights = [weight for weight in module.policy.parameters() if weight.requires_grad]
-    found = []
-    for variant in variants:
-        loss = variant.apply(module, part, logprobs)
-        own = torch.autograd.grad(loss, weights, retain_graph=variant is not variants[-1])
-        found.append(torch.cat([gradient.flatten() for gradient in own]))
-    return found
+    losses = [variant.apply(module, batch, logprobs) for variant in variants]
+    parts = [torch.autograd.grad(loss, weights, retain_graph=loss is not losses[-1]) for loss in losses]
+    return [torch.cat([gradient.flatten() for gradient in each]) for each in parts]

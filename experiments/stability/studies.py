@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from experiments.arms.runs import CAPPED, DENSE, NAIVE, PAPER, REPLAY, Arm, Run, Settings, in_order
+from experiments.runner.runs import CAPPED, DENSE, NAIVE, OFFICIAL, PAPER, REPLAY, SPARSE_RL, Arm, Settings, warmed
+from experiments.runner.studies import Recipe, Study, Where
 
 DELTA = Arm("naive, δ = 2", "naive", options={"loss.delta": 2.0})
 REJECTION = Arm("rejection only", "naive", ("SparsityAwareRejection",))
 REWEIGHTING = Arm("reweighting only", "naive", (CAPPED,))
-SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
-OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
 BASELINE = Arm(
     "rejection, baseline of the kept",
     "naive",
@@ -29,7 +25,6 @@ LEARNING = "../experiments/learned_eviction/learned_eviction"
 DRAWN = Arm("replay + drawn eviction", LEARNING, options={"eviction_weight": 0.0}, temperature=0.3)
 LEARNED = Arm("replay + learned eviction", LEARNING, temperature=0.3)
 ALL = (DENSE, NAIVE, DELTA, REJECTION, REWEIGHTING, SPARSE_RL, OFFICIAL, REPLAY)
-FOUR = (DENSE, NAIVE, DELTA, SPARSE_RL)
 
 TASKS = {"sum": "warmup", "countdown": "warmup_countdown"}
 """Tasks, and the configuration that warms a policy up for each."""
@@ -52,94 +47,52 @@ MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 
 PROBLEMS, PROBLEMS_SEED = 1024, 1_000_000  # held-out problems, the same for every run
 
 
-def warmed(folder: Path, config: str) -> Path:
-    """Where a warm-up that runs in a folder leaves its policy."""
-    return folder / "runs" / config / "policy"
-
-
 @dataclass(frozen=True)
-class Recipe:
-    """How a run trains: the learning rate stays after a linear warm-up over the first rollouts."""
+class Arithmetic(Study):
+    """Arithmetic under SnapKV, unless it says otherwise; studies with the same task share a warm-up."""
 
-    prompts: int = 16  # per rollout, 8 samples each
-    steps: int = 4  # optimizer steps per rollout
-    rate: float = 2e-4
-    rollouts: int = 240
-    warm_up: int = 10  # rollouts
-    every_n_rollouts: int = 20  # evaluations
-
-    def __str__(self) -> str:
-        return f"{self.prompts} x 8, {self.steps} steps, {self.rate_text}"
-
-    @property
-    def rate_text(self) -> str:
-        """The learning rate as one writes it: 2e-4."""
-        return f"{self.rate:.0e}".replace("e-0", "e-")
-
-    def options(self) -> dict[str, str]:
-        """Of the command line."""
-        schedule = {"start_factor": 0.1, "end_factor": 1.0, "total_iters": self.warm_up * self.steps}
-        if not self.warm_up:
-            schedule = {"start_factor": 1.0, "end_factor": 1.0, "total_iters": 1}
-        return {
-            "data.init_args.prompts_per_rollout": str(self.prompts),
-            "data.init_args.num_train": "20000",
-            "model.init_args.steps_per_generation": str(self.steps),
-            "model.init_args.optimizer.init_args.lr": str(self.rate),
-            **{f"model.init_args.lr_scheduler.init_args.{name}": str(value) for name, value in schedule.items()},
-        }
-
-
-@dataclass(frozen=True)
-class Study:
-    """Arms on a task, under a compressor, by one recipe, in several seeds."""
-
-    task: str
-    method: str
-    budget: int
-    arms: Sequence[Arm]
-    recipe: Recipe
-    seeds: tuple[int, ...]
+    task: str = "sum"
     options: Mapping[str, str] = field(default_factory=dict)  # of the command line
     judge: Mapping[str, str] = field(default_factory=dict)  # reward of the held-out problems, if not arithmetic's
 
     @property
+    def warmed_by(self) -> str:  # type: ignore[override]
+        """The configuration of the task's warm-up."""
+        return TASKS[self.task]
+
+    @property
     def place(self) -> str:
-        """Name of its folder, which studies with the same task, compressor and recipe share."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.task} {self.method} {self.recipe}".lower())
+        """Name of its folder, which begins with the task."""
+        return f"{self.task}-{super().place}"
 
-    def runs(self, seed: int, folder: Path) -> list[Run]:
-        """Those of one seed; a run that two studies share is equal in both.
-
-        Other seeds see other prompts, all are judged on the same problems.
-        """
+    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
+        """Other seeds see other prompts, all are judged on the same problems."""
         recipe = self.recipe
-        settings = Settings(
-            policy=str(warmed(folder, TASKS[self.task]).absolute()),
-            folder=(folder / self.place).absolute(),
+        return Settings(
+            policy=str(warmed(where.folder, self.warmed_by).absolute()),
+            folder=self.folder(where),
             budgets=(self.budget,),
             steps=recipe.rollouts * recipe.steps,
+            method=METHODS[self.method],
             every_n_rollouts=recipe.every_n_rollouts,
             num_problems=PROBLEMS,
             problems_seed=PROBLEMS_SEED,
-            threads=1,
-            method=METHODS[self.method],
             callbacks=(MONITOR,),
             judge=self.judge,
+            apart=self.apart,
             options={
                 **{name: self.options[name] for name in ("data.class_path",) if name in self.options},  # comes first
                 **recipe.options(), **self.options,
                 "data.init_args.tasks": self.task, "data.init_args.seed": str(1 + seed),
             },
         )  # fmt: skip
-        return [Run(arm, self.budget if arm.evicts else None, seed, settings) for arm in self.arms]
 
 
 USUAL = Recipe()
 SEEDS, FEW = tuple(range(10, 16)), tuple(range(10, 13))
-MAIN = Study("sum", "SnapKV", BUDGET, ALL, USUAL, SEEDS)
+MAIN = Arithmetic("SnapKV", BUDGET, ALL, USUAL, SEEDS)
 QUIET = tuple(
-    Study("sum", "SnapKV", BUDGET, (DENSE,), recipe, seeds)
+    Arithmetic("SnapKV", BUDGET, (DENSE,), recipe, seeds)
     for recipe, seeds in (
         (Recipe(16, 4, 3e-4), (0, 1, 2)), (Recipe(16, 4, 2e-4), (0, 1, 2)), (Recipe(16, 4, 1e-4), (0,)),
         (Recipe(32, 4, 2e-4), (0,)),
@@ -147,17 +100,16 @@ QUIET = tuple(
 )  # fmt: skip
 _ANSWER = {"model.init_args.reward_funcs": '["sparse_rl_lightning.rewards.arithmetic_reward"]'}
 _THREE = {**_ANSWER, "data.init_args.num_terms": "3"}
-COUNTDOWN = {  # by the slot, of a text of 44 tokens on average
-    "half": Study("countdown", "KeyDiff", 18, (DENSE, NAIVE, REPLAY, DRAWN, LEARNED), USUAL, FEW, _THREE),
-    "third": Study("countdown", "KeyDiff", 11, (NAIVE, REPLAY, LEARNED), USUAL, FEW, _THREE),
-}
+COUNTDOWN = (  # slots of a half and a third of a text, of 44 tokens on average
+    Arithmetic("KeyDiff", 18, (DENSE, NAIVE, REPLAY, DRAWN, LEARNED), USUAL, FEW, "countdown", _THREE),
+    Arithmetic("KeyDiff", 11, (NAIVE, REPLAY, LEARNED), USUAL, FEW, "countdown", _THREE),
+)
 CONTROL = tuple(
-    Study("sum", method, BUDGET, (NAIVE, SPARSE_RL), USUAL, FEW)
+    Arithmetic(method, BUDGET, (NAIVE, SPARSE_RL), USUAL, FEW)
     for method in ("RandomEviction", "RandomEviction, prompt protected", "SnapKV", "SnapKV, prompt protected")
 )
 SPIRAL = replace(MAIN, arms=(REJECTION, BASELINE, UNLEARNED), seeds=tuple(range(16, 22)))  # none that gave rise to it
 TIGHT = replace(MAIN, budget=30, arms=(NAIVE, REWEIGHTING, SPARSE_RL, REPLAY))
-
 
 FIVE = (DENSE, NAIVE, REWEIGHTING, SPARSE_RL, REPLAY)
 FROZEN = {
@@ -166,11 +118,14 @@ FROZEN = {
         [f"experiments.stability.task.{name}" for name in ("right_answer", "right_steps")]
     ),
 }
-JUDGE = {"reward": "experiments.stability.task.right_answer"}
-AGAIN = tuple(
-    replace(MAIN, budget=study.budget, arms=arms, seeds=tuple(range(30, 36)), options=FROZEN, judge=JUDGE)
-    for study, arms in ((MAIN, FIVE), (TIGHT, FIVE[1:]))
+_AGAIN = replace(
+    MAIN,
+    arms=FIVE,
+    seeds=tuple(range(30, 36)),
+    options=FROZEN,
+    judge={"reward": "experiments.stability.task.right_answer"},
 )
+AGAIN = (_AGAIN, replace(_AGAIN, budget=TIGHT.budget, arms=FIVE[1:]))
 """Both comparisons with task and rewards that are files of this study."""
 REMEDIES = replace(
     AGAIN[1],
@@ -187,30 +142,23 @@ REMEDIES = replace(
 )
 """What may keep Sparse-RL from rejecting more and more, in the seeds where it was seen first and one beside them."""
 
-MOST_STEPS = 4
-
-
-def _at(steps: int, rate: float) -> tuple[Study, ...]:
-    """Steps per rollout and a rate under the tighter cache; where there are most steps, their ratio bounded too."""
-    recipe = Recipe(steps=steps, rate=rate)
-    arms = FOUR[1:] if steps == MOST_STEPS else (NAIVE, SPARSE_RL)
-    dense = Study("sum", "SnapKV", BUDGET, (DENSE,), recipe, FEW)  # no budget is in its rollouts: main has one of them
-    return dense, replace(dense, budget=TIGHT.budget, arms=arms)
-
-
-STEPS = tuple(_at(steps, rate) for rate in (2e-4, 3e-4) for steps in (1, 2, MOST_STEPS))
-GROUPS: dict[str, tuple[Study, ...]] = {
-    "quiet": QUIET, "main": (MAIN,), "steps": tuple(chain(*STEPS)), "countdown": tuple(COUNTDOWN.values()),
-    "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,), "again": AGAIN,
-    "remedies": (REMEDIES,),
-}  # fmt: skip
+_EACH_STEPS = [Recipe(steps=steps, rate=rate) for rate in (2e-4, 3e-4) for steps in (1, 2, 4)]
+STEPS = (  # dense rollouts know no budget, main has one of them; where there are most steps, their ratio is bounded too
+    *(replace(MAIN, arms=(DENSE,), recipe=recipe, seeds=FEW) for recipe in _EACH_STEPS),
+    *(replace(TIGHT, arms=(NAIVE, SPARSE_RL), recipe=recipe, seeds=FEW) for recipe in _EACH_STEPS if recipe.steps < 4),
+    *(replace(TIGHT, arms=(NAIVE, DELTA, SPARSE_RL), recipe=r, seeds=FEW) for r in _EACH_STEPS if r.steps == 4),
+)
+"""Steps per rollout and rates under the tighter cache."""
 
 _HARSH = Recipe(16, 2, 4e-4, rollouts=50, warm_up=0, every_n_rollouts=50)
-HARD = Study("sum", "SnapKV", 24, (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), _ANSWER)
-MILD = Study("sum", "SnapKV, fine", 34, (PAPER,), _HARSH, (0, 1, 2), _ANSWER)
-SHORT = (HARD, MILD)  # only the answer is paid, the rate is high and stays: what can collapse does so in minutes
+SHORT = (
+    Arithmetic("SnapKV", 24, (DENSE, NAIVE, REPLAY), _HARSH, (0, 1, 2), options=_ANSWER, apart="short"),
+    Arithmetic("SnapKV, fine", 34, (PAPER,), _HARSH, (0, 1, 2), options=_ANSWER, apart="short"),
+)
+"""Only the answer is paid, the rate is high and stays: what can collapse does so in minutes."""
 
-
-def planned(studies: Iterable[Study], folder: Path, seeds: Iterable[int] | None = None) -> list[Run]:
-    """Every run once, seed after seed, so that an early stop leaves whole seeds."""
-    return in_order(studies, lambda study, seed: study.runs(seed, folder), seeds)
+GROUPS: dict[str, tuple[Study, ...]] = {
+    "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": COUNTDOWN,
+    "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,), "again": AGAIN,
+    "remedies": (REMEDIES,), "short": SHORT,
+}  # fmt: skip

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from experiments.turns.arms import METRICS
-from sparse_rl_lightning.callbacks import RolloutCallback
+from experiments.runner.course import Notebook
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.data import ArithmeticTasks
-from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import Conversation, Rows
 from sparse_rl_lightning.rollout.conversations import converse
 
+METRICS = (
+    "reward", "rejection_rate", "kv/evicted/prompt", "kv/evicted/drawn", "kv/evicted/given",
+    "mismatch/kl_k3/first_turn", "mismatch/kl_k3/later_turns",
+)  # fmt: skip
 
-class Ending(RolloutCallback):
+
+class Ending(Notebook):
     """Greedy conversations about held-out problems before and after training, and the log's numbers by the end.
 
-    They are held with the full cache and with a compressed one. Written to ``ending.json`` when the fit is over.
+    They are held with the full cache and with a compressed one.
 
     Args:
         compressor: Compressor of the second evaluation.
@@ -34,7 +35,7 @@ class Ending(RolloutCallback):
         self.caches: dict[str, Compressor] = {"full": FullKV(), "compressed": compressor}
         self.num_problems = num_problems
         self.problems_seed = problems_seed
-        self.record: dict[str, Any] = {"before": {}, "after": {}, "logged": {name: [] for name in METRICS}}
+        self.record = {"before": {}, "after": {}, "logged": {name: [] for name in METRICS}}
 
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: Rows) -> None:
         """Evaluate before the first rollout."""
@@ -52,39 +53,30 @@ class Ending(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the record, of what was logged the mean over the last quarter of the steps."""
-        logged = {name: late_mean(values) for name, values in self.record["logged"].items()}
-        write_whole(Path(trainer.default_root_dir) / "ending.json", json.dumps({**self.record, "logged": logged}))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The record, so that a resumed run goes on with it."""
-        return dict(self.record)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the record of the earlier part."""
-        self.record = dict(state_dict)
+        self.record["logged"] = {name: late_mean(values) for name, values in self.record["logged"].items()}
+        super().on_fit_end(trainer, pl_module)
 
     def _evaluate(self, trainer: Trainer, module: Any) -> dict[str, dict[str, float]]:
-        own = trainer.datamodule  # type: ignore[attr-defined]
-        data = ArithmeticTasks(own.tasks, own.num_terms, own.digits, 1, self.num_problems, seed=self.problems_seed)
-        found = {}
+        task = trainer.datamodule
+        data = ArithmeticTasks(task.tasks, task.num_terms, task.digits, 1, self.num_problems, seed=self.problems_seed)
+        ends = {}
         for name, cache in self.caches.items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
             talk = module.generator.conversations()
             rows, _, talks = converse(sampler, talk, data.val_rows(), module.val_sampling, range(self.num_problems))
             sampler.release()
-            found[name] = numbers(rows, talks)
-        return found
+            ends[name] = numbers(rows, talks)
+        return ends
 
 
 def numbers(rows: Rows, talks: list[Conversation]) -> dict[str, float]:
     """Means over conversations: reward, share right, calls and turns."""
-    turns = [[said["content"] for said in one.messages if said["role"] == "assistant"] for one in talks]
+    turns = [[m["content"] for m in talk.messages if m["role"] == "assistant"] for talk in talks]
+    answers = zip(turns, rows, strict=True)
     return {
-        "reward": statistics.fmean(one.reward for one in talks),
-        "right": statistics.fmean(
-            own[-1].rstrip("?") == f"#{row['answer']}" for own, row in zip(turns, rows, strict=True)
-        ),
-        "calls": statistics.fmean(sum(not turn.startswith("#") for turn in own) for own in turns),
+        "reward": statistics.fmean(talk.reward for talk in talks),
+        "right": statistics.fmean(texts[-1].rstrip("?") == f"#{row['answer']}" for texts, row in answers),
+        "calls": statistics.fmean(sum(not turn.startswith("#") for turn in texts) for texts in turns),
         "turns": statistics.fmean(map(len, turns)),
     }
 

@@ -24,12 +24,10 @@ from benchmarks import REAL
 from benchmarks.common.pages import END, mark
 from docs import language
 from docs.quoted import measured
-from experiments import real, stability  # noqa: F401
-from experiments.real import __main__ as real_study
-from experiments.real import results as real_results
-from experiments.stability import __main__ as small_study
-from experiments.stability import results as small_results
-from experiments.stability.records import Archive
+from experiments.real.__main__ import PROGRAM as REAL_STUDY
+from experiments.runner.studies import Where
+from experiments.runner.tables import Results
+from experiments.stability.__main__ import PROGRAM as SMALL_STUDY
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, KEPT = ROOT / "docs", ROOT / "benchmarks" / "results"
@@ -240,20 +238,15 @@ def test_the_front_table_is_of_kept_lines() -> None:
 
 @cache
 def written() -> dict[tuple[str, str], str]:
-    """Every table of both studies by page and mark, from all kept lines, whatever the code of their runs."""
-    archives = [Archive(KEPT / f"{name}.jsonl") for name in ("real", "stability")]
-    for archive in archives:
+    """Every table that the studies write, by page and mark, from all kept lines, whatever the code of their runs."""
+    tables: dict[tuple[str, str], str] = {}
+    for program in (REAL_STUDY, SMALL_STUDY):
+        archive = program.archive(KEPT / f"{program.name}.jsonl")
         archive._admitted.update(archive.records)
-    large = real_results.Results(archives[0], ROOT / "runs" / "real", REAL, "cpu")
-    small = small_results.Results(archives[1], ROOT / "runs" / "stability")
-    pages = {"overview": "docs/results.md", "readme": "README.md"}
-    tables = {
-        (pages.get(name, "docs/measured/real.md"), mark("experiments.real", name)): text
-        for name, text in real_results.blocks(large, real_study.GROUPS).items()
-    }
-    blocks = {**small_study.blocks(small), "overview": small_results.overview(small).untitled}
-    for name, text in blocks.items():
-        tables[pages.get(name, "docs/measured/stability.md"), mark("experiments.stability", name)] = text
+        results = Results(Where(ROOT / "runs" / program.name, REAL), archive)
+        for name, text in program.texts(results, [group for group, _ in program.blocks.values()]).items():
+            page = (DOCS / "measured" / program.pages[name]).resolve().relative_to(ROOT)
+            tables[str(page), mark(f"experiments.{program.name}", name)] = text
     return tables
 
 

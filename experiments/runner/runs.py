@@ -1,22 +1,24 @@
-"""The runs of the comparison: which configuration, with what changed, and the command line that does it."""
+"""A run of a study: which configuration, with what changed, and the command line that does it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import yaml
 
 from benchmarks import ROOT
+from benchmarks.common import kept
 from benchmarks.common.code import code_of, identity
 from benchmarks.common.pages import say
 from sparse_rl_lightning.cli.yaml_files import read_file
@@ -25,18 +27,9 @@ from sparse_rl_lightning.files import write_whole
 CONFIGS = ROOT / "configs"
 DRAWN = "experiments.learned_eviction.drawn.Drawn"
 CODE = "code.txt"  # in a run's folder: which code it was begun with
+NOTES = "course.json"  # there too: what a notebook noted along the run, written last
+CLI = [sys.executable, "-m", "sparse_rl_lightning"]
 ANY_CALLBACK = str | dict[str, Any]
-
-
-class Seeded(Protocol):
-    """A study in several seeds."""
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Its seeds."""
-
-
-S = TypeVar("S", bound=Seeded)
 
 
 @dataclass(frozen=True)
@@ -61,57 +54,45 @@ class Arm:
         return {"class_path": DRAWN, "init_args": {"compressor": compressor, "temperature": self.temperature}}
 
 
-_UNBOUNDED: tuple[ANY_CALLBACK, ...] = ("SparsityAwareRejection", "ImportanceReweighting")
 CAPPED = {"class_path": "ImportanceReweighting", "init_args": {"clip_max": 1.5}}
-
 DENSE, NAIVE = Arm("dense", "dense"), Arm("naive", "naive")
 PAPER, REPLAY = Arm("Sparse-RL (paper)", "sparse_rl_paper"), Arm("replay", "replay")
-ARMS = (DENSE, NAIVE, PAPER, REPLAY)
-CORRECTIONS = (
-    NAIVE,
-    PAPER,
-    Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED)),
-    Arm("Sparse-RL (official)", "sparse_rl_official"),
-    Arm("SparsityAwareRejection", "naive", ("SparsityAwareRejection",)),
-    *(
-        Arm(name, "naive", (name,))
-        for name in ("TIS", "IcePop", "SequenceTIS", "GeometricTIS", "SequenceMIS", "SequenceMaskTIS", "CIS")
-    ),
-    Arm("MIS", "naive", ("MIS",), {"loss.denominator": "kept_tokens"}),
-    Arm("off-policy masking", "naive", (), {"loss.off_policy_delta": 1e-4}),
-    REPLAY,
-    Arm("replay, mixed with Sparse-RL (paper)", "replay", _UNBOUNDED, {"replay_objective": "mixed"}),
-    DENSE,
-)
-
-
-def quickstarts_compressor() -> dict[str, Any]:
-    """The compressor of the quickstart."""
-    config = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
-    own: dict[str, Any] = config["model"]["init_args"]["compressor"]
-    return own
+SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
+OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs have in common."""
+    """What all runs of a study have in common."""
 
-    policy: str  # a folder, or TinyPolicy
+    policy: str  # a folder, or a class of policies
     folder: Path
     budgets: tuple[int, ...]
     steps: int
+    method: dict[str, Any]  # its budget is added
     every_n_rollouts: int = 20
     num_problems: int = 256
     problems_seed: int | None = None  # of problems that do not depend on the run's seed
-    threads: int = 2
-    method: dict[str, Any] = field(default_factory=quickstarts_compressor)  # its budget is replaced
-    options: dict[str, Any] = field(default_factory=dict)  # of the command line
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the command line
     callbacks: Sequence[ANY_CALLBACK] = ()
     judge: Mapping[str, str] = field(default_factory=dict)  # the course's reward, if it is not that of arithmetic
+    notebook: dict[str, Any] | None = None  # another one than the course
+    apart: str = ""  # the ending of the file of its lines' name
 
     def compressor(self, budget: int) -> dict[str, Any]:
         """The compressor with a budget."""
         return {**self.method, "init_args": {**self.method["init_args"], "budget": budget}}
+
+    def course(self, budgets: Sequence[int]) -> dict[str, Any]:
+        """The notebook of what a run comes to under some budgets."""
+        arguments = {
+            "compressors": [self.compressor(budget) for budget in budgets],
+            "every_n_rollouts": self.every_n_rollouts,
+            "num_problems": self.num_problems,
+            "problems_seed": self.problems_seed,
+            **self.judge,
+        }
+        return {"class_path": "experiments.runner.course.Course", "init_args": arguments}
 
 
 def run_in(folder: Path, command: Sequence[str]) -> int:
@@ -123,6 +104,25 @@ def run_in(folder: Path, command: Sequence[str]) -> int:
         return subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
 
 
+def warmed(folder: Path, config: str) -> Path:
+    """Where a warm-up that runs in a folder leaves its policy."""
+    return folder / "runs" / config / "policy"
+
+
+def warm_up(folder: Path, config: str) -> None:
+    """Train the policy that runs start from, where it is not there yet."""
+    if not (warmed(folder, config) / "config.json").is_file():
+        say(f"warm-up: {config}")
+        command = [*CLI, "fit", f"--config={CONFIGS / config}.yaml", "--trainer.enable_progress_bar=false"]
+        if run_in(folder, [*command, "--num_threads=1"]):
+            sys.exit(f"error: the warm-up stopped, see {folder / 'log.txt'}")
+
+
+def hashed(text: str) -> str:
+    """Twelve characters that change with the text, whose classes have the names that results are kept under."""
+    return hashlib.sha256(kept.known_as(text).encode()).hexdigest()[:12]
+
+
 @dataclass(frozen=True)
 class Run:
     """An arm under a budget; one without eviction is evaluated under all of them."""
@@ -131,11 +131,6 @@ class Run:
     budget: int | None
     seed: int
     settings: Settings
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether it trains on a GPU."""
-        return self.settings.options.get("trainer.accelerator") == "gpu"
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -149,17 +144,37 @@ class Run:
         budgets = "-".join(map(str, self.budgets)) or "full"
         return self.settings.folder / f"{name}-budget-{budgets}-steps-{self.settings.steps}-seed-{self.seed}"
 
+    @property
+    def key(self) -> str:
+        """The name of its line: that of the study's folder and its own."""
+        return f"{self.settings.folder.name}/{self.folder.name}"
+
+    @property
+    def settings_hash(self) -> str:
+        """Of what it is told, but for where it runs and what it is resumed from."""
+        words = [word for word in self.command()[1:] if not word.startswith("--ckpt_path")]
+        for place in sorted((str(ROOT), str(self.settings.folder.parent)), key=len, reverse=True):
+            words = [word.replace(place, "") for word in words]
+        return hashed("\n".join(words))
+
     @cached_property
     def code(self) -> str:
         """Of its configuration and the rewards, tasks and compressors that it names: with others it is another run."""
         config = read_file(CONFIGS / f"{self.arm.config}.yaml")
-        told = [yaml.safe_load(word.partition("=")[2]) for word in self.command() if word.startswith("--")]
-        return identity({"config": config, "code": code_of(config, told)})
+        values = [yaml.safe_load(word.partition("=")[2]) for word in self.command() if word.startswith("--")]
+        return identity({"config": config, "code": code_of(config, values)})
+
+    @property
+    def start(self) -> str:
+        """Of the weights of the policy it starts from; empty where they are no files."""
+        policy = self.settings.policy
+        folder = json.loads(policy)["init_args"]["policy"] if policy.startswith("{") else policy
+        return _digest_of(tuple(sorted(Path(folder).glob("*.safetensors"))))
 
     @property
     def is_finished(self) -> bool:
         """Whether its numbers are there, of this code; they are written last."""
-        return (self.folder / "course.json").is_file() and self._has_this_code
+        return (self.folder / NOTES).is_file() and self._has_this_code
 
     @property
     def _has_this_code(self) -> bool:
@@ -174,16 +189,6 @@ class Run:
     def command(self) -> list[str]:
         """The command line, for a process that runs in :attr:`folder`."""
         settings = self.settings
-        course = {
-            "class_path": "experiments.arms.course.Course",
-            "init_args": {
-                "compressors": [settings.compressor(budget) for budget in self.budgets],
-                "every_n_rollouts": settings.every_n_rollouts,
-                "num_problems": settings.num_problems,
-                "problems_seed": settings.problems_seed,
-                **settings.judge,
-            },
-        }
         model = {
             "policy": settings.policy,
             "sampling.seed": self.seed,
@@ -192,21 +197,20 @@ class Run:
         if self.budget is not None:
             model["compressor"] = json.dumps(self.arm.samples_with(settings.compressor(self.budget)))
         options = {
-            "num_threads": settings.threads,
+            "num_threads": 1,
             "seed_everything": self.seed,
             "trainer.default_root_dir": ".",
             "trainer.max_steps": settings.steps,
             **{f"model.init_args.{name}": value for name, value in (model | self.arm.options).items()},
             **settings.options,
         }
-        command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={CONFIGS / self.arm.config}.yaml"]
+        notebook = settings.notebook or settings.course(self.budgets)
+        command = [*CLI, "fit", f"--config={CONFIGS / self.arm.config}.yaml"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        for callback in (*self.arm.callbacks, *settings.callbacks, course):
+        for callback in (*self.arm.callbacks, *settings.callbacks, notebook):
             spelled = callback if isinstance(callback, dict) else {"class_path": callback}
             command.append(f"--trainer.callbacks+={json.dumps(spelled)}")
-        if self.checkpoint.is_file():
-            command.append("--ckpt_path=last")
-        return command
+        return command + ["--ckpt_path=last"] * self.checkpoint.is_file()
 
     def execute(self) -> bool:
         """Run to the end unless it has, from the last checkpoint of an interrupted run; whether it got there.
@@ -225,24 +229,9 @@ class Run:
         return self.is_finished
 
 
-def in_order(studies: Iterable[S], runs_of: Callable[[S, int], list[Run]], seeds: Iterable[int] | None) -> list[Run]:
-    """Every run once, in all seeds or in these alone; seed after seed, so that an early stop leaves whole ones."""
-    wanted = None if seeds is None else set(seeds)
-    found: dict[Path, Run] = {}
-    for seed, study in sorted(((seed, own) for own in studies for seed in own.seeds), key=lambda pair: pair[0]):
-        if wanted is None or seed in wanted:
-            for run in runs_of(study, seed):
-                found.setdefault(run.folder, run)
-    return list(found.values())
-
-
-def planned(settings: Settings, seeds: Sequence[int], corrections_under: int) -> list[Run]:
-    """Every run once: the arms, the last budget first, then the corrections under one of the budgets."""
-    runs = []
-    for seed in seeds:
-        runs += [Run(arm, None, seed, settings) for arm in ARMS if not arm.evicts]
-        runs += [Run(arm, b, seed, settings) for b in settings.budgets[::-1] for arm in ARMS if arm.evicts]
-    for seed in seeds:
-        rest = [arm for arm in CORRECTIONS if arm not in ARMS]
-        runs += [Run(arm, corrections_under, seed, settings) for arm in rest]
-    return runs
+@cache
+def _digest_of(files: tuple[Path, ...]) -> str:
+    weights = hashlib.sha256()
+    for file in files:
+        weights.update(file.read_bytes())
+    return weights.hexdigest()[:12] if files else ""

@@ -1,20 +1,19 @@
-"""What a run of ``experiments.stability`` came to, in numbers, and means of them over seeds."""
+"""What runs came to, in numbers, and means of them over seeds."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from experiments.stability.records import Record
+from experiments.runner.records import Record
 
+MISSING = "–"
 ENOUGH = 3  # values for an interval
 COLLAPSED = 0.25  # of the accuracy before training
 QUANTILES = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
 """Of Student's t at 97.5 %, by the number of values; for more than ten that of ten is taken, which is a little wide."""
-LAST = 3  # evaluations that make the end
 
 
 @dataclass(frozen=True)
@@ -23,45 +22,31 @@ class Outcome:
 
     record: Record
     budget: int
+    last: int = 3  # evaluations that make the end
 
     @property
     def dense(self) -> float:
         """With the full cache at the end, mean of the last evaluations."""
-        return self.record.end("dense", LAST)
+        return self.record.end("dense", self.last)
 
     @property
-    def sparse(self) -> float:
-        """With the compressed cache."""
-        return self.record.end(str(self.budget), LAST)
+    def sparse(self) -> float | None:
+        """With the compressed cache, if it was judged under that."""
+        cache = str(self.budget)
+        return self.record.end(cache, self.last) if cache in self.record.evaluations[-1] else None
 
-    def dense_after(self, rollouts: float) -> float:
-        """With the full cache, mean of the last evaluations until so many rollouts."""
-        return self.record.end("dense", LAST, until=rollouts)
+    def before(self, cache: str) -> float | None:
+        """Before training, if it was judged then with this cache."""
+        return next((row.get(cache) for row in self.record.evaluations if not row["rollouts"]), None)
 
-    @property
-    def dense_before(self) -> float:
-        """With the full cache before training."""
-        return self.record.evaluations[0]["dense"]
-
-    @property
-    def sparse_before(self) -> float:
-        """With the compressed cache before training."""
-        return self.record.evaluations[0][str(self.budget)]
-
-    @property
-    def collapsed(self) -> bool:
+    def collapsed(self, before: float | None = None) -> bool:
         """Whether training ruined the policy: with the full cache, less than a quarter of what it could is left."""
-        return self.dense < COLLAPSED * self.dense_before
+        started = self.before("dense") if before is None else before
+        return started is not None and self.dense < COLLAPSED * started
 
 
-def fall(evaluations: Sequence[dict[str, float]], below: float) -> tuple[int, int] | None:
-    """Rollouts at the last evaluation before the accuracy fell below a share of its best, and at the first after."""
-    best = 0.0
-    for before, row in pairwise(evaluations):
-        best = max(best, before["dense"])
-        if row["dense"] < below * best:
-            return int(before["rollouts"]), int(row["rollouts"])
-    return None
+Runs = Mapping[int, Outcome]
+"""Those of an arm, by seed."""
 
 
 def interval(values: Sequence[float]) -> float:
@@ -83,7 +68,23 @@ def geometric(values: Sequence[float]) -> str:
     return "0" if 0.0 in values else f"{statistics.geometric_mean(values):.2g}"
 
 
-def curve_band(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
-    """Mean, least and largest of curves, point by point, as far as the shortest goes."""
-    points = list(zip(*curves, strict=False))
-    return [statistics.fmean(p) for p in points], [min(p) for p in points], [max(p) for p in points]
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
+    """Differences by seed, of the seeds that both have."""
+    return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
+
+
+def points(leads: Mapping[int, float]) -> str:
+    """Differences of accuracies in points."""
+    return mean([100 * lead for lead in leads.values()], 1, signed=True) if leads else MISSING
+
+
+def lead(ours: Runs, theirs: Runs, cache: str) -> str:
+    """Points by which an arm ends ahead of another, paired by seed: ``dense`` or a budget, under which both are judged.
+
+    A dash where one of them was not.
+    """
+    ends = (
+        {s: run.record.end(cache, run.last) for s, run in runs.items() if cache in run.record.evaluations[-1]}
+        for runs in (ours, theirs)
+    )
+    return points(paired(*ends))

@@ -1,4 +1,4 @@
-"""Course: what a run of the comparison notes beside its own report."""
+"""What a run of a study notes beside its own report: a course of evaluations, or whatever else a study asks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.common.arithmetic import solved
 from experiments.learned_eviction.drawn import Drawn
+from experiments.runner.runs import NOTES
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
@@ -25,23 +26,41 @@ SPLIT_EVERY = 5  # rollouts
 STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
 
 
-def learned(own: Compressor) -> dict[str, Compressor]:
-    """For a run with drawn evictions its own compressor at temperature 0, by its budget; otherwise empty."""
-    if not isinstance(own, Drawn):
+class Notebook(RolloutCallback):
+    """A record of a run that is written to ``course.json`` at the end of ``fit``, and outlives an interruption."""
+
+    record: dict[str, Any]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the record: a run that has it is finished."""
+        write_whole(Path(trainer.default_root_dir) / NOTES, json.dumps(self.record))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record, so that a resumed run goes on with it."""
+        return dict(self.record)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the record of the run's beginning."""
+        self.record = dict(state_dict)
+
+
+def learned(compressor: Compressor) -> dict[str, Compressor]:
+    """For a run with drawn evictions its compressor at temperature 0, by its budget; otherwise empty."""
+    if not isinstance(compressor, Drawn):
         return {}
-    undrawn = copy(own)
+    undrawn = copy(compressor)
     undrawn.temperature = 0.0
-    return {str(own.budget): undrawn}
+    return {str(compressor.budget): undrawn}
 
 
-class Course(RolloutCallback):
-    """The reward of greedy answers under given caches, and what becomes of the tokens.
+class Course(Notebook):
+    """The reward of greedy answers under some caches, and what becomes of the tokens.
 
     Notes its mean on the first validation rows with the full cache and under every compressor, whatever the run itself
     samples with; a run that learns what to evict is judged under what it has learned. It judges the weights as they
     are, without the rounding of mixed precision. Notes also the parts of the mismatch; the share of tokens whose loss
     is left out or weighs nothing; the share that the clip of the staleness ratio stops; and of every step the largest
-    such ratio and the gradient's norm. Written to ``course.json`` at the end of ``fit``.
+    such ratio and the gradient's norm.
 
     Args:
         compressors: Told apart by their budgets.
@@ -64,7 +83,7 @@ class Course(RolloutCallback):
         self.num_problems = num_problems
         self.problems_seed = problems_seed
         self.judge = Rewards(imported(reward))
-        self.record: dict[str, Any] = {
+        self.record = {
             "evaluations": [], "splits": [], "unused": [], "clipped": [], "ratios": [], "grad_norms": [],
             "seconds": 0.0,
         }  # fmt: skip
@@ -99,15 +118,7 @@ class Course(RolloutCallback):
         with on_training_device(trainer):
             self._evaluate(trainer, pl_module, number)
         self.record["seconds"] = counted
-        write_whole(Path(trainer.default_root_dir) / "course.json", json.dumps(self.record))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The record, so that a resumed run goes on with it."""
-        return dict(self.record)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the record of the earlier part."""
-        self.record = dict(state_dict)
+        super().on_fit_end(trainer, pl_module)
 
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
@@ -115,10 +126,10 @@ class Course(RolloutCallback):
         if self.problems_seed is not None:
             data.seed, data.num_val = self.problems_seed, self.num_problems
         rows = data.val_rows()[: self.num_problems]
-        prompts, found = module.generator.encode(rows), {}
+        prompts, rewards = module.generator.encode(rows), {}
         for name, cache in (self.caches | learned(module.generator.compressor)).items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
-            found[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling, self.judge)
+            rewards[name] = solved(sampler, module.tokenizer, rows, prompts, module.val_sampling, self.judge)
             sampler.release()
-        self.record["evaluations"].append({"rollouts": number, **found})
+        self.record["evaluations"].append({"rollouts": number, **rewards})
         self.record["seconds"] += time.perf_counter() - start

@@ -1,1 +1,0 @@
-"""Dense, naive, Sparse-RL, replay and every correction on one task, from the same warm-up."""

@@ -1,0 +1,253 @@
+"""The runner of all studies: every run once, resumable, its line enough, and none of other code beside today's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from finished_runs import write
+
+from benchmarks.common import code
+from benchmarks.common.pages import END, mark
+from experiments.arms import PROGRAM as ARMS
+from experiments.runner import execution
+from experiments.runner import runs as running
+from experiments.runner.outcomes import mean
+from experiments.runner.records import BINS, Archive, binned, long_steps
+from experiments.runner.runs import CODE, NOTES, Run
+from experiments.runner.studies import Where, planned
+from experiments.runner.tables import Results
+from experiments.stability.__main__ import PROGRAM
+from experiments.stability.studies import AGAIN, MAIN, NAIVE, SPARSE_RL
+from sparse_rl_lightning.callbacks.guards.step_guard import Cause, RatioWatch
+
+
+def one_run(folder: Path) -> Run:
+    return replace(MAIN, arms=(NAIVE,)).runs(10, Where(folder))[0]
+
+
+def test_interrupted_run_goes_on_and_finished_one_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun = one_run(tmp_path), list[Any]()
+    monkeypatch.setattr(running, "run_in", lambda folder, command: begun.append(command))
+    assert "--ckpt_path=last" not in run.command()
+    run.checkpoint.parent.mkdir(parents=True)
+    run.checkpoint.touch()
+    (run.folder / CODE).write_text(run.code)
+    assert "--ckpt_path=last" in run.command()
+    assert not run.execute()
+    (run.folder / NOTES).touch()
+    assert run.execute()
+    assert len(begun) == 1
+
+
+def test_a_run_of_other_code_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited reward is another run, and so is a compressor; a callback's options are in the command line already."""
+    run = one_run(tmp_path)
+    run.folder.mkdir(parents=True)
+    (run.folder / NOTES).touch()  # as an earlier version left it
+    monkeypatch.setattr(running, "run_in", lambda folder, command: None)
+    assert not run.execute()
+    assert (run.folder.with_name(f"{run.folder.name}~1") / NOTES).is_file()
+    (run.folder / NOTES).touch()
+    assert run.execute()
+    monkeypatch.setattr(running, "code_of", lambda *configs: "another reward")
+    assert not one_run(tmp_path).is_finished
+
+
+def test_code_is_that_of_rewards_tasks_environments_and_compressors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(code, "_sources", lambda kind: seen.append(kind.__qualname__) or "")
+    config = running.read_file(running.CONFIGS / "tools.yaml")
+    code.code_of(config, [{"class_path": "SnapKV"}, "sparse_rl_lightning.rewards.arithmetic_reward", 3, None])
+    assert seen == ["ArithmeticTasks", "Calculator", "RKV", "SnapKV", "arithmetic_reward"]
+
+
+TOLD = '''
+def keep(budget):
+    """Keep so many."""
+    if budget < 1:
+        raise UserError(f"budget must be positive, got {budget}.")
+    return budget + 1  # the newest
+'''
+
+
+@pytest.mark.parametrize(
+    ("edit", "counts"),
+    [
+        (('"""Keep so many."""', '"""Keep this many and one more."""'), False),
+        (("  # the newest", ""), False),
+        (("must be positive", "counts tokens"), False),
+        (("    return", '    if budget > 9:\n        raise UserError("less")\n    return'), False),
+        (("budget < 1", "budget < 2"), False),
+        (("UserError", "ValueError"), True),  # which a run may catch, and go on
+        (("raise UserError", "budget = 3 or UserError"), True),
+        (("budget + 1", "budget + 2"), True),
+        (("budget + 1", "budget - 1"), True),
+        (("    return budget + 1", "    return budget + 1\n    return 0"), True),
+        (("keep(budget)", "keep(budget=0)"), True),
+    ],
+)
+def test_code_is_what_a_run_that_ended_depends_on(edit: tuple[str, str], counts: bool) -> None:
+    assert edit[0] in TOLD
+    assert (code.said(TOLD.replace(*edit).encode()) != code.said(TOLD.encode())) == counts
+
+
+def test_a_line_is_read_off_the_runs_files_and_is_enough(tmp_path: Path) -> None:
+    run = one_run(tmp_path)
+    write(run)
+    kept = tmp_path / "kept.jsonl"
+    record = Archive(kept).of(run)
+    assert (record.k3, record.p05, record.minutes, record.spikes) == (0.5, 0.9, 2.0, 0.25)
+    assert (record.end("dense", 3), record.end("34", 3), record.largest_ratio) == (0.5, 0.25, 50.0)
+    for name in (NOTES, "summary.json"):
+        (run.folder / name).unlink()
+    assert Archive(kept).of(run) == record
+    assert Archive(kept).of(replace(run, seed=11)) is None
+
+
+def test_records_of_other_code_never_share_a_table_with_todays(tmp_path: Path) -> None:
+    runs = replace(MAIN, arms=(NAIVE, SPARSE_RL)).runs(10, Where(tmp_path))
+    kept = tmp_path / "kept.jsonl"
+    for run in runs:
+        write(run)
+        assert Archive(kept).of(run) is not None
+        (run.folder / NOTES).unlink()
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    for changed, shown in ((0, [False, True]), (1, [True, True])):
+        lines[changed]["code"] = "of before"
+        kept.write_text("\n".join(map(json.dumps, lines)))
+        archive = Archive(kept)
+        assert [archive.is_of_other_code(run) for run in runs] == [line["code"] == "of before" for line in lines]
+        archive.admit(runs)
+        assert [archive.of(run) is not None for run in runs] == shown
+
+
+def test_lines_that_are_kept_apart_replace_none(tmp_path: Path) -> None:
+    study = replace(MAIN, arms=(NAIVE,), seeds=(10,))
+    apart, archive = replace(study, apart="again"), Archive(tmp_path / "kept.jsonl", apart=("", "again"))
+    for end, own in ((0.25, study), (0.5, apart)):
+        (run,) = own.runs(10, Where(tmp_path))
+        write(run, end)
+        assert archive.of(run).end("dense", 3) == end
+    assert [len((tmp_path / f"{name}.jsonl").read_text().splitlines()) for name in ("kept", "kept_again")] == [1, 1]
+    results = Results(Where(tmp_path), archive)
+    assert [results.of(own, NAIVE)[10].dense for own in (study, apart)] == [0.25, 0.5]
+
+
+def test_a_line_names_the_weights_that_its_run_began_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds that begin from two policies are not one study: a warm-up ends elsewhere on another processor."""
+    monkeypatch.setattr(Run, "execute", write)
+    archive, starts = Archive(tmp_path / "kept.jsonl"), list[str]()
+    for seed, weights in enumerate((b"one", b"another", b"")):
+        (run,) = replace(MAIN, arms=(NAIVE,), seeds=(seed,)).runs(seed, Where(tmp_path / str(seed)))
+        policy = Path(run.settings.policy)
+        policy.mkdir(parents=True)
+        if weights:
+            (policy / "model.safetensors").write_bytes(weights)
+        running._digest_of.cache_clear()
+        execution.execute([run], archive, 1)
+        starts.append(archive.of(run).start)
+        assert ("begin from other weights" in capsys.readouterr().err) == (seed > 0)
+    assert [len(start) for start in starts] == [12, 12, 0]
+    assert starts[0] != starts[1]
+
+
+def test_every_warning_of_a_long_step_is_read(tmp_path: Path) -> None:
+    run = one_run(tmp_path)
+    assert long_steps(run) is None  # no log, nothing known
+    run.folder.mkdir(parents=True)
+    causes = [Cause(1.04), Cause(5.02), Cause(), Cause(2e4, 0.5), Cause(3.0, draws=4e3), Cause(1e-5)]
+    lines = [
+        f"UserWarning: The gradient of optimizer step {4 * place} is 1,043 times as long as usual (1e+03). "
+        + cause.told(can_correct=False, can_bound=True)
+        for place, cause in enumerate(causes)
+    ]
+    lines.append(f"UserWarning: The largest staleness ratio of optimizer step 40 {RatioWatch().see(Cause(5e4))}")
+    (run.folder / "log.txt").write_text("\n".join(["Epoch 0", *lines]), encoding="utf-8")
+    assert long_steps(run) == [[0, 1], [1, 5], [2, 0], [3, 2e4], [4, 4e3], [5, 1e-5]]
+
+
+def test_curve_has_the_mean_or_the_largest_of_equal_parts() -> None:
+    assert binned([1.0, 2.0], max) == [1.0, 2.0]
+    values = [float(v) for v in range(10 * BINS)]
+    assert binned(values, max) == [10.0 * i + 9 for i in range(BINS)]
+    assert binned(values, statistics.fmean) == [10.0 * i + 4.5 for i in range(BINS)]
+    assert binned([], max) == []
+
+
+def test_one_and_two_seeds_have_no_interval() -> None:
+    assert mean([0.5]) == "0.50"
+    assert mean([0.25, 0.35], 0, percent=True) == "25 / 35 %"
+    assert mean([2.0, -1.0], 1, signed=True) == "+2.0 / -1.0"
+    assert mean([1.0, 2.0, 3.0]) == "2.00 ± 2.48"  # 4.303 / sqrt(3)
+
+
+def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second run has begun before the first one's end is heard of; it goes on until the others are called off."""
+    begun: list[int] = []
+    called_off = Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            called_off.set()
+            super().shutdown(wait)
+
+    def execute(run: Run) -> None:
+        begun.append(len(begun))
+        if len(begun) > 1:
+            called_off.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "execute", execute)
+    monkeypatch.setattr(execution, "ThreadPoolExecutor", Pool)
+    runs = [one_run(tmp_path)] * 50
+    with pytest.raises(KeyboardInterrupt):
+        execution.execute(runs, Archive(tmp_path / "kept.jsonl"), jobs=1)
+    assert len(begun) <= 2
+
+
+def test_tables_say_what_was_found(tmp_path: Path) -> None:
+    """Leads are paired by seed; dense training knows no cache, and was judged under the milder one."""
+    for run in planned(AGAIN, Where(tmp_path), [30, 31]):
+        write(run, end={"dense": 0.5, "naive": 0.04}.get(run.arm.label, 0.4 + 0.1 * (run.seed > 30)))
+    results = Results(Where(tmp_path), Archive(tmp_path / "kept.jsonl"))
+    texts = PROGRAM.texts(results, ["again"])
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in texts["again"].splitlines()[2:]]
+    shown = {(row[0], row[1]): row[2:] for row in rows}
+    assert list(shown)[::5] == [("34 + 4", "dense"), ("30 + 4", "naive")]
+    assert shown["30 + 4", "replay"] == [
+        "0.40 / 0.50", "0.20 / 0.25", "0.40 / 0.50", "10.0 / 10.0 %", "0 of 2", "+36.0 / +46.0", "+18.0 / +23.0",
+        "-10.0 / +0.0", "–", "+0.0 / +0.0", "+0.0 / +0.0",
+    ]  # fmt: skip
+    assert shown["34 + 4", "naive"][4] == "2 of 2"
+    docs = tmp_path / "docs" / "measured"
+    docs.mkdir(parents=True)
+    above = docs.parent / "results.md"
+    above.write_text(f"{mark('experiments.stability', 'overview')}\nold\n{END}\nrest", "utf-8")
+    (docs / "stability.md").write_text("before\n", "utf-8")
+    PROGRAM.save(texts, docs)
+    assert "| dense | 0.50 / 0.50 | – |" in above.read_text("utf-8")
+    assert "old" not in above.read_text("utf-8")
+    page = (docs / "stability.md").read_text("utf-8")
+    assert page.startswith("before\n")
+    assert texts["again"] in page
+
+
+def test_studies_without_tables_of_their_own_have_a_plain_one(tmp_path: Path) -> None:
+    for run in planned(ARMS.studies(["budgets"]), Where(tmp_path)):
+        write(run)
+    results = Results(Where(tmp_path), Archive(tmp_path / "kept.jsonl"))
+    rows = [line.strip("| ").split(" | ") for line in ARMS.texts(results, ["budgets"])["budgets"].splitlines()[2:]]
+    assert [row[1:3] for row in rows[:2]] == [["30", "dense"], ["30", "naive"]]
+    assert [row[4] for row in rows] == ["0.25"] * 8
