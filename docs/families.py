@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common.tables import Table
-from docs.quoted import measured
 from sparse_rl_lightning.policies.geometry import CacheGeometry, LinearSizes
 from sparse_rl_lightning.rollout.engine.decoders.choice import choose_decoder
 
@@ -122,9 +121,3 @@ def models_table() -> str:
         "counts both on either side."
     )
     return Table("", head, note, rows).untitled
-
-
-def decoders_table() -> str:
-    """A decode step by both decoders."""
-    rows = measured("../benchmarks/results/decoders-cpu.md", "Decoders")
-    return Table("", tuple(rows[0]), rows=[tuple(row.values()) for row in rows]).untitled

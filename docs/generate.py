@@ -21,19 +21,17 @@ from benchmarks.common.pages import END, mark, replaced
 from docs import docstrings, listing, logged, method_pages
 from docs.crossing import crossing_table
 from docs.docstrings import Argument
-from docs.families import decoders_table, models_table
+from docs.families import models_table
 from docs.predictions import cards_table, one_card_file, recipe_tables
 from docs.quoted import (
     budgets_table,
     compressors_table,
     gpu_cells_table,
     gpu_larger_table,
-    gpu_memory_table,
     gpu_modeled_table,
-    gpu_table,
-    learner_table,
     memory_table,
     real_table,
+    some_columns,
     trainer_table,
 )  # fmt: skip
 
@@ -136,22 +134,33 @@ WHOLE: dict[str, Callable[[], str]] = {
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"": metric_tables},
-    "models.md": {"families": models_table, "decoders": decoders_table},
+    "models.md": {"families": models_table, "decoders": partial(some_columns, "decoders-cpu", "Decoders")},
     "papers.md": {"": recipe_tables},
     "one_card.md": {"file": one_card_file, "cards": cards_table},
     "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"512": partial(crossing_table, 512), "2048": partial(crossing_table, 2048)},
     "measured/gpu.md": {
-        "": gpu_table,
+        "": partial(
+            some_columns, "gpu-whole-1.5b", "Whole rollouts, Qwen2.5-1.5B",
+            "cache", "tokens/s", "times as fast as FullKV", "share of steps alone", "KV GB",
+        ),
         "larger": gpu_larger_table,
-        "memory": gpu_memory_table,
+        "memory": partial(
+            some_columns, "gpu-memory", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384",
+            "cache", "slots", "ms per step", "tokens/s", "times as many as FullKV",
+        ),
         "cells": gpu_cells_table,
         "modeled": gpu_modeled_table,
     },
-    "design.md": {"": learner_table},
+    "design.md": {
+        "": partial(
+            some_columns, "learner-cpu", "Log-probs and entropies, forward and backward",
+            "way", "logits at a time", "peak GiB",
+        )
+    },
     "from_trl.md": {"": trainer_table},
     "results.md": {"memory": memory_table},
-}
+}  # fmt: skip
 PAGES = (*WHOLE, *PARTS)
 
 

@@ -46,6 +46,12 @@ def columns(rows: Sequence[Row], head: Sequence[str], note: str = "") -> str:
     return Table("", head, note, rows=[tuple(row[name] for name in head) for row in rows]).untitled
 
 
+def some_columns(page: str, heading: str, *head: str) -> str:
+    """Some columns, or all, of a page of results."""
+    rows = measured(f"../benchmarks/results/{page}.md", heading)
+    return columns(rows, head or tuple(rows[0]))
+
+
 def budgets_table() -> str:
     """Accuracy with the full cache by budget and arm, and what the paper's correction rejects."""
     found = {(row["budget"], row["–"]): row for row in measured("measured/arms.md", "Budgets and replay")}
@@ -87,27 +93,12 @@ def real_table() -> str:
     return table.untitled
 
 
-def learner_table() -> str:
-    """Peak memory of the learner's log-probs, all logits against chunks."""
-    rows = measured("../benchmarks/results/learner-cpu.md", "Log-probs and entropies, forward and backward")
-    head = ("way", "logits at a time", "peak GiB")
-    return columns(rows, head)
-
-
 def memory_table() -> str:
     """What the full and a compressed cache generate in the same memory, and how much that is."""
     page = "../benchmarks/results/equal-memory-cpu.md"
     (note,) = re.findall(r"^## Equal memory\n\n(.+)$", (FOLDER / page).read_text("utf-8"), re.MULTILINE)
-    rows = measured(page, "Equal memory")
     head = ("cache", "sequences in flight", "tokens/s", "times as fast", "sequences per hour")
-    return columns(rows, head, note)
-
-
-def gpu_table() -> str:
-    """Whole rollouts of one model on a GPU."""
-    rows = measured("../benchmarks/results/gpu-whole-1.5b.md", "Whole rollouts, Qwen2.5-1.5B")
-    head = ("cache", "tokens/s", "times as fast as FullKV", "share of steps alone", "KV GB")
-    return columns(rows, head)
+    return columns(measured(page, "Equal memory"), head, note)
 
 
 def gpu_larger_table() -> str:
@@ -119,13 +110,6 @@ def gpu_larger_table() -> str:
             if row["tokens/s"] != "–":
                 table.add(model, row["cache"], row["tokens/s"], row["share of steps alone"], row["KV GB"])
     return table.untitled
-
-
-def gpu_memory_table() -> str:
-    """What the full and compressed caches decode in the same memory of a GPU."""
-    rows = measured("../benchmarks/results/gpu-memory.md", "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384")
-    head = ("cache", "slots", "ms per step", "tokens/s", "times as many as FullKV")
-    return columns(rows, head)
 
 
 def gpu_modeled_table() -> str:
