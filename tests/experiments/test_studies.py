@@ -176,11 +176,13 @@ def tiny(folder: Path, **policy: Any) -> Path:
 
 def brief(run: Run, policy: Path, **changes: Any) -> Run:
     """A run with weights that know nothing, as short as it can be."""
-    changes = {"policy": str(policy), "steps": 4, "num_problems": 4, "problems_seed": None, **changes}
+    options = {**run.settings.options, "data.init_args.num_val": "8"}
+    changes = {"policy": str(policy), "steps": 4, "num_problems": 4, "options": options, **changes}
     return replace(run, settings=replace(run.settings, **changes))
 
 
 @pytest.mark.slow  # processes that import everything
+@pytest.mark.timeout(900)
 def test_a_run_is_interrupted_and_comes_to_the_same_end(tmp_path: Path) -> None:
     study = replace(arms.PROGRAM.groups["budgets"][1], arms=(arms.REPLAY,))
     run = brief(study.runs(0, Where(tmp_path))[0], tiny(tmp_path / "policy"), every_n_rollouts=1)
@@ -197,6 +199,7 @@ def test_a_run_is_interrupted_and_comes_to_the_same_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("arm", [ARMS[0], ARMS[-1]], ids=lambda arm: arm.label)
 def test_conversations_are_held_before_and_after(arm: Any, tmp_path: Path) -> None:
     policy = tiny(tmp_path / "policy", alphabet="0123456789+-*?;#!")
@@ -213,6 +216,7 @@ def test_conversations_are_held_before_and_after(arm: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_tails_are_measured_with_and_without_the_adapter(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is an extra (lora)")
     (study,) = distill.PROGRAM.groups["distill"]
@@ -226,6 +230,7 @@ def test_tails_are_measured_with_and_without_the_adapter(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_schedule_is_another_budget(tmp_path: Path) -> None:
     (study,) = schedule.PROGRAM.groups["schedule"]
     run = brief(study.runs(0, Where(tmp_path))[1], tiny(tmp_path / "policy"), every_n_rollouts=0)
