@@ -234,10 +234,10 @@ class SparseGRPO(PolicyModule):
 
     def denominators(self, window: Rollout) -> Denominators:
         """The divisors of one optimizer step over all ranks; ``window`` holds this rank's sequences of it."""
-        of_rank = self.loss.denominators(window, self.generator.sampling.max_completion_length)
+        local = self.loss.denominators(window, self.generator.sampling.max_completion_length)
         if self._world_size == 1:
-            return of_rank
-        return of_rank.summed(lambda sums: self.trainer.strategy.reduce(sums, reduce_op="sum"))
+            return local
+        return local.summed(lambda sums: self.trainer.strategy.reduce(sums, reduce_op="sum"))
 
     @torch.no_grad()
     def reference_logprobs(self, part: Rollout) -> Tensor:

@@ -20,6 +20,7 @@ from benchmarks.common import code, kept
 from benchmarks.common.pages import END, mark
 from examples import stories
 from experiments import arms, distill, schedule
+from experiments.learned_eviction import Drawn
 from experiments.real import __main__ as real
 from experiments.real import task as real_task
 from experiments.real.studies import MAIN, REPLAY, USUAL
@@ -36,12 +37,11 @@ from experiments.turns.ending import METRICS, late_mean, numbers
 from experiments.turns.studies import ARMS, LONGEST
 from experiments.turns.studies import USUAL as TALKS
 from sparse_rl_lightning import callbacks
-from sparse_rl_lightning.compressors import Drawn, LearnedScore
-from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.records import Conversation
 from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
+from tests.learned import learned_score
 
 RESULTS = ROOT / "benchmarks" / "results"
 PROGRAMS = [stability.PROGRAM, real.PROGRAM, turns.PROGRAM, arms.PROGRAM, schedule.PROGRAM, distill.PROGRAM]
@@ -116,13 +116,12 @@ def test_code_is_of_the_studys_own_files(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_drawn_evictions_are_judged_undrawn_with_what_they_learned() -> None:
-    score = LearnedScore(budget=32, buffer=8)
-    score.build(ModelSizes(1, 1, 4, 8), anew=True)
+    score = learned_score(budget=32, buffer=8)
     (judged,) = learned(Drawn(score)).items()
     assert judged[0] == "32"
     assert isinstance(judged[1], Drawn)
     assert judged[1].temperature == 0
-    assert judged[1].build(ModelSizes(1, 1, 4, 8)) is score.build(ModelSizes(1, 1, 4, 8))
+    assert judged[1]._parts == [score]
     assert learned(score) == {}
 
 
