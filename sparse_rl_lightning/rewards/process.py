@@ -23,7 +23,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from io import BufferedReader
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
@@ -116,10 +115,9 @@ class _Child:
     def __init__(self, process: BaseProcess, connection: socket.socket) -> None:
         self.process = process
         self.connection = connection
-        self.answers = connection.makefile("rb")
         self.owner = os.getpid()
         # not in a fork of ours, whose child it is not; a priority has it called before multiprocessing waits at exit
-        self.kill = Finalize(self, _kill, (process, connection, self.answers), exitpriority=1)
+        self.kill = Finalize(self, _kill, (process, connection), exitpriority=1)
 
     def is_alive(self) -> bool:
         """Whether the process is still running, and ours: in a fork of this process it is our parent's."""
@@ -127,10 +125,11 @@ class _Child:
 
     def ask(self, data: bytes, count: int, timeout: float) -> dict[str, Any]:
         """Send a batch of ``count`` samples and wait for the answer."""
+        deadline = time.monotonic() + timeout
         try:
             self.connection.settimeout(min(timeout, LONGEST))
             self.connection.sendall(data)
-            return _checked(self.line(), count)
+            return _checked(self.line(deadline), count)
         except TimeoutError:
             raise LostProcess(f"gave no answer within {timeout:g} seconds") from None
         except (OSError, EOFError):
@@ -138,11 +137,19 @@ class _Child:
         except (ValueError, RecursionError):
             raise LostProcess("wrote into its process's connection to us") from None
 
-    def line(self) -> bytes:
-        """The next line that the process writes."""
-        if line := self.answers.readline(MOST_BYTES):
-            return line
-        raise EOFError
+    def line(self, deadline: float) -> bytes:
+        """The next line that the process writes, however slowly, by a time of the monotonic clock."""
+        text = bytearray()
+        while not text.endswith(b"\n") and len(text) < MOST_BYTES:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(min(left, LONGEST))
+            received = self.connection.recv(2**20)
+            if not received:
+                raise EOFError
+            text += received
+        return bytes(text)
 
     def _how(self) -> str:
         until = time.monotonic() + LAST_SECONDS
@@ -162,15 +169,14 @@ def _start(function: RewardFunction, name: str) -> _Child:
         with theirs, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads, which the child does not use
             child.process.start()
-        ours.settimeout(START_SECONDS)
-        child.line()
+        child.line(time.monotonic() + START_SECONDS)
     except (OSError, EOFError, AssertionError) as error:  # the last where we are daemonic, and may have no children
         child.kill()
         raise LostProcess(f"could not be given a process of its own ({error})") from error
     return child
 
 
-def _kill(process: BaseProcess, *ends: socket.socket | BufferedReader) -> None:
+def _kill(process: BaseProcess, connection: socket.socket) -> None:
     """Kill a process and everything it has started, and close our end of the connection."""
     if process.is_alive():
         assert process.pid is not None
@@ -178,8 +184,7 @@ def _kill(process: BaseProcess, *ends: socket.socket | BufferedReader) -> None:
             with suppress(ProcessLookupError):
                 kill(process.pid, signal.SIGKILL)
         process.join()
-    for end in ends:
-        end.close()
+    connection.close()
 
 
 def _checked(line: bytes, count: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,25 @@ def test_what_foreign_code_writes_to_the_trainer_is_no_answer(forged: str) -> No
         theirs.sendall(forged.encode("latin-1") + b"\n")
         with pytest.raises(process.LostProcess, match="wrote into its process's connection to us"):
             process._Child(multiprocessing.Process(), ours).ask(b"", 4, ENOUGH)
+
+
+def test_an_answer_that_comes_byte_by_byte_is_waited_for_no_longer_than_any() -> None:
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.02):
+            theirs.sendall(b"1")
+
+    with ours, theirs:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(process.LostProcess, match=r"gave no answer within 0\.3 seconds"):
+                process._Child(multiprocessing.Process(), ours).ask(b"", 4, 0.3)
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_a_fork_that_hangs_before_it_is_ready_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
