@@ -108,8 +108,8 @@ sanitize: $(INSTALLED) ## op tests on CPU kernels built with the address and und
 	cd $(SANITIZED) && SPARSE_RL_BUILD=cpu SPARSE_RL_CFLAGS="$(SANITIZER)" $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && PYTHONPATH=. OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_native_attention.py tests/ops/test_native_body.py tests/ops/test_native_pages.py \
-		tests/ops/test_native_scores.py tests/ops/test_native_evict.py tests/ops/test_native_torch.py tests/ops/test_native_errors.py tests/ops/test_native_loaded.py tests/ops/test_draw.py
+		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_native_attention.py tests/ops/test_native_pages.py \
+		tests/ops/test_native_scores.py tests/ops/test_native_evict.py tests/ops/test_native_errors.py tests/ops/test_native_loaded.py tests/ops/test_draw.py
 
 cuda-check: $(INSTALLED) ## compile the CUDA kernels where nvcc is; fails on warnings, spilled registers and too few blocks per multiprocessor
 	$(BIN)/python cuda_ext/check.py
@@ -119,7 +119,7 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 	rm -rf $(EMULATED) && mkdir -p $(EMULATED) && cp pyproject.toml $(EMULATED)/
 	$(BIN)/python cuda_ext/emulation/build.py $(EMULATED)
 	cd $(EMULATED) && SPARSE_RL_EMULATED=1 PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q \
-		-p no:cacheprovider -m "not gpu" tests/ops/test_native_attention.py tests/ops/test_native_body.py tests/ops/test_native_pages.py tests/ops/test_native_scores.py \
+		-p no:cacheprovider -m "not gpu" tests/ops/test_native_attention.py tests/ops/test_native_pages.py tests/ops/test_native_scores.py \
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 

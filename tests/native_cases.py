@@ -169,6 +169,29 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 1e-2
 
 
+def assert_attended(
+    pools: KVPools, slots: Tensor, query: Tensor, scale: float, out: Tensor, lse: Tensor | None = None,
+    probs: Tensor | None = None, *, close: float, sinks: Tensor | None = None, read: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Results are those of float64 over the live entries of each head, or over those of them that were read."""
+    group = query.shape[1] // pools.lengths.shape[-1]
+    for b, slot in enumerate(slots.tolist()):
+        for q in range(query.shape[1]):
+            rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
+            keys, values = pools.keys[rows].double(), pools.values[rows].double()
+            if read is not None:
+                keys, values = (t[read[b, q // group, : len(t)]] for t in (keys, values))
+            logits = scale * keys @ query[b, q].double()
+            column = logits if sinks is None else torch.cat([logits, sinks[q : q + 1].double()])
+            shares = column.softmax(0)[: len(logits)].masked_fill(logits == -torch.inf, 0.0)
+            torch.testing.assert_close(out[b, q].double(), shares @ values, atol=close, rtol=close)
+            if lse is not None:
+                torch.testing.assert_close(lse[b, q].double(), column.logsumexp(0), atol=2e-5, rtol=2e-6)
+            if probs is not None:
+                torch.testing.assert_close(probs[b, q, : len(shares)].double(), shares, atol=2e-6, rtol=3e-5)
+                assert not probs[b, q, len(shares) :].any()
+
+
 LAYERS, SLOTS, HEADS, DIM, CAPACITY, GROUP, PAGE = 2, 3, 2, 16, 12, 3, 2
 
 

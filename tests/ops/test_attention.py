@@ -17,7 +17,7 @@ from sparse_rl_lightning.cache.running_state import _paid
 from sparse_rl_lightning.ops import attention
 from sparse_rl_lightning.ops.attention import causal_attention, entries_share, torch_attention
 from tests.native_cases import (
-    head_rows,
+    assert_attended,
     make_pools,
     moved,
     no_kernels,
@@ -63,16 +63,7 @@ def test_decode_attention(device: str, way: str, seed: int, shape: dict, group: 
         again = ops.decode_attention(moved(pools, device), *where[:2], SCALE, longest, sinks=where[3])
     assert torch.equal(out, again)
     close = 2 * tolerance(dtype)  # rounded twice
-    for b, slot in enumerate(chosen.tolist()):
-        for h in range(heads):
-            rows, own = head_rows(pools, slot, h) if slot >= 0 else slice(0, 0), slice(h * group, (h + 1) * group)
-            key, value = (pool[rows][None] for pool in (pools.keys, pools.values))
-            seen = torch.ones(key.shape[1], dtype=torch.bool)
-            want, share = brute_force(query[b, own, None], key, value, seen, sinks[own])
-            torch.testing.assert_close(out[b, own].cpu().double(), want[:, 0], atol=close, rtol=close)
-            found = where[2][b, own].cpu().double()
-            torch.testing.assert_close(found[:, : key.shape[1]], share[:, 0], atol=2e-6, rtol=2e-5)
-            assert not found[:, key.shape[1] :].any()
+    assert_attended(pools, chosen, query, SCALE, out.cpu(), probs=where[2].cpu(), close=close, sinks=sinks)
 
 
 @pytest.mark.parametrize("width", [5, 8, 16])
@@ -95,17 +86,19 @@ def test_torch_attention_and_its_gradients(masked: bool, width: int) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("window", [0, 3, 300])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3, 300, 5000])
 @pytest.mark.parametrize(("count", "total"), [(7, 7), (1, 9), (600, 600), (300, 700)])
-def test_prompts_are_read_beside_sinks(window: int, count: int, total: int) -> None:
+def test_prompts_are_read_in_windows_and_beside_sinks(count: int, total: int, window: int, has_sinks: bool) -> None:
     query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
-    sinks = 2 * torch.randn(4)
+    sinks = 2 * torch.randn(4) if has_sinks else None
     last, index = torch.arange(total - count, total)[:, None], torch.arange(total)
     seen = (index <= last) & (index > last - (window or total))
-    want, probs = brute_force(*(t.transpose(0, 1) for t in (query, key, value)), seen, sinks)
+    logits = torch.full((4,), -torch.inf) if sinks is None else sinks
+    want, probs = brute_force(*(t.transpose(0, 1) for t in (query, key, value)), seen, logits)
     got = causal_attention(query, key, value, SCALE, window, sinks)
     torch.testing.assert_close(got.double(), want.transpose(0, 1), atol=2e-6, rtol=1e-5)
-    if not window:  # what compressors read of it
+    if sinks is not None and not window:  # what compressors read of it
         paid = _paid(query, key, SCALE, sinks)[0]
         torch.testing.assert_close(paid.double(), probs.unflatten(0, (2, 2)).sum(1), atol=2e-6, rtol=1e-5)
 

@@ -1,4 +1,7 @@
-"""draw: tokens, probabilities and truncation against float64 by hand, transformers' rules, and long-run frequencies."""
+"""draw: tokens, probabilities and truncation against float64 by hand, transformers' rules, and long-run frequencies.
+
+Its random numbers, which are keyed: SplitMix64 bit for bit, and good enough to sample tokens from.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops.draw import CHUNK, Drawn, keyed_uniform
+from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, REFERENCES
 
 SIZES = [1, 2, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
@@ -144,8 +148,8 @@ def test_kernel_equals_reference(device: str, size: int, kind: str, rule: dict[s
 
 @pytest.mark.skipif(EMULATED, reason="a thread takes turns with 255 others")
 def test_frequencies_are_the_probabilities_of_rare_tokens_too() -> None:
-    """Half a million draws; tokens of probability 4e-5 stand at the beginning, in the middle and at the end."""
-    size, count = 2 * CHUNK + 100, 500_000
+    """Of 300,000 draws; tokens of probability 4e-5 stand at the beginning, in the middle and at the end."""
+    size, count = 2 * CHUNK + 100, 300_000
     row = torch.full((size,), -30.0)
     rare = [0, CHUNK - 1, CHUNK, size - 1]
     row[rare], row[5], row[CHUNK + 7] = math.log(4e-5), math.log(0.6), math.log(0.4 - 16e-5)
@@ -212,7 +216,6 @@ def test_of_equal_tokens_as_many_stay_as_reach_top_p_and_no_more(device: str, to
     for dtype in dtypes_for(device):
         for size in (20, 28, 5 * CHUNK, 19 * CHUNK + 12):
             drawn = ops.draw(torch.full((1, size), -3.0, dtype=dtype, device=device), step, step, top_p=top_p)
-            assert drawn.behavior is not None
             assert 1 / float(drawn.behavior.exp()) == pytest.approx(top_p * size, rel=1e-6)
             assert int(drawn.tokens) < top_p * size
 
@@ -278,3 +281,121 @@ def test_reference_draws_nothing_from_no_rows() -> None:
     drawn = ops.draw(torch.zeros(0, 8, dtype=torch.float64), NO_ENDS, NO_ENDS)
     assert drawn.tokens.shape == (0,)
     assert "draw" in REFERENCES
+
+
+# ---------------------------------------------------------------- keyed random numbers
+
+
+MASK = 2**64 - 1
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def splitmix_chain(*keys: int) -> int:
+    """The hash in unbounded Python integers."""
+    z = 0
+    for key in keys:
+        z = (z + (key + 1) * 0x9E3779B97F4A7C15) & MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        z ^= z >> 31
+    return z
+
+
+def test_first_outputs_of_seed_zero_are_the_published_ones() -> None:
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [bits & MASK for bits in hash_bits(torch.arange(4)).tolist()] == published
+    torch.testing.assert_close(hash_uniform(0).item(), published[0] / 2**64, rtol=0, atol=2.0**-24)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(INT64, min_size=1, max_size=4))
+def test_bits_and_uniforms_equal_python_integers(keys: list[int]) -> None:
+    expected = splitmix_chain(*keys)
+    tensors = [torch.tensor([key]) for key in keys]
+    assert hash_bits(*tensors).item() & MASK == expected
+    assert hash_bits(*keys).item() & MASK == expected
+    exact = ((expected >> 17) + 0.5) / 2**47  # 48 bits, exact in Python's float64
+    assert hash_uniform(*tensors).item() == min(torch.tensor(exact).item(), 1 - 2.0**-24)
+
+
+def test_same_number_in_any_batch_shape_and_integer_type() -> None:
+    sequences, steps, tokens = torch.arange(7) * 10**12, torch.arange(7), torch.arange(33)
+    together = hash_uniform(sequences[:, None], steps[:, None], tokens)
+    assert together.shape == (7, 33)
+    assert together.dtype == torch.float32
+    for row in range(7):
+        alone = hash_uniform(sequences[row], steps[row], tokens.to(torch.int32))
+        assert torch.equal(together[row], alone)
+    some = torch.tensor([30, 2, 2])
+    assert torch.equal(together[:, some].t(), hash_uniform(sequences, steps, some[:, None]))
+
+
+def test_keys_are_left_alone_and_their_order_matters() -> None:
+    key = torch.arange(5)
+    hash_uniform(key, key)
+    assert torch.equal(key, torch.arange(5))
+    assert not torch.equal(hash_uniform(key, 7), hash_uniform(7, key))
+    assert hash_bits(torch.arange(1000)[:, None], torch.arange(1000)).unique().numel() == 10**6
+
+
+def key_with_bits(bits: int) -> int:
+    """The single key whose hash is ``bits``: the chain run backwards."""
+    z = bits
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 0x9E3779B97F4A7C15)):
+        z ^= (z >> shift) ^ (z >> 2 * shift)
+        z = z * pow(factor, -1, 2**64) & MASK
+    key = (z - 1) & MASK
+    return key - 2**64 if key >> 63 else key
+
+
+@pytest.mark.parametrize(
+    ("bits", "uniform"),
+    [(0, 2.0**-48), (2**17, 1.5 * 2.0**-47), (MASK, 1 - 2.0**-24), (MASK - 2**40 + 1, 1 - 2.0**-24), (2**63, 0.5)],
+)
+def test_never_zero_or_one_at_the_ends_of_the_range(bits: int, uniform: float) -> None:
+    key = key_with_bits(bits)
+    assert hash_bits(key).item() & MASK == bits
+    assert hash_uniform(key).item() == uniform
+
+
+def streams(kind: str) -> Tensor:
+    """2**18 numbers whose keys are consecutive in one place or the other."""
+    n, key = 2**18, torch.arange(2**18)
+    return {
+        "token": lambda: hash_uniform(123, 45, key),
+        "sequence": lambda: hash_uniform(key, 0, 0),
+        "step": lambda: hash_uniform(9, key, 1),
+        "grid": lambda: hash_uniform(torch.arange(512)[:, None], torch.arange(n // 512)).flatten(),
+        "high bits": lambda: hash_uniform(key << 45, 3),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence", "step", "grid", "high bits"])
+def test_uniform_and_uncorrelated(kind: str) -> None:
+    u = streams(kind).double()
+    n = u.numel()
+    counts = torch.histc(u, bins=256, min=0.0, max=1.0)
+    chi2 = ((counts - n / 256) ** 2 / (n / 256)).sum().item()
+    assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255)
+    for lag in (1, 2, 512):
+        r = torch.corrcoef(torch.stack([u[:-lag], u[lag:]]))[0, 1].item()
+        assert abs(r) < 5 / math.sqrt(n)
+    pairs = torch.histc(torch.floor(u[:-1] * 16) * 16 + torch.floor(u[1:] * 16), bins=256, min=0, max=256)
+    chi2_pairs = ((pairs - n / 256) ** 2 / (n / 256)).sum().item()
+    assert abs(chi2_pairs - 255) < 6 * math.sqrt(2 * 255)
+
+
+def test_small_numbers_are_as_frequent_as_they_should_be() -> None:
+    u = hash_uniform(torch.arange(2**11)[:, None], torch.arange(2**11))
+    for threshold in (2.0**-10, 2.0**-16):
+        expected = u.numel() * threshold
+        assert abs((u < threshold).sum().item() - expected) < 5 * math.sqrt(expected)
+    assert u[u < 2.0**-16].unique().numel() == (u < 2.0**-16).sum()
+
+
+def test_gumbel_argmax_draws_from_the_softmax() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
+    exponentials = -torch.log1p(-hash_uniform(torch.arange(2**17)[:, None], 5, torch.arange(5)))
+    drawn = (probabilities / exponentials).argmax(dim=-1).bincount(minlength=5) / 2**17
+    tolerance = 5 * (probabilities * (1 - probabilities) / 2**17).sqrt()
+    assert bool(((drawn - probabilities).abs() < tolerance).all())

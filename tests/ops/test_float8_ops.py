@@ -12,8 +12,7 @@ from native_cases import (
     EMULATED,
     POOLED,
     Case,
-    copy,
-    head_rows,
+    assert_attended,
     kernel,
     make_pools,
     pick_slots,
@@ -22,13 +21,11 @@ from native_cases import (
     uniform_pools,
 )
 from test_native_attention import turned
-from test_native_evict import make_scores, survivors, units
 from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.pools import COMPUTING, FLOAT8, to_stored
-from sparse_rl_lightning.records import NEVER
 
 Way = Callable[[str], Callable[..., None]]
 KERNEL_TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -200,87 +197,7 @@ def test_decode_attention(way: Way, device: str, dtype: torch.dtype, dim: int, g
             torch.full((4, heads * group, 151), 7.0)]  # fmt: skip
     after = run("decode_attention", args, way, device)
     close = 1e-5 if dtype == torch.float32 else 1e-2
-    for b, slot in enumerate(chosen.tolist()):
-        for q in range(heads * group):
-            rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
-            logits = dim**-0.5 * pools.keys[rows].double() @ query[b, q].double()
-            share = logits.softmax(0)
-            exact = share @ pools.values[rows].double()
-            torch.testing.assert_close(after[8][b, q].double(), exact, atol=close, rtol=close)
-            torch.testing.assert_close(after[9][b, q].double(), logits.logsumexp(0), atol=2e-5, rtol=2e-6)
-            torch.testing.assert_close(after[10][b, q, : len(share)].double(), share, atol=2e-6, rtol=2e-5)
-            assert (after[10][b, q, len(share) :] == 0).all()
-
-
-@each_way
-@pytest.mark.parametrize("dim", [16, 80])
-def test_evict_in_place(way: Way, device: str, dim: int) -> None:
-    g = torch.Generator().manual_seed(6)
-    pools = float8_pools(g, layers=2, dim=dim, capacity=300)
-    chosen, seen = torch.tensor([2, -1, 0]), torch.tensor([700, 701, 702])
-    scores = make_scores(g, (2, 3, 2, 300), "ties")
-    budgets = torch.randint(0, 200, (2, 3, 2), generator=g).int()
-    state = torch.randn(len(pools.keys), 2, generator=g)
-    args = [scores, budgets, 2, 3, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, torch.full((2, 3, 2, 600), 255, dtype=torch.uint8), state,
-            *[None] * 6, torch.tensor([[9, NEVER]] * 3, dtype=torch.int32)]  # fmt: skip
-    after = run("evict", args, way, device)
-    for layer, b, slot, h in units(2, chosen, 2):
-        live = head_rows(pools, layer, slot, h)
-        keep = survivors(scores[layer, b, h], pools.positions[live], int(budgets[layer, b, h]), 2, 3)
-        there = slice(live.start, live.start + len(keep))
-        assert after[11][layer, slot, h] == len(keep)
-        for index, pool in ((8, pools.keys), (9, pools.values)):
-            assert same_bytes(after[index][there], pool[live][keep])
-        for index, other in ((10, pools.positions), (13, state)):
-            assert torch.equal(after[index][there], other[live][keep])
-        dead = sorted(set(range(live.stop - live.start)) - set(keep))
-        assert (after[12][layer, slot, h][pools.positions[live][dead].long()] == 1).all()
-        assert not dead or after[20][slot].tolist() == [9, seen[slot]]
-
-
-@each_way
-def test_evict_from_a_source(way: Way, device: str) -> None:
-    g = torch.Generator().manual_seed(7)
-    pools, source = float8_pools(g, layers=2, capacity=30), float8_pools(g, layers=2, capacity=90)
-    chosen, seen = torch.tensor([1, 2, -1]), torch.tensor([100, 101, 102])
-    scores = make_scores(g, (2, 3, 2, 90), "random")
-    budgets = pools.capacities[:, chosen.clamp(min=0)].contiguous()
-    args = [scores, budgets, 2, 3, chosen, seen, pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, None, None, source.keys, source.values, source.offsets,
-            source.lengths]  # fmt: skip
-    after = run("evict", args, way, device)
-    want = copy(pools)
-    for layer, b, slot, h in units(2, chosen, 2):
-        live = head_rows(source, layer, b, h)
-        keep = survivors(scores[layer, b, h], torch.arange(live.stop - live.start), int(budgets[layer, b, h]), 2, 3)
-        there = slice(start := int(pools.offsets[layer, slot, h]), start + len(keep))
-        want.keys[there], want.values[there] = source.keys[live][keep], source.values[live][keep]
-        assert after[10][there].tolist() == keep
-        assert after[11][layer, slot, h] == len(keep)
-    assert same_bytes(after[8], want.keys)
-    assert same_bytes(after[9], want.values)
-
-
-@each_way
-@pytest.mark.parametrize("dtype", KERNEL_TYPES)
-def test_fork_takes_a_ring_of_another_type(way: Way, device: str, dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(8)
-    pools = float8_pools(g, layers=2, capacity=30)
-    pools.lengths.copy_(pools.lengths.minimum(pools.capacities.amin(1, keepdim=True)))
-    ring = torch.randn(2, 3, 4, 3, 32, generator=g).to(dtype)
-    args = [torch.tensor([0, 0]), torch.tensor([2, 1]), pools.offsets, pools.capacities, pools.keys, pools.values,
-            pools.positions, pools.lengths, ring, None, None]  # fmt: skip
-    after = run("fork", args, way, device)
-    want = copy(pools)
-    for layer, slot, h in torch.ones(2, 3, 2).nonzero().tolist():
-        live, start = head_rows(pools, layer, 0, h), int(pools.offsets[layer, slot, h])
-        there = slice(start, start + live.stop - live.start)
-        want.keys[there], want.values[there] = pools.keys[live], pools.values[live]
-        assert after[7][layer, slot, h] == pools.lengths[layer, 0, h]
-        assert torch.equal(after[8][layer, slot], ring[layer, 0])
-    assert same_bytes(after[4], want.keys)
-    assert same_bytes(after[5], want.values)
+    assert_attended(pools, chosen, query, dim**-0.5, *after[8:11], close=close)
 
 
 # -------------------------------------------------------------------- as users call them
@@ -296,10 +213,13 @@ def float8_case(dtype: torch.dtype = torch.float32, device: str = "cpu", **kwarg
     return case
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", COMPUTING)
 @pytest.mark.parametrize("name", sorted(set(POOLED) - PAGES))
-def test_eight_bits_do_what_the_same_numbers_do_in_more(name: str, dtype: torch.dtype) -> None:
-    case, wide = float8_case(dtype), float8_case(dtype)
+def test_eight_bits_do_what_the_same_numbers_do_in_more(name: str, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and dtype not in KERNEL_TYPES:
+        pytest.skip("there is no kernel for it")
+    case, wide = float8_case(dtype, device), float8_case(dtype, device)
     for attribute in ("pools", "source"):
         pools = getattr(wide, attribute)
         setattr(wide, attribute, replace(pools, keys=pools.keys.to(dtype), values=pools.values.to(dtype)))
@@ -309,8 +229,8 @@ def test_eight_bits_do_what_the_same_numbers_do_in_more(name: str, dtype: torch.
     if want is not None:
         torch.testing.assert_close(got.double(), want.double(), atol=close, rtol=close)
     for a, b in zip(case.tensors(), wide.tensors(), strict=True):
-        b = to_stored(b, a.dtype)
-        torch.testing.assert_close(a.double(), b.double(), atol=close, rtol=close, equal_nan=True)
+        stored = to_stored(b, a.dtype)
+        torch.testing.assert_close(a.double(), stored.double(), atol=close, rtol=close, equal_nan=True)
 
 
 @pytest.mark.parametrize("full", [True, False])

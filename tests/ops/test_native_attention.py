@@ -1,8 +1,6 @@
-"""append and decode_attention: kernel = reference = float64 loops over single heads."""
+"""append, decode_attention, rms_norm and silu_mul: kernel = reference = float64, over single heads and rows."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
     EMULATED,
+    assert_attended,
     copy,
     cpu_complaints,
     dtypes_for,
     exclude_keys,
-    head_rows,
     kernel,
     make_pools,
     on_each_device,
@@ -31,6 +29,7 @@ from native_cases import (
 from torch import Tensor
 
 from sparse_rl_lightning import ops
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.append import parts
 from sparse_rl_lightning.ops.decode_attention import MAX_SPLIT
@@ -148,18 +147,8 @@ def test_decode_attention(
     probs = torch.full((slots, heads * group, longest + spare), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, 0.3, longest, out, lse, probs]
     native, plain = both("decode_attention", args, device)
-    for b, slot in enumerate(chosen.tolist()):
-        for q in range(heads * group):
-            rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
-            logits = 0.3 * pools.keys[rows].double() @ query[b, q].double()
-            share = logits.softmax(0).masked_fill(logits == -torch.inf, 0.0)
-            exact = [share @ pools.values[rows].double(), logits.logsumexp(0), share]
-            for result in (native, plain):
-                o, total, p = result[8][b, q], result[9][b, q], result[10][b, q]
-                torch.testing.assert_close(o.double(), exact[0], atol=tolerance(dtype), rtol=tolerance(dtype))
-                torch.testing.assert_close(total.double(), exact[1], atol=2e-5, rtol=2e-6)
-                torch.testing.assert_close(p[: len(share)].double(), exact[2], atol=2e-6, rtol=2e-5)
-                assert (p[len(share) :] == 0).all()
+    for result in (native, plain):
+        assert_attended(pools, chosen, query, 0.3, *result[8:11], close=tolerance(dtype))
 
 
 @without_kernels
@@ -171,11 +160,7 @@ def test_decode_attention_beyond_one_tile_and_with_far_apart_logits() -> None:
     query[..., 0] = query[..., 0].abs() + 0.1
     pools.keys[pools.offsets[0, 0] :][:140, 0] = -torch.inf
     out = ops.decode_attention(pools, torch.arange(2), query, 1.0, 700)
-    for b in range(2):
-        for q in range(14):
-            rows = head_rows(pools, b, q // 7)
-            share = (pools.keys[rows].double() @ query[b, q].double()).softmax(0)
-            torch.testing.assert_close(out[b, q].double(), share @ pools.values[rows].double(), atol=1e-3, rtol=1e-4)
+    assert_attended(pools, torch.arange(2), query, 1.0, out, close=1e-3)
 
 
 SIZES = [(64, 7), (80, 8), (96, 1), (128, 9), (256, 3), (256, 8), (264, 5), (512, 3)]  # head size, group
@@ -261,15 +246,7 @@ def test_heads_that_are_split(device: str, dim: int, group: int) -> None:
                 torch.full_like(query, 7), torch.full((9, group), 7.0), torch.full((9, group, 1703), 7.0),
                 torch.full((9, group, 3, dim + 2), torch.nan)]  # fmt: skip
         native, _ = both("decode_attention", args, device, workspace=11)
-        for b, slot in enumerate(slots.tolist()):
-            rows = head_rows(pools, slot, 0) if slot >= 0 else slice(0, 0)
-            logits = dim**-0.5 * query[b].double() @ pools.keys[rows].double().T
-            shares = logits.softmax(-1)
-            close: dict[str, Any] = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
-            torch.testing.assert_close(native[8][b].double(), shares @ pools.values[rows].double(), **close)
-            torch.testing.assert_close(native[9][b].double(), logits.logsumexp(-1), atol=2e-5, rtol=2e-6)
-            torch.testing.assert_close(native[10][b, :, : shares.shape[1]].double(), shares, atol=2e-6, rtol=3e-5)
-            assert (native[10][b, :, shares.shape[1] :] == 0).all()
+        assert_attended(pools, slots, query, dim**-0.5, *native[8:11], close=tolerance(dtype))
 
 
 @on_each_device
@@ -333,3 +310,91 @@ def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
     with pytest.raises(RuntimeError, match="slot 1, KV head 0 is full"):
         ops.append(pools, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), torch.cat([x, x, x], dim=1))
     assert same_pools(pools, before)
+
+
+# ---------------------------------------------------------------- rms_norm and silu_mul
+
+
+TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+UNIT = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, or of a sum
+
+
+def types_for(device: str) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Types of hidden states and products in the compiled kernels."""
+    halves = [(torch.float16, torch.float16), (torch.float32, torch.float16)]
+    return TYPES if device == "cpu" and not EMULATED else TYPES + halves
+
+
+def width_for(device: str, width: int) -> int:
+    return width if device == "cpu" and not EMULATED else -(-width // 8) * 8
+
+
+@on_each_device
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6), rows=st.integers(0, 5), width=st.integers(1, 130), pair=st.integers(0, 4),
+    added=st.booleans(), epsilon=st.sampled_from([0.0, 1e-6, 1e-3]), scale=st.sampled_from([1e-2, 1.0, 30.0]),
+)  # fmt: skip
+def test_rms_norm(
+    device: str, seed: int, rows: int, width: int, pair: int, added: bool, epsilon: float, scale: float
+) -> None:
+    g, types = torch.Generator().manual_seed(seed), types_for(device)
+    (dtype, product), width = types[pair % len(types)], width_for(device, width)
+    hidden = (scale * torch.randn(rows, width, generator=g)).to(dtype)
+    addend = torch.randn(rows, width, generator=g).to(product) if added else None
+    weight = 1 + 0.3 * torch.randn(width, generator=g)
+    normed = torch.empty(rows, width, dtype=product)
+    total = (hidden + addend).to(dtype) if addend is not None else hidden
+    exact = total.double() * (total.double().square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+    for result in both("rms_norm", [hidden, addend, weight, epsilon, normed], device):
+        assert same_bits(result[0], total)
+        error = (result[4].double() - exact).abs()
+        allowed = (2.2 * UNIT[dtype] + UNIT[product]) * exact.abs() + 1e-7
+        assert (error <= allowed).all(), (error - allowed).max()
+
+
+@on_each_device
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6), rows=st.integers(0, 5), width=st.integers(0, 130), pair=st.integers(0, 4),
+    scale=st.sampled_from([1e-3, 1.0, 40.0]),
+)  # fmt: skip
+def test_silu_mul(device: str, seed: int, rows: int, width: int, pair: int, scale: float) -> None:
+    g, types = torch.Generator().manual_seed(seed), types_for(device)
+    dtype, width = types[pair % len(types)][0], width_for(device, width)
+    halves = torch.randn(rows, 2 * width, generator=g)
+    halves[:, :width] *= scale
+    halves = halves.to(dtype)
+    gate, up = halves.double().chunk(2, dim=-1)
+    exact = gate / (1 + (-gate).exp()) * up
+    for result in both("silu_mul", [halves, torch.empty(rows, width, dtype=dtype)], device):
+        error = (result[1].double() - exact).abs()
+        assert (error <= 2.2 * UNIT[dtype] * exact.abs() + 1e-7).all(), error.max()
+
+
+@on_each_device
+def test_far_gates_are_closed_or_open(device: str) -> None:
+    gate = torch.tensor([[-1e30, -1e4, -100.0, 0.0, 100.0, 1e4, 1e30, torch.nan]])
+    both = torch.cat([gate, torch.full_like(gate, 2.0)], dim=1).to(device)
+    gated = ops.silu_mul(both).cpu()[0]
+    assert gated[:4].abs().max() <= 1e-6
+    assert gated[4:7].tolist() == [200.0, 2e4, 2 * float(gate[0, 6])]
+    assert gated[7].isnan()
+
+
+@without_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_norm_or_a_gate_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, both = torch.randn(300, 96, generator=g).to(dtype), torch.randn(300, 192, generator=g).to(dtype)
+    weight = torch.ones(96)
+    normed, gated = ops.rms_norm(hidden.clone(), weight, 1e-6, hidden), ops.silu_mul(both)
+    for b in (0, 1, 150, 299):
+        own = hidden[b : b + 1].clone()
+        assert same_bits(ops.rms_norm(own.clone(), weight, 1e-6, own), normed[b : b + 1])
+        assert same_bits(ops.silu_mul(both[b : b + 1]), gated[b : b + 1])
+
+
+def test_a_result_of_another_type_needs_float32() -> None:
+    with pytest.raises(UserError, match="give float32 hidden states"):
+        ops.rms_norm(torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(8), 0.0, dtype=torch.float32)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_cases import (
     EMULATED,
+    assert_attended,
     cpu_complaints,
     dtypes_for,
     head_rows,
@@ -146,16 +145,9 @@ def test_page_attention(
     out, lse = torch.full_like(query, 7), torch.full((slots, heads * group), 7.0)
     args = [query, pools.keys, pools.values, chosen, pools.offsets, pools.lengths, pages, page_size, 0.3, out, lse]
     native, reference = both("page_attention", args, device)
-    for b, slot in enumerate(chosen.tolist()):
-        for q in range(heads * group):
-            read = keep[b, q // group].repeat_interleave(page_size)
-            rows = head_rows(pools, slot, q // group) if slot >= 0 else slice(0, 0)
-            keys, values = (t[rows].double()[read[: rows.stop - rows.start]] for t in (pools.keys, pools.values))
-            logits = 0.3 * keys @ query[b, q].double()
-            for result in (native, reference):
-                close: dict[str, Any] = {"atol": tolerance(dtype), "rtol": tolerance(dtype)}
-                torch.testing.assert_close(result[9][b, q].double(), logits.softmax(0) @ values, **close)
-                torch.testing.assert_close(result[10][b, q].double(), logits.logsumexp(0), atol=2e-5, rtol=2e-6)
+    read = keep.repeat_interleave(page_size, dim=-1)
+    for result in (native, reference):
+        assert_attended(pools, chosen, query, 0.3, *result[9:11], close=tolerance(dtype), read=read)
 
 
 @on_each_device

@@ -236,7 +236,6 @@ def test_score_entries(device: str, seed: int, shape: dict, by_age: bool, by_val
 
 def shared_score(pools: KVPools, scores: Tensor | None, layer: int, row: int, slot: int, position: int) -> float:
     """The mean score of a token over the heads that have it."""
-    assert scores is not None
     found = []
     for h in range(pools.lengths.shape[2]):
         (where,) = (pools.positions[head_rows(pools, layer, slot, h)] == position).nonzero(as_tuple=True)
