@@ -72,7 +72,7 @@ class Pretended(RealGPU):
 
 
 def close_on(gpu: RealGPU, close: float = 2e-4) -> float:
-    """How close log-probs are to those of a CPU; with CUDA's kernels no closer (tests/rollout/test_rounding.py)."""
+    """How close log-probs are to those of a CPU; with CUDA's kernels no closer (tests/rollout/test_pretend_gpu.py)."""
     return close if gpu.is_real or EMULATED else 2e-5
 
 

@@ -15,6 +15,8 @@ from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.policies import LoraPolicy
+from sparse_rl_lightning.policies.geometry import CacheGeometry
+from sparse_rl_lightning.policies.quantized import QuantizedLinear
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
@@ -137,11 +139,15 @@ def windowed(window: int) -> PreTrainedModel:
 
 
 def model_of(case: Case) -> PreTrainedModel:
-    """The model of a case, on the CPU."""
+    """The model of a case, on the CPU; it is what the case says."""
     model = windowed(case.window) if case.window else policy(case.architecture, case.initializer_range)
     if case.quantization is not None:
         need(case.quantization)
         adapt(model, case.quantization)
+    kinds = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+    assert kinds == ({case.quantization} - {None})
+    assert model.config.model_type in (case.architecture, f"{case.architecture}_lm")
+    assert not case.window or CacheGeometry.of(model).window_of(1) == case.window
     return model
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rollout_cases import PROMPTS, adapt, assert_same, policy
+from rollouts import assert_replayed
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV
@@ -23,7 +23,6 @@ from sparse_rl_lightning.rollout.engine.decoders.adapted_products import Adapted
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projection
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder
-from tests.closeness import assert_same_logprobs
 from tests.pretend_gpu import PretendGPU
 
 peft = pytest.importorskip("peft", reason="peft is an extra")
@@ -70,7 +69,6 @@ def test_products_are_those_of_peft_with_current_weights() -> None:
     check(product, modules)
     for parameter in (modules[0].base_layer.weight, modules[1].lora_B["default"].weight, modules[2].base_layer.bias):
         parameter.data.add_(1.0)
-    assert product is not None
     product.refresh()
     check(product, modules)
 
@@ -78,7 +76,6 @@ def test_products_are_those_of_peft_with_current_weights() -> None:
 def test_adapters_that_are_off_add_nothing_until_they_are_on_again() -> None:
     modules = layers()
     product = adapted(modules, torch.float32)
-    assert product is not None
     for is_on in (False, True):
         for module in modules:
             module.enable_adapters(is_on)
@@ -97,7 +94,6 @@ def test_in_16_bits_and_under_autocast_as_close_as_its_rounding(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
     modules = layers(torch.bfloat16)
     product = adapted(modules, torch.bfloat16)
-    assert product is not None
     for _ in range(2):
         check(product, modules, tolerance=0.02)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -114,7 +110,6 @@ def test_outside_of_autocast_adapters_compute_in_their_own_type() -> None:
         if module.base_layer.bias is not None:
             module.base_layer.bias.data.zero_()
         module.scaling["default"] = 0.3
-    assert product is not None
     product.refresh()
     with torch.no_grad():
         parts = [(m.lora_A["default"].weight.double(), m.lora_B["default"].weight.double()) for m in modules]
@@ -130,68 +125,58 @@ def test_the_adapter_in_use_is_copied() -> None:
     check(adapted(modules, torch.float32), modules)
 
 
-def merge(modules: list[Any]) -> None:
+def each(modules: list[Any], change: Callable[[Any], Any]) -> None:
     for module in modules:
-        module.merge()
+        change(module)
 
 
-def add_another(modules: list[Any]) -> None:
-    for module in modules:
-        module.update_layer("other", 2, 2, config=peft.LoraConfig(r=2))
-        module.set_adapter(["default", "other"])
+def add_another(module: Any) -> None:
+    module.update_layer("other", 2, 2, config=peft.LoraConfig(r=2))
+    module.set_adapter(["default", "other"])
 
 
-def start_dropout(modules: list[Any]) -> None:
-    for module in modules:
-        module.lora_dropout["default"] = nn.Dropout(1.0).train()
+def add_one(module: Any, inputs: Any, out: Tensor) -> Tensor:
+    return out + 1
 
 
-def hook_one(modules: list[Any]) -> None:
-    modules[0].lora_A["default"].register_forward_hook(lambda module, inputs, out: out + 1)
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[list[Any]], Any]]] = {
+    "merged": ({}, lambda modules: each(modules, lambda module: module.merge())),
+    "two adapters": ({}, lambda modules: each(modules, add_another)),
+    "dropout": (
+        {},
+        lambda modules: each(modules, lambda m: m.lora_dropout.update({"default": nn.Dropout(1.0).train()})),
+    ),
+    "a hook of an adapter": ({}, lambda modules: modules[0].lora_A["default"].register_forward_hook(add_one)),
+    "a hook of a layer": ({}, lambda modules: modules[0].base_layer.register_forward_hook(add_one)),
+    "a layer without an adapter": ({}, lambda modules: modules.insert(0, nn.Linear(32, 4))),
+    "DoRA": ({"use_dora": True}, lambda modules: None),
+    "a bias": ({"lora_bias": True}, lambda modules: None),
+}
 
 
-@pytest.mark.parametrize("change", [merge, add_another, start_dropout, hook_one])
-def test_what_is_not_plain_is_called(change: Callable[[list[Any]], None]) -> None:
-    modules = layers()
-    assert adapted(modules, torch.float32) is not None
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_not_plain_is_called(name: str) -> None:
+    options, change = CHANGES[name]
+    modules = layers(**options)
+    assert (adapted(modules, torch.float32) is None) == bool(options)
     change(modules)
     assert adapted(modules, torch.float32) is None
 
 
-def test_other_methods_are_called() -> None:
-    for options in ({"use_dora": True}, {"lora_bias": True}):
-        assert adapted(layers(**options), torch.float32) is None
-
-
-def test_layers_without_adapters_or_with_changes_are_not_its_own() -> None:
-    modules = layers()
-    assert adapted([nn.Linear(32, 4), *modules], torch.float32) is None
-    modules[0].base_layer.register_forward_hook(lambda module, inputs, out: out + 1)
-    assert adapted(modules, torch.float32) is None
-
-
 def test_rollouts_of_an_adapted_policy_are_those_of_its_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=61,
-    )).eval()  # fmt: skip
+    model: Any = policy("llama")
     add_adapter(model, "all-linear", seed=0, r=4, lora_alpha=8)
-    sampler = RolloutSampler(model, FullKV(), end_token_ids=[])
+    sampler, params = RolloutSampler(model), SamplingParams(num_generations=2, max_completion_length=8, seed=0)
     for step in range(3):
         if step:
             for parameter in adapters(model):
                 parameter.data.add_(0.1 * torch.randn_like(parameter))
-        rollout = sampler.generate([[3, 4, 5]], SamplingParams(num_generations=2, max_completion_length=8, seed=0))
-        with torch.no_grad():
-            own = model(rollout.sequences).logits.log_softmax(-1)[:, 2:-1]
-        exact = own.gather(-1, rollout.sequences[:, 3:, None]).squeeze(-1)
-        assert_same_logprobs(rollout.sampler_logprobs[:, 3:], exact)
+        assert_replayed(model, sampler.generate([[3, 4, 5]], params))
     calls: list[Any] = []
     with monkeypatch.context() as patch:
         forward = adapted_products.Adapted.__call__
         patch.setattr(adapted_products.Adapted, "__call__", lambda own, x: (calls.append(own), forward(own, x))[1])
-        sampler.generate([[3, 4, 5]], SamplingParams(num_generations=2, max_completion_length=8, seed=0))
+        sampler.generate([[3, 4, 5]], params)
     assert calls
     assert all(one._own for one in calls)
 

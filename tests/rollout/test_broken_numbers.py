@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollouts import CHECK_EVERY, small_model
 from torch import Tensor
 
 from sparse_rl_lightning.compressors import (
@@ -22,7 +23,6 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.rollout.engine.finished import FinishCheck
-from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 4}
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
@@ -38,9 +38,10 @@ PROMPTS = [[5, 6, 7], list(range(8, 30))]
 
 
 def sharp() -> Any:
-    return tiny_model(initializer_range=0.2, eos_token_id=None)
+    return small_model(eos_token_id=None)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("weight", ["layers.0.self_attn.k_proj.weight", "norm.weight"])
@@ -98,7 +99,7 @@ def test_logits_are_found_at_the_next_look(
     place = next(i for i, token in enumerate(drawn[1]) if i > 4 and token not in [*known, *drawn[1][:i]])
     poison = Poison(policy, drawn[1][place], value)
     for check_every, step in ((1, place + 1), (8, -(-(place + 1) // 8) * 8)):
-        monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": check_every})
+        monkeypatch.setattr(CHECK_EVERY, {"cpu": check_every})
         with pytest.raises(ValueError, match=rf"Found at decode step (\d+); .*: \{{1: {place + 1}\}}") as refused:
             sampler.generate(PROMPTS, params)
         found = int(str(refused.value).split("decode step ")[1].split(";")[0])
@@ -126,7 +127,7 @@ def test_nothing_past_an_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = RolloutSampler(policy).generate(PROMPTS[:1], params)
     end = int(whole.sequences[0, 12])
     Poison(policy, end)
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr(CHECK_EVERY, {"cpu": 8})
     rollout = RolloutSampler(policy, end_token_ids=[end]).generate(PROMPTS[:1], params)
     assert torch.equal(rollout.sequences, whole.sequences[:, : rollout.sequences.shape[1]])
     assert bool(rollout.finished)
@@ -156,7 +157,7 @@ def test_the_device_is_asked_once_per_look(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(FinishCheck, "read", read)
     monkeypatch.setattr(Tensor, "tolist", lambda self: (copies.append(self.shape), to_list(self))[1])
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": 8})
+    monkeypatch.setattr(CHECK_EVERY, {"cpu": 8})
     RolloutSampler(sharp()).generate(PROMPTS, SamplingParams(max_completion_length=33))
     # queued after four times eight steps, of which the last replaces the third; first tokens are among the others
     assert checks == [(8, 1), (16, 1), (32, 1)]

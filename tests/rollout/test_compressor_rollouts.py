@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from closeness import assert_same_logprobs
+from rollouts import PROMPTS, SMALL, assert_replayed, assert_same, roll_out, small_model
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
@@ -24,12 +23,9 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     TriAttention,
 )
-from sparse_rl_lightning.records import NEVER, Rollout
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.testing import tiny_model
+from sparse_rl_lightning.records import NEVER
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
-SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 METHODS: list[Compressor] = [
     KNorm(**SMALL),
     KNorm(**SMALL, compress_prompt=False),
@@ -56,30 +52,22 @@ IDS = [f"{index}-{type(c).__name__}-{a}" for index, (c, a) in enumerate(CASES)]
 
 def check(policy: Any, compressor: Compressor) -> None:
     params = SamplingParams(num_generations=2, max_completion_length=36, temperature=0.9, seed=3)
-    rollout = RolloutSampler(policy, compressor, num_slots=3).generate(PROMPTS, params)
-    with torch.no_grad():
-        replayed = replay_logprobs(policy, rollout, temperature=0.9)
-    assert_same_logprobs(replayed, rollout.sampler_logprobs)
+    rollout = roll_out(policy, compressor, 3, params=params)
+    assert_replayed(policy, rollout, 0.9)
     assert (rollout.evictions.death != NEVER).any()
-    assert_same(rollout, RolloutSampler(policy, compressor).generate(PROMPTS, params))
-
-
-def assert_same(a: Rollout, b: Rollout) -> None:
-    """Equal tokens and deaths (the seeds used meet no near-tie)."""
-    assert torch.equal(a.sequences, b.sequences)
-    assert torch.equal(a.evictions.death, b.evictions.death)
+    assert_same(rollout, roll_out(policy, compressor, params=params))
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("compressor", "architecture"), CASES, ids=IDS)
 def test_rollouts_are_replayed_and_independent_of_the_batch(compressor: Compressor, architecture: str) -> None:
-    check(tiny_model(architecture, initializer_range=0.2, eos_token_id=None), compressor)
+    check(small_model(architecture, eos_token_id=None), compressor)
 
 
 @pytest.mark.parametrize("method", [QFilters, TriAttention])
 def test_calibrated_ones_too(method: type[QFilters] | type[TriAttention]) -> None:
     """Statistics of the policy's own rollouts, as a training loop would renew them."""
-    policy = tiny_model(initializer_range=0.2, eos_token_id=None)
+    policy = small_model(eos_token_id=None)
     params = SamplingParams(num_generations=2, max_completion_length=36, seed=3)
     dense = RolloutSampler(policy, KNorm(**SMALL)).generate(PROMPTS, params)
     lengths = dense.prompt_lengths + dense.completion_lengths

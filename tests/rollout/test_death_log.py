@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollouts import CHECK_EVERY, PROMPTS, small_model
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
@@ -25,7 +26,6 @@ from sparse_rl_lightning.rollout.engine.memory import slot_bytes
 from sparse_rl_lightning.testing import tiny_model
 
 EACH: dict[str, Any] = {"buffer": 5, "num_sinks": 2, "window": 4}
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 PARAMS = SamplingParams(num_generations=3, max_completion_length=30, seed=5)
 COMPRESSORS: dict[str, Compressor] = {
     "snapkv": SnapKV(12, **EACH),
@@ -134,8 +134,8 @@ def test_records_of_rollouts(
     name: str, check_every: int, brute_force: BruteForce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More samples than slots, so that prompts wait outside; ends that are noticed late, so that events are undone."""
-    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.scheduler.CHECK_EVERY", {"cpu": check_every})
-    policy = tiny_model(initializer_range=0.2, eos_token_id=7)
+    monkeypatch.setattr(CHECK_EVERY, {"cpu": check_every})
+    policy = small_model(eos_token_id=7)
     RolloutSampler(policy, COMPRESSORS[name], num_slots=4).generate(PROMPTS, PARAMS)
     assert brute_force.num_records == 15
 
@@ -151,7 +151,7 @@ def test_records_of_sequences_that_go_on_in_another_cache(
     sessions = []
     for kind in kinds:
         number_in(kind, monkeypatch)
-        sampler = RolloutSampler(tiny_model(initializer_range=0.2), COMPRESSORS[name], num_slots=6)
+        sampler = RolloutSampler(small_model(), COMPRESSORS[name], num_slots=6)
         sessions.append(RolloutSession(sampler, PARAMS, max_prompt_length=40))
         assert sessions[-1].engine.cache.deaths.death.dtype == kind
     sessions[0].add(PROMPTS, sequence_ids=range(15))
@@ -165,7 +165,7 @@ def test_records_of_sequences_that_go_on_in_another_cache(
 
 
 def test_records_of_conversations(brute_force: BruteForce) -> None:
-    sampler = RolloutSampler(tiny_model(initializer_range=0.2), SnapKV(12, **EACH), 3, list(range(100, 116)))
+    sampler = RolloutSampler(small_model(), SnapKV(12, **EACH), 3, list(range(100, 116)))
     params = SamplingParams(max_completion_length=56, temperature=1.5, seed=5)
     session = RolloutSession(sampler, params, max_prompt_length=40, turns=True)
     session.add(PROMPTS, sequence_ids=range(5))
@@ -183,7 +183,7 @@ def test_records_of_conversations(brute_force: BruteForce) -> None:
 
 def test_records_of_beams_whose_memory_grows(brute_force: BruteForce, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "FIRST_ROOM", 7)
-    model = tiny_model(initializer_range=0.2)
+    model = small_model()
     own = CompressedCache(SnapKV(12, **EACH), model)
     asked: dict[str, Any] = {"max_new_tokens": 40, "num_beams": 3, "do_sample": False, "pad_token_id": 0, KEYWORD: own}
     model.generate(torch.tensor([PROMPTS[1], PROMPTS[1][::-1]]), **asked)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_same_logprobs
 from native_cases import head_rows
-from rollout_cases import put_back
+from rollouts import PARAMS, PROMPTS, SMALL, assert_same, put_back_midway, roll_out
+from rollouts import small_model as model
 from test_float8_ops import rounded
 from test_native_scores import importance_of, published_redundancy
 from torch import Tensor
@@ -23,13 +23,10 @@ from sparse_rl_lightning.compressors import H2O, RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.ops import key_redundancy, window_importance
 from sparse_rl_lightning.ops.pools import FLOAT8
-from sparse_rl_lightning.records import LayerState, Rollout
+from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import tiny_model
 
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
-SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
-PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
 COMPRESSORS: dict[str, Compressor] = {
     "full": FullKV(),
     "large": RKV(budget=80, buffer=16),
@@ -44,10 +41,6 @@ in_float64 = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COM
 each_compressor = pytest.mark.parametrize(
     "compressor", [*COMPRESSORS.values(), H2O(**SMALL)], ids=[*COMPRESSORS, "h2o"]
 )
-
-
-def model(**kwargs: Any) -> PreTrainedModel:
-    return tiny_model(initializer_range=0.2, **kwargs)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -111,21 +104,13 @@ def test_greedy_tokens_are_those_of_a_decoder_that_rounds(compressor: Compressor
         assert_same_logprobs(got, logprobs.amax(-1))
 
 
-def assert_same(a: Rollout, b: Rollout) -> None:
-    assert torch.equal(a.sequences, b.sequences)
-    assert torch.equal(a.evictions.death, b.evictions.death)
-    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
-
-
 @pytest.mark.thinned(3)
 @in_float64
 def test_batches_slots_and_chunks_change_nothing(compressor: Compressor) -> None:
     """In float64, too: in float32 the last bit of a key, which hangs on the prompts read with it, may round it away."""
     policy = model().double()
-    whole = RolloutSampler(policy, compressor, kv_dtype=FLOAT8).generate(PROMPTS, PARAMS)
-    assert_same(whole, RolloutSampler(policy, compressor, num_slots=3, kv_dtype=FLOAT8).generate(PROMPTS, PARAMS))
-    chunked = RolloutSampler(policy, compressor, max_prefill_tokens=7, kv_dtype=FLOAT8)
-    assert_same(whole, chunked.generate(PROMPTS, PARAMS))
+    whole = roll_out(policy, compressor, kv_dtype=FLOAT8)
+    assert_same(roll_out(policy, compressor, 3, kv_dtype=FLOAT8, max_prefill_tokens=7), whole)
 
 
 @pytest.mark.thinned(3)
@@ -213,16 +198,9 @@ def test_scores_are_those_of_the_stored_numbers(name: str, dtype: torch.dtype) -
 
 
 def test_slots_that_are_put_back_go_on() -> None:
-    sampler, found = RolloutSampler(model(), SnapKV(**SMALL), 3, kv_dtype="fp8"), list[Rollout]()
-    for moves in (False, True):
-        session = RolloutSession(sampler, PARAMS, max_prompt_length=40)
-        numbers = session.add(PROMPTS, range(10))
-        session.advance(max_steps=13)
-        if moves:
-            put_back(session)
-        session.advance()
-        found.append(session.take(numbers))
-    assert_same(*found)
+    policy = model()
+    want = roll_out(policy, SnapKV(**SMALL), 3, kv_dtype="fp8")
+    assert_same(put_back_midway(policy, SnapKV(**SMALL), kv_dtype="fp8"), want)
 
 
 # -------------------------------------------------------------------- noise: the numbers of docs/design.md

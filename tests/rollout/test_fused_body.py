@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.compressors import FullKV
@@ -17,42 +16,31 @@ from sparse_rl_lightning.rollout.engine.decoders import linear_products as produ
 from sparse_rl_lightning.rollout.engine.decoders.choice import decoder_bytes
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Joined, Packed, Projection, join
 from sparse_rl_lightning.rollout.engine.memory import slot_bytes
+from tests.families import family
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 72, "vocab_size": 61, "max_position_embeddings": 128, "eos_token_id": None,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),  # biases of queries, keys and values
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),  # norms of queries and keys
-    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
-    "gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu"}),  # no op for it
+SIZES = {"hidden_size": 40, "intermediate_size": 72, "vocab_size": 61, "initializer_range": 0.02, "eos_token_id": None}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),  # biases of queries, keys and values
+    "qwen3": ("qwen3", {}),  # norms of queries and keys
+    "llama": ("llama", {"attention_bias": True}),
+    "gelu": ("llama", {"hidden_act": "gelu"}),  # no op for it
 }
 WAYS = ["packed", "joined", "called"]
 
 
-def policy(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model_class, config_class, more = FAMILIES[family]
-    sizes = SIZES | more if family == "qwen3" else {k: v for k, v in (SIZES | more).items() if k != "head_dim"}
-    model = model_class(config_class(**sizes))
-    for parameter in model.parameters():  # biases and norms too, which are zeros and ones
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.to(dtype).eval()
+def policy(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    of, changed = FAMILIES[name]
+    return family(of, **SIZES, **changed).to(dtype)
 
 
 def mismatch(model: Any, sampler: RolloutSampler) -> float:
     """The largest difference between the sampler's log-probabilities and those of transformers' forward pass."""
     params = SamplingParams(num_generations=3, max_completion_length=12, seed=0)
     rollout = sampler.generate([[3, 4, 5], [6, 7, 8, 9, 10]], params)
-    worst = 0.0
-    for b, length in enumerate(rollout.prompt_lengths.tolist()):
-        tokens = rollout.sequences[b : b + 1, : length + 12]
-        with torch.no_grad():
-            logprobs: Tensor = model(tokens).logits.float().log_softmax(-1)[0]
-        exact = logprobs[length - 1 : -1].gather(-1, tokens[0, length:, None]).squeeze(-1)
-        worst = max(worst, float((exact - rollout.sampler_logprobs[b, length : length + 12]).abs().max()))
-    return worst
+    with torch.no_grad():
+        logprobs = model(rollout.sequences).logits.float().log_softmax(-1)[:, :-1]
+    exact = logprobs.gather(-1, rollout.sequences[:, 1:, None]).squeeze(-1)
+    return float((exact - rollout.sampler_logprobs[:, 1:])[rollout.completion_mask[:, 1:]].abs().max())
 
 
 @pytest.fixture
@@ -65,24 +53,26 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_transformers_after_an_optimizer_step_too(family: str, way: str) -> None:
-    model = policy(family)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probs_are_those_of_transformers_after_an_optimizer_step_too(name: str, way: str) -> None:
+    model = policy(name)
     sampler = RolloutSampler(model, FullKV(), end_token_ids=[])
     assert mismatch(model, sampler) < 2e-5
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = {weight: p.detach().clone() for weight, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([[5, 9, 2, 7]])).logits.square().mean().backward()
     optimizer.step()
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters() if "k_proj.bias" not in name)
+    assert all(
+        not torch.equal(p, before[weight]) for weight, p in model.named_parameters() if "k_proj.bias" not in weight
+    )
     assert mismatch(model, sampler) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_bfloat16_and_autocast_stay_as_close_as_their_rounding(family: str) -> None:
-    model = policy(family, torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_bfloat16_and_autocast_stay_as_close_as_their_rounding(name: str) -> None:
+    model = policy(name, torch.bfloat16)
     assert mismatch(model, RolloutSampler(model, FullKV(), end_token_ids=[])) < 0.15
-    model = policy(family)
+    model = policy(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert mismatch(model, RolloutSampler(model, FullKV(), end_token_ids=[])) < 0.15
 
@@ -134,8 +124,6 @@ def test_bfloat16_products_by_float32_ones_round_once(monkeypatch: pytest.Monkey
 
 
 def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     model = policy("qwen2", torch.bfloat16)
     with monkeypatch.context() as patch:
         patch.setattr(products, "_way", lambda modules, dtype: Joined if len(modules) > 1 else None)  # as on a GPU

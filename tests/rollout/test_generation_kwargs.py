@@ -1,4 +1,4 @@
-"""generation_kwargs and chat_template_kwargs as TRL has them: honored exactly, or refused by name."""
+"""Settings of drawing: generation_kwargs and chat_template_kwargs as TRL has them, and the repetition penalty."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_same_logprobs
+from rollouts import SMALL, assert_replayed, assert_same, roll_out, small_model
 from tiny_grpo import grouped
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from sparse_rl_lightning import SparseGRPO
-from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.evaluation.problems import with_room
 from sparse_rl_lightning.modules import Evaluation, SupervisedWarmup
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.policies.tiny import CHAT_TEMPLATE
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
+from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.rollout.engine.sampling import occurring, penalize
 from sparse_rl_lightning.rollout.generation_kwargs import HONORED, with_generation_kwargs
 from sparse_rl_lightning.rollout.prompts import encode_prompt, encode_prompts
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -178,3 +189,114 @@ def test_text_does_not_see_the_template_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         encode_prompts(tokenizer, ["2+2?", MESSAGES], kwargs)
+
+
+# ---------------------------------------------------------------- the repetition penalty
+
+
+REPEATING = [[5, 6, 7, 5], [8], list(range(20, 60)), [3, 3, 3]]
+
+
+def policy_of(architecture: str = "qwen2") -> PreTrainedModel:
+    return small_model(architecture, vocab_size=64, eos_token_id=None)
+
+
+def generated(policy: PreTrainedModel, prompt: list[int], length: int, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    return policy.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, **options
+    )[0].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+def test_greedy_tokens_are_those_of_generate(architecture: str, penalty: float) -> None:
+    """With slots that are used again, prompts read once for two samples, and prompts cached in between."""
+    policy = policy_of(architecture)
+    params = SamplingParams(
+        num_generations=2, max_completion_length=24, temperature=0, repetition_penalty=penalty, seed=0
+    )
+    rollout = roll_out(policy, None, 3, prompts=REPEATING, params=params)
+    for row, sequence in enumerate(rollout.sequences):
+        prompt = REPEATING[row // 2]
+        want = generated(policy, prompt, 24, repetition_penalty=penalty)
+        assert sequence[: len(want)].tolist() == want
+    plain = generated(policy, REPEATING[0], 24)
+    assert rollout.sequences[0, : len(plain)].tolist() != plain  # the penalty does something
+
+
+def test_what_is_drawn_from_is_transformers_distribution() -> None:
+    """And sampler_logprobs stay those of the whole distribution, under evictions too."""
+    policy = policy_of()
+    params = SamplingParams(
+        num_generations=2,
+        max_completion_length=20,
+        temperature=0.8,
+        repetition_penalty=1.4,
+        top_k=20,
+        top_p=0.9,
+        seed=4,
+    )
+    rollout = roll_out(policy, None, 3, prompts=REPEATING, params=params)
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(0.8),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.9),
+        ]
+    )
+    for row, prompt_length in enumerate(rollout.prompt_lengths.tolist()):
+        tokens = rollout.sequences[row, : prompt_length + 20]
+        with torch.no_grad():
+            logits = policy(tokens[None]).logits[0]
+        for t in range(prompt_length, len(tokens)):
+            drawn_from = processors(tokens[None, :t], logits[None, t - 1].clone()).log_softmax(-1)[0]
+            assert_same_logprobs(rollout.behavior_logprobs[row, t], drawn_from[tokens[t]])
+            whole = (logits[t - 1] / 0.8).log_softmax(-1)
+            assert_same_logprobs(rollout.sampler_logprobs[row, t], whole[tokens[t]])
+
+
+def test_replay_reproduces_the_log_probs_before_the_penalty() -> None:
+    policy = policy_of()
+    params = SamplingParams(num_generations=2, max_completion_length=30, repetition_penalty=1.5, seed=1)
+    rollout = roll_out(policy, SnapKV(**SMALL), 3, prompts=REPEATING, params=params)
+    assert_replayed(policy, rollout)
+    assert rollout.behavior_logprobs is not None
+    assert not torch.allclose(rollout.behavior_logprobs, rollout.sampler_logprobs, atol=1e-3)
+
+
+def test_a_sequence_is_the_same_alone_and_in_a_session() -> None:
+    policy = policy_of()
+    params = SamplingParams(num_generations=2, max_completion_length=30, repetition_penalty=1.5, seed=1)
+    together = RolloutSampler(policy, SnapKV(**SMALL)).generate(REPEATING, params)
+    alone = RolloutSampler(policy, SnapKV(**SMALL), num_slots=1).generate(REPEATING[1:2], params, sequence_ids=[2, 3])
+    width = alone.sequences.shape[1]
+    assert torch.equal(together.sequences[2:4, :width], alone.sequences)
+    session = RolloutSession(RolloutSampler(policy, SnapKV(**SMALL), num_slots=3), params, max_prompt_length=40)
+    session.add(REPEATING, sequence_ids=range(8))
+    session.advance(max_steps=13)
+    session.advance()
+    assert_same(session.take(session.complete), together)
+
+
+def test_the_penalty_by_hand() -> None:
+    logits = torch.tensor([[2.0, -2.0, 0.0, 4.0], [2.0, -2.0, 0.0, 4.0]])
+    occurred = occurring(torch.tensor([[0, 1, 3], [2, 3, 3]]), torch.tensor([2, 0]), 4)
+    assert occurred.tolist() == [[True, True, False, False], [False] * 4]
+    assert penalize(logits, occurred, 2.0).tolist() == [[1.0, -4.0, 0.0, 4.0], [2.0, -2.0, 0.0, 4.0]]
+
+
+def test_without_a_penalty_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(*_: Tensor) -> None:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr("sparse_rl_lightning.rollout.engine.engine.occurring", count)
+    rollout = RolloutSampler(policy_of()).generate([[3]], SamplingParams(max_completion_length=3))
+    assert rollout.behavior_logprobs is None
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0, float("inf"), float("nan")])
+def test_penalties_out_of_range_are_refused(penalty: float) -> None:
+    with pytest.raises(ValueError, match="repetition_penalty must be a positive number, 1 for no penalty, got"):
+        SamplingParams(repetition_penalty=penalty)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from rollouts import assert_generated, assert_replayed, assert_same, roll_out
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import (
     H2O,
     RKV,
@@ -20,18 +19,14 @@ from sparse_rl_lightning.compressors import (
     FullKV,
     SnapKV,
     StreamingLLM,
-    TriAttention,
 )
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.pools import gather_heads
-from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, forced_rollout, replay_logprobs
-from sparse_rl_lightning.testing import character_tokenizer
 from tests.closeness import assert_same_logprobs
 from tests.families import family
-from tests.tiny_grpo import ALPHABET, fit, module, weights
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 8, 9, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -59,23 +54,18 @@ def without_sinks(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def parity(a: Any, b: Any) -> None:
-    assert_same_logprobs(a, b)
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("chunk", [16384, 16, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_generate(kind: str, chunk: int) -> None:
     model = model_with_sinks(**KINDS[kind])
     rollout = RolloutSampler(model, FullKV(), 3, max_prefill_tokens=chunk).generate(PROMPTS, GREEDY)
-    for row, prompt in enumerate(PROMPTS):
-        ids = torch.tensor([prompt])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
-        assert rollout.sequences[row, : len(want)].tolist() == want.tolist()
+    assert_generated(model, rollout, 24, PROMPTS)
     with torch.no_grad():
-        parity(sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0], rollout.sampler_logprobs)
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
+        assert_same_logprobs(
+            sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0], rollout.sampler_logprobs
+        )
+    assert_replayed(model, rollout)
     other = replay_logprobs(without_sinks(model), rollout)
     assert float((other - rollout.sampler_logprobs).detach().abs().max()) > 0.1, "the sinks of these tests matter"
 
@@ -97,12 +87,10 @@ def test_replay_is_exact_and_batches_do_not_matter(kind: str, compressor: Compre
     model = model_with_sinks(**KINDS[kind])
     rollout = RolloutSampler(model, compressor).generate(PROMPTS, ONCE)
     assert bool((rollout.kv.stored < rollout.kv.full).any())
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, ONCE)
-    assert torch.equal(refilled.sequences, rollout.sequences)
-    assert torch.equal(refilled.evictions.death, rollout.evictions.death)
+    assert_replayed(model, rollout)
+    assert_same(roll_out(model, compressor, 2, prompts=PROMPTS, params=ONCE, max_prefill_tokens=16), rollout)
     forced = forced_rollout(model, rollout, compressor, seed=5)
-    parity(forced.sampler_logprobs, rollout.sampler_logprobs)
+    assert_same_logprobs(forced.sampler_logprobs, rollout.sampler_logprobs)
 
 
 def test_gradients_of_sinks_are_those_of_the_model() -> None:
@@ -140,31 +128,6 @@ def test_compressors_read_the_probabilities_that_the_sinks_leave(max_prefill_tok
             torch.testing.assert_close(cache.state_pool[rows][..., 0].double(), want, atol=1e-4, rtol=0)
 
 
-def test_statistics_are_of_the_model_s_own_queries() -> None:
-    """Those of the last layer, whose input depends on the sinks of all others."""
-    model: Any = model_with_sinks()
-    ids, inputs = torch.arange(3, 63)[None], list[torch.Tensor]()
-    statistics = gather_statistics(model, ids, torch.tensor([60]))
-    own = model.model.layers[3].self_attn
-    hook = own.register_forward_pre_hook(lambda _, args, named: inputs.append(named["hidden_states"]), with_kwargs=True)
-    with torch.no_grad():
-        model(ids)
-        hook.remove()
-        queries = own.q_proj(inputs[0]).view(60, 4, 16)
-    torch.testing.assert_close(statistics.mean[3], queries.mean(0), atol=1e-5, rtol=1e-4)
-    rollout = RolloutSampler(model, TriAttention(statistics=statistics, **SMALL)).generate(PROMPTS, PARAMS)
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_stay_as_close_as_their_rounding(dtype: torch.dtype) -> None:
-    model = model_with_sinks().to(dtype)
-    model.config._experts_implementation = "eager"  # the fast ones know no float64
-    rollout = RolloutSampler(model, RKV(**SMALL), record_routing=True).generate(PROMPTS, PARAMS)
-    apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean()
-    assert float(apart.detach()) < (0.02 if dtype == torch.bfloat16 else 1e-6)
-
-
 def test_mixed_precision_is_admitted_though_experts_flip() -> None:
     """Sinks this strong leave little but the experts, several of which are chosen otherwise in 16 bits."""
     model = model_with_sinks()
@@ -177,22 +140,6 @@ def test_mixed_precision_is_admitted_though_experts_flip() -> None:
     )
     assert float(apart) < 0.02
     assert float(flipped) > 2 * float(apart)
-
-
-def test_training_replays_sinks_and_changes_them() -> None:
-    """The learner under the record is the sampler, so that all of the mismatch is the compressor's."""
-    tokenizer = character_tokenizer(ALPHABET)
-    grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)
-    model: Any = model_with_sinks(vocab_size=len(tokenizer), sliding_window=6)
-    grpo.policy_source = LoadedPolicy(model, tokenizer)
-    grpo.configure_model()
-    before, sinks = weights(grpo), model.model.layers[1].self_attn.sinks.detach().clone()
-    fit(grpo, 2, [DryRun(), MismatchSplit()])
-    assert not torch.equal(before, weights(grpo))
-    assert not torch.equal(sinks, model.model.layers[1].self_attn.sinks)
-    found = {key: float(value) for key, value in grpo.trainer.callback_metrics.items()}
-    assert abs(found["mismatch_split/rounding/kl_k1"]) < 1e-5
-    assert found["mismatch_split/compression/kl_k3"] > 1e-4
 
 
 @pytest.mark.parametrize(

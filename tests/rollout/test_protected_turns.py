@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from rollout_cases import put_back
+from rollouts import assert_same
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
@@ -36,11 +36,16 @@ from sparse_rl_lightning.evictions import NEVER
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
-from tests.rollout.test_turns import ENDS, PROMPTS, SEED, TEMPERATURE, check_exact, small_model
+from tests.rollout import test_turns
+from tests.rollout.test_turns import PROMPTS, SEED, check_exact, small_model
 
 SIZES: dict[str, Any] = {"budget": 22, "buffer": 5, "num_sinks": 2, "window": 4}
 ONE, TWO = SIZES | {"protect_observations": 1}, SIZES | {"protect_observations": 2}
-LONGEST, MOST = 70, 8  # tokens of a completion, and of a text
+LONGEST = 70  # tokens of a completion
+SHORT_TEXTS: dict[str, Any] = {"most": 99, "longest": 8}  # as many turns as there is room for
+new_session = partial(test_turns.new_session, length=LONGEST)
+answer, talk = partial(test_turns.answer, **SHORT_TEXTS), partial(test_turns.talk, **SHORT_TEXTS)
+converse = partial(test_turns.converse, **SHORT_TEXTS, length=LONGEST)
 METHODS = [
     StreamingLLM(**TWO), RandomEviction(**TWO), RandomEviction(**TWO, redraw=True), KNorm(**TWO), KeyDiff(**TWO),
     CUR(**TWO), LagKV(**TWO, lag_size=4), TOVA(**TWO), SnapKV(**TWO), RKV(**TWO), ExpectedAttention(**TWO), H2O(**TWO),
@@ -54,42 +59,6 @@ SETTINGS = [
     SnapKV(**TWO | {"budget": 33}, budget_rule=Pyramid(2)), SnapKV(**TWO, budget_rule=Adaptive(layers=Pyramid(1.2))),
     RKV(**TWO | {"budget": LengthSchedule([0, 40, 60], [22, 26, 28])}),
 ]  # fmt: skip
-
-
-def new_session(model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, **options: Any) -> RolloutSession:
-    sampler = RolloutSampler(model, compressor, num_slots, end_token_ids=ENDS, **options)
-    params = SamplingParams(
-        num_generations=2, max_completion_length=LONGEST, min_completion_length=2, seed=SEED, temperature=TEMPERATURE
-    )
-    return RolloutSession(sampler, params, max_prompt_length=40, turns=True)
-
-
-def answer(session: RolloutSession, ids: Sequence[int]) -> None:
-    """Give every paused sequence some tokens, which depend on nothing but its id and turn; or end it."""
-    for one in list(session.scheduler.paused.values()):
-        own, turn = ids[one.sequence], len(one.given)
-        text = [5 + (own * 31 + turn * 17 + i * 7) % 90 for i in range(1 + (own + 5 * turn) % MOST)]
-        if len(text) > session.room(one.sequence):
-            session.finish(one.sequence)
-        else:
-            session.append(one.sequence, text)
-
-
-def talk(session: RolloutSession, ids: Sequence[int]) -> Rollout:
-    while session.num_unfinished:
-        session.advance()
-        answer(session, ids)
-    return session.take(session.complete)
-
-
-def converse(
-    model: PreTrainedModel, compressor: Compressor, prompts: Sequence[list[int]] = PROMPTS, num_slots: int = 3,
-    ids: Sequence[int] | None = None, **options: Any,
-) -> Rollout:  # fmt: skip
-    ids = range(2 * len(prompts)) if ids is None else ids
-    session = new_session(model, compressor, num_slots, **options)
-    session.add(prompts, ids)
-    return talk(session, ids)
 
 
 def texts_of(rollout: Rollout, row: int) -> list[list[int]]:
@@ -120,7 +89,7 @@ def check_protected(rollout: Rollout, count: int) -> tuple[int, int]:
 @pytest.mark.parametrize("compressor", [*METHODS, *SETTINGS], ids=str)
 def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
-    rollout = converse(model, compressor)
+    rollout = converse(model, compressor, max_prefill_tokens=7)  # texts are cut
     lost, kept = check_protected(rollout, compressor.protect_observations)
     assert kept > 5
     assert (lost > 3) == (compressor.protect_observations < 100)
@@ -143,14 +112,6 @@ def test_without_protection_they_go() -> None:
     for compressor in (SnapKV(**SIZES), SnapKV(**ONE)):
         with pytest.raises(AssertionError):
             check_protected(converse(model, compressor), compressor.protect_observations + 1)
-
-
-@pytest.mark.parametrize("compressor", [SnapKV(**TWO), H2O(**TWO), RKV(**ONE, budget_rule=Adaptive())], ids=str)
-def test_replay_is_exact_in_float32(compressor: Compressor) -> None:
-    model = small_model()
-    rollout = converse(model, compressor, max_prefill_tokens=7)  # texts are cut
-    check_protected(rollout, compressor.protect_observations)
-    check_exact(model, compressor, rollout)
 
 
 def brute_force(length: int, prompt: int, texts: list[list[int]], compressor: Compressor) -> list[int]:
@@ -208,9 +169,7 @@ def test_what_has_no_turns_takes_the_short_way_and_more_memory_is_never_needed()
         rollouts.append(sampler.generate(PROMPTS, params))
         sizes.append({name: [t.numel() for t in own] for name, own in sampler.cache.parts().items()})
         events.append(Counted.events)
-    assert torch.equal(rollouts[0].sequences, rollouts[1].sequences)
-    assert torch.equal(rollouts[0].sampler_logprobs, rollouts[1].sampler_logprobs)
-    assert torch.equal(rollouts[0].evictions.death, rollouts[1].evictions.death)
+    assert_same(*rollouts, share=0)
     assert sizes[0] == sizes[1]
     assert events[0] == events[1] > 0
     session = new_session(model, SnapKV(**TWO))
@@ -219,21 +178,6 @@ def test_what_has_no_turns_takes_the_short_way_and_more_memory_is_never_needed()
     assert {n: [t.shape for t in own] for n, own in parts.items()} == {
         n: [t.shape for t in own] for n, own in more.items()
     }
-
-
-def test_a_conversation_does_not_depend_on_its_neighbors_and_slots_forget() -> None:
-    """Bitwise: in slots that others with texts of their own have left."""
-    model, compressor = small_model(), SnapKV(**TWO)
-    together = converse(model, compressor, num_slots=2)
-    for number in (0, 4):
-        alone = converse(model, compressor, [PROMPTS[number]], 1, ids=[2 * number, 2 * number + 1])
-        for sample in (0, 1):
-            row, length = 2 * number + sample, int(alone.lengths[sample])
-            assert together.lengths[row] == length
-            assert torch.equal(together.sequences[row, :length], alone.sequences[sample, :length])
-            assert torch.equal(together.sampler_logprobs[row, :length], alone.sampler_logprobs[sample, :length])
-            deaths = (one.evictions.death[:, at, :, :length] for one, at in ((together, row), (alone, sample)))
-            assert torch.equal(*deaths)
 
 
 def test_conversations_that_are_put_back_go_on() -> None:
@@ -323,11 +267,6 @@ def test_room_is_not_limited_where_nothing_is_evicted_any_more() -> None:
         assert room == one.last - one.num_fed - 1
         session.append(one.sequence, [7] * room)
         talk(session, range(4))
-
-
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(UserError, match="SnapKV: protect_observations must be at least 0, got protect_observations=-1"):
-        SnapKV(**SIZES, protect_observations=-1)
 
 
 def test_a_slot_that_cannot_be_cut_is_an_error_though_its_turn_is_over() -> None:

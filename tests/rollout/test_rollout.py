@@ -8,14 +8,14 @@ import warnings
 import pytest
 import torch
 from closeness import assert_same_logprobs
+from rollouts import CHECK_EVERY, PROMPTS, SMALL, assert_generated, assert_replayed, assert_same, roll_out
+from rollouts import small_model as model
 
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
 from sparse_rl_lightning.records import NEVER, Rollout
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.testing import ARCHITECTURES, tiny_model
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.testing import ARCHITECTURES
 
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
-SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 EVICTING: list[Compressor] = [
     StreamingLLM(**SMALL),
     SnapKV(**SMALL),
@@ -26,10 +26,6 @@ EVICTING: list[Compressor] = [
     SnapKV(budget=20, buffer=1, num_sinks=3, window=2),
 ]
 IDS = [f"{index}-{type(c).__name__}" for index, c in enumerate(EVICTING)]
-
-
-def model(architecture: str = "qwen2", **kwargs: object) -> torch.nn.Module:
-    return tiny_model(architecture, initializer_range=0.2, **kwargs)
 
 
 def plain_logprobs(policy: torch.nn.Module, rollout: Rollout, row: int, temperature: float) -> torch.Tensor:
@@ -45,18 +41,10 @@ def plain_logprobs(policy: torch.nn.Module, rollout: Rollout, row: int, temperat
 @pytest.mark.parametrize("compressor", [FullKV(), RKV(budget=64, buffer=16)], ids=["full", "rkv"])
 def test_large_budget_equals_generate(architecture: str, compressor: Compressor) -> None:
     policy = model(architecture)
-    rollout = RolloutSampler(policy, compressor, num_slots=3).generate(
-        PROMPTS, SamplingParams(max_completion_length=24, temperature=0)
-    )
-    for row, prompt in enumerate(PROMPTS):
-        want = policy.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False
-        )[0]
-        got = rollout.sequences[row, : len(prompt) + int(rollout.completion_lengths[row])]
-        assert got.tolist() == want.tolist()
-        assert bool(rollout.finished[row]) == (want[-1].item() == 1)
-        logprobs = rollout.sampler_logprobs[row][rollout.completion_mask[row]]
-        assert_same_logprobs(logprobs, plain_logprobs(policy, rollout, row, 1.0))
+    rollout = roll_out(policy, compressor, 3, params=SamplingParams(max_completion_length=24, temperature=0))
+    assert_generated(policy, rollout, 24)
+    for row, mask in enumerate(rollout.completion_mask):
+        assert_same_logprobs(rollout.sampler_logprobs[row][mask], plain_logprobs(policy, rollout, row, 1.0))
     assert (rollout.evictions.death == NEVER).all()
 
 
@@ -66,9 +54,8 @@ def test_large_budget_equals_generate(architecture: str, compressor: Compressor)
 def test_replay_is_exact(architecture: str, compressor: Compressor) -> None:
     policy = model(architecture, eos_token_id=None)
     params = SamplingParams(num_generations=2, max_completion_length=40, temperature=0.9, seed=3)
-    rollout = RolloutSampler(policy, compressor, num_slots=4).generate(PROMPTS, params)
-    replayed = replay_logprobs(policy, rollout, temperature=0.9)
-    assert_same_logprobs(replayed, rollout.sampler_logprobs)
+    rollout = roll_out(policy, compressor, 4, params=params)
+    replayed = assert_replayed(policy, rollout, 0.9)
     dense = torch.cat([plain_logprobs(policy, rollout, row, 0.9) for row in range(len(rollout))])
     sparse = rollout.sampler_logprobs[rollout.completion_mask]
     assert (dense - sparse).abs().max() > 1e-2, "nothing that matters was evicted: the test would prove nothing"
@@ -78,27 +65,22 @@ def test_replay_is_exact(architecture: str, compressor: Compressor) -> None:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("compressor", [FullKV(), *EVICTING], ids=["full", *IDS])
-def test_sequence_is_the_same_in_any_batch_slot_and_order(compressor: Compressor) -> None:
+def test_sequence_is_the_same_in_any_batch_slot_order_and_chunk(
+    compressor: Compressor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And however seldom the host looks at the device: what slots do meanwhile must leave no trace."""
     policy = model()
     params = SamplingParams(num_generations=3, max_completion_length=30, temperature=1.0, seed=11)
-    whole = RolloutSampler(policy, compressor).generate(PROMPTS, params)
-    for num_slots in (1, 2, 5, 7):  # refills in many orders, groups split over admissions
-        again = RolloutSampler(policy, compressor, num_slots=num_slots).generate(PROMPTS, params)
-        assert_same(whole, again)
-    alone_params = SamplingParams(num_generations=1, max_completion_length=30, temperature=1.0, seed=11)
-    for prompt, sample in itertools.product(range(len(PROMPTS)), range(3)):
-        number = 3 * prompt + sample
-        alone = RolloutSampler(policy, compressor).generate([PROMPTS[prompt]], alone_params, sequence_ids=[number])
-        assert_same(whole[torch.tensor([number])], alone)
-
-
-def assert_same(a: Rollout, b: Rollout) -> None:
-    """Equal tokens and deaths, log-probs to float noise (the seeds used meet no near-tie)."""
-    width = min(a.sequences.shape[1], b.sequences.shape[1])
-    assert (a.completion_lengths == b.completion_lengths).all()
-    assert (a.sequences[:, :width] == b.sequences[:, :width]).all()
-    assert (a.evictions.death[..., :width] == b.evictions.death[..., :width]).all()
-    assert_same_logprobs(a.sampler_logprobs[:, :width], b.sampler_logprobs[:, :width])
+    whole = roll_out(policy, compressor, params=params)
+    assert set(whole.finished.tolist()) == {True, False}, "both ways to end must occur"
+    for num_slots, chunk, look in ((1, 1, 1), (2, 7, 1), (5, 16, 7), (7, 1000, 1)):  # groups split over admissions
+        monkeypatch.setattr(CHECK_EVERY, {"cpu": look})
+        assert_same(whole, roll_out(policy, compressor, num_slots, params=params, max_prefill_tokens=chunk))
+    alone = SamplingParams(num_generations=1, max_completion_length=30, temperature=1.0, seed=11)
+    for number in (0, 4, 8, 11, 13):
+        sampler = RolloutSampler(policy, compressor)
+        single = sampler.generate([PROMPTS[number // 3]], alone, sequence_ids=[number])
+        assert_same(whole[torch.tensor([number])].trimmed(), single)
 
 
 @pytest.mark.parametrize("compressor", EVICTING, ids=IDS)
@@ -121,23 +103,18 @@ def test_memory_is_bounded_and_counted(compressor: Compressor) -> None:
     assert peaks[0] == peaks[1]
 
 
-def test_usage_counts_entries() -> None:
-    """One prompt of 4, capacity 8, budget 6: lengths read are 5, 6, 7, 8, then 7, 8, 7, 8 ... and 4 + 1.. dense."""
-    policy = model(eos_token_id=None)
-    sampler = RolloutSampler(policy, StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2))
+def test_usage_counts_entries_and_deaths_follow_the_rule() -> None:
+    """One prompt of 4, capacity 8, budget 6: lengths read are 5, 6, 7, 8, then 7, 8, 7, 8 ... and 4 + 1.. dense.
+
+    StreamingLLM's survivors are known: sinks and the most recent entries, at the trigger steps of the slot.
+    """
+    sampler = RolloutSampler(model(eos_token_id=None), StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2))
     rollout = sampler.generate([[3, 4, 5, 6]], SamplingParams(max_completion_length=9, seed=1))
     assert rollout.kv.full.tolist() == [12.0]  # 4 + 9 - 1: the last token is never fed
     assert rollout.kv.stored_integral.tolist() == [5 + 6 + 7 + 8 + 7 + 8 + 7 + 8]
     assert rollout.kv.full_integral.tolist() == [5 + 6 + 7 + 8 + 9 + 10 + 11 + 12]
     assert rollout.kv.stored.tolist() == [6.0]
     assert rollout.kv.saving_final == pytest.approx(0.5)
-
-
-def test_deaths_follow_the_rule() -> None:
-    """StreamingLLM's survivors are known: sinks and the most recent entries, at the trigger steps of the slot."""
-    policy = model(eos_token_id=None)
-    sampler = RolloutSampler(policy, StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2))
-    rollout = sampler.generate([[3, 4, 5, 6]], SamplingParams(max_completion_length=9, seed=1))
     # full with 8 entries when token 7 was appended: 1, 2 die at 8; then at 10 the entries 3, 4; then at 12: 5, 6
     want = [NEVER, 8, 8, 10, 10, 12, 12] + [NEVER] * 6
     assert rollout.evictions.death[0, 0, 0].tolist() == want
@@ -160,6 +137,16 @@ def test_prompt_exactly_as_long_as_the_slot_is_compressed() -> None:
         sampler = RolloutSampler(policy, StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2))
         rollout = sampler.generate([list(range(3, 3 + length))], SamplingParams(max_completion_length=1, seed=1))
         assert bool((rollout.evictions.death[0, 0, 0] == length).any()) == compressed
+
+
+def test_a_prompt_stored_whole_is_compressed_like_any_other_after_its_first_time() -> None:
+    """Limit 12 = prompt 10 + buffer 2 at first, then 8 = budget 6 + buffer 2: every second token evicts two entries."""
+    compressor = StreamingLLM(budget=6, buffer=2, num_sinks=1, window=2, compress_prompt=False)
+    sampler = RolloutSampler(model(eos_token_id=None), compressor)
+    rollout = sampler.generate([list(range(3, 13))], SamplingParams(max_completion_length=9, seed=1))
+    want = [NEVER, *[12] * 6, *[14] * 2, *[16] * 2, *[18] * 2, *[NEVER] * 6]
+    assert rollout.evictions.death[0, 0, 0].tolist() == want
+    assert rollout.kv.stored.tolist() == [6.0]
 
 
 def test_sampler_is_reused_between_calls_and_pools_stay() -> None:
@@ -225,19 +212,6 @@ def test_slices_and_state_round_trip() -> None:
     assert len(part) == 2
     assert (part.evictions.death == rollout.evictions.death[:, 1:3]).all()
     assert (part.kv.stored == rollout.kv.stored[1:3]).all()
-
-
-@pytest.mark.parametrize(
-    ("prompts", "match"),
-    [
-        ([], "prompts is empty"),
-        ([[1], []], "prompt 1 is empty"),
-        ([[1], [2] * 500], r"prompt 1 has 500 tokens.*context of 512"),
-    ],
-)
-def test_bad_prompts_are_refused(prompts: list[list[int]], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        RolloutSampler(model(), FullKV()).generate(prompts, SamplingParams(max_completion_length=20))
 
 
 def test_a_slot_that_evicts_nothing_is_warned_about_once() -> None:

@@ -7,96 +7,15 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_same_logprobs
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from rollouts import PARAMS, PROMPTS, SMALL, assert_replayed, assert_same, roll_out
+from rollouts import small_model as model
 
-from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, RandomEviction, SnapKV, StreamingLLM
-from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.compressors import Compressor, FullKV, RandomEviction, SnapKV
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.rollout.engine import scheduler
-from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
-SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
-COMPRESSORS: dict[str, Compressor] = {
-    "full": FullKV(),
-    "streaming": StreamingLLM(**SMALL),
-    "snapkv": SnapKV(**SMALL),
-    "rkv-whole-prompt": RKV(budget=12, buffer=5, num_sinks=0, window=4, compress_prompt=False),
-    "random": RandomEviction(**SMALL),
-}
-PARAMS = SamplingParams(num_generations=2, max_completion_length=30, seed=5)
-each_compressor = pytest.mark.parametrize("compressor", COMPRESSORS.values(), ids=COMPRESSORS.keys())
+from sparse_rl_lightning.testing import character_tokenizer
 
 
-def model(**kwargs: Any) -> PreTrainedModel:
-    return tiny_model(initializer_range=0.2, **kwargs)
-
-
-def assert_same(a: Rollout, b: Rollout) -> None:
-    assert (a.completion_lengths == b.completion_lengths).all()
-    assert (a.sequences == b.sequences).all()
-    assert a.finished.tolist() == b.finished.tolist()
-    assert (a.evictions.death == b.evictions.death).all()
-    assert_same_logprobs(a.sampler_logprobs, b.sampler_logprobs)
-    for name in ("stored", "full", "stored_integral", "full_integral"):
-        torch.testing.assert_close(getattr(a.kv, name), getattr(b.kv, name), atol=0, rtol=0)
-
-
-SHAPE: dict[str, Any] = dict(
-    vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=128, max_position_embeddings=512, initializer_range=0.2, pad_token_id=0, eos_token_id=1,
-    bos_token_id=None,
-)  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-FAMILIES = {
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
-    "mistral, wide heads": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=32, sliding_window=None)),
-    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
-    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families_equal_generate(family: str) -> None:
-    torch.manual_seed(0)
-    policy = FAMILIES[family]().eval()
-    rollout = RolloutSampler(policy, FullKV(), 3).generate(
-        PROMPTS, SamplingParams(max_completion_length=24, temperature=0)
-    )
-    for row, prompt in enumerate(PROMPTS):
-        ids = torch.tensor([prompt])
-        want = policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[0]
-        length = len(prompt) + int(rollout.completion_lengths[row])
-        assert rollout.sequences[row, :length].tolist() == want.tolist()
-    sparse = RolloutSampler(policy, RKV(**SMALL)).generate(PROMPTS, PARAMS)
-    assert_same_logprobs(replay_logprobs(policy, sparse), sparse.sampler_logprobs)
-
-
-@pytest.mark.thinned(3)
-@each_compressor
-@pytest.mark.parametrize("max_prefill_tokens", [1, 7, 16])
-def test_prompts_read_in_chunks_are_the_same(compressor: Compressor, max_prefill_tokens: int) -> None:
-    policy = model()
-    whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
-    chunked = RolloutSampler(policy, compressor, 4, max_prefill_tokens=max_prefill_tokens).generate(PROMPTS, PARAMS)
-    assert_same(whole, chunked)
-
-
-@each_compressor
-def test_looking_seldom_changes_nothing(compressor: Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host looks at the device every few steps only; what slots do meanwhile must leave no trace."""
-    policy = model()
-    always = RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS)
-    assert set(always.finished.tolist()) == {True, False}, "both ways to end must occur"
-    monkeypatch.setattr(scheduler, "CHECK_EVERY", {"cpu": 7})
-    assert_same(always, RolloutSampler(policy, compressor, 3).generate(PROMPTS, PARAMS))
-
-
-@pytest.mark.thinned(3)
-@each_compressor
+@pytest.mark.parametrize("compressor", [SnapKV(**SMALL), RandomEviction(**SMALL)], ids=type)
 def test_two_hundred_prompts_of_mixed_lengths(compressor: Compressor) -> None:
     policy, generator = model(), torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 60, (200,), generator=generator).tolist()
@@ -112,7 +31,7 @@ def test_two_hundred_prompts_of_mixed_lengths(compressor: Compressor) -> None:
 def test_most_likely_tokens_are_those_of_a_plain_forward_pass() -> None:
     policy = model()
     params = SamplingParams(max_completion_length=12, seed=1, top_logprobs=5, temperature=0.7)
-    rollout = RolloutSampler(policy, FullKV()).generate(PROMPTS, params)
+    rollout = roll_out(policy, params=params)
     assert rollout.topk_ids.shape == (*rollout.sequences.shape, 5)
     for row in range(len(rollout)):
         own = rollout.completion_mask[row].nonzero().flatten()
@@ -121,7 +40,7 @@ def test_most_likely_tokens_are_those_of_a_plain_forward_pass() -> None:
         assert_same_logprobs(rollout.topk_logprobs[row, own], want.values[own - 1])
         assert (rollout.topk_ids[row, own] == want.indices[own - 1]).all()
     assert (rollout.topk_logprobs[~rollout.completion_mask] == 0).all()
-    plain = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
+    plain = roll_out(policy)
     assert plain.topk_ids is plain.topk_logprobs is None
 
 
@@ -133,7 +52,7 @@ def encode(text: str) -> list[int]:
 
 
 def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
-    policy = tiny_model(initializer_range=0.2, vocab_size=len(TOKENIZER), eos_token_id=None)
+    policy = model(vocab_size=len(TOKENIZER), eos_token_id=None)
     prompts = [encode("what is 7 * 6?"), encode("hello")]
     free = SamplingParams(num_generations=3, max_completion_length=80, seed=2)
     whole = RolloutSampler(policy, SnapKV(**SMALL), end_token_ids=[]).generate(prompts, free)
@@ -162,7 +81,7 @@ def test_stop_strings_cut_after_the_token_that_completes_one() -> None:
 def test_an_interrupted_sampler_can_be_used_again(error: type[BaseException]) -> None:
     policy = model().train()
     interrupted = RolloutSampler(policy, SnapKV(**SMALL), 3)
-    want = RolloutSampler(policy, SnapKV(**SMALL), 3).generate(PROMPTS, PARAMS)
+    want = roll_out(policy, SnapKV(**SMALL), 3)
 
     def stop(progress: Any) -> None:
         if progress.step == 9:
@@ -185,11 +104,11 @@ def test_new_weights_are_sampled_from() -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(0.9)
-    after, fresh = used.generate(PROMPTS, params), RolloutSampler(policy, FullKV()).generate(PROMPTS, params)
+    after, fresh = used.generate(PROMPTS, params), roll_out(policy, params=params)
     assert not torch.equal(before.sampler_logprobs, after.sampler_logprobs)
     assert_same(after, fresh)
     policy.get_decoder().layers[0].mlp.up_proj = torch.nn.Linear(64, 256, bias=False)  # as adapters do
-    assert_same(used.generate(PROMPTS, params), RolloutSampler(policy, FullKV()).generate(PROMPTS, params))
+    assert_same(used.generate(PROMPTS, params), roll_out(policy, params=params))
 
 
 def test_modules_that_are_more_than_a_product_are_called() -> None:
@@ -200,8 +119,7 @@ def test_modules_that_are_more_than_a_product_are_called() -> None:
     policy = model()
     policy.get_decoder().layers[1].self_attn.v_proj = Doubled(64, 32)
     policy.get_decoder().layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: out + 0.1)
-    rollout = RolloutSampler(policy, FullKV()).generate(PROMPTS, PARAMS)
-    assert_same_logprobs(replay_logprobs(policy, rollout), rollout.sampler_logprobs)
+    assert_replayed(policy, roll_out(policy))
 
 
 def test_keys_and_values_in_another_type() -> None:
@@ -234,13 +152,12 @@ def test_a_memory_limit_chooses_the_slots() -> None:
 
 def test_what_random_eviction_keeps_of_a_prompt_follows_from_the_seed_and_the_prompt() -> None:
     """In one slot after the other, which were another prompt's before; the samples of a prompt share it."""
-    sampler = RolloutSampler(model(), COMPRESSORS["random"], num_slots=3)
+    sampler = RolloutSampler(model(), RandomEviction(**SMALL), num_slots=3)
     prompts = [list(range(5, 45)), list(range(6, 46)), list(range(5, 45))]
 
     def gone(own: list[list[int]], seed: int) -> list[list[bool]]:
         params = SamplingParams(num_generations=2, max_completion_length=1, seed=seed)
         evictions = sampler.generate(own, params).evictions
-        assert evictions is not None
         return [(evictions.death[:, row, :, :40] == 40).flatten().tolist() for row in range(2 * len(own))]
 
     first, same, other, _, again, _ = gone(prompts, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_same_logprobs
+from rollouts import PROMPTS, SMALL, small_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,12 +41,10 @@ from sparse_rl_lightning.rollout.engine import turns
 from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.extend import extend
 from sparse_rl_lightning.rollout.teacher_forcing import forced_rollout
-from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from sparse_rl_lightning.testing import character_tokenizer
 from tests.families import FAMILIES, family
 
-SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 TEMPERATURE, SEED, LONGEST = 1.5, 5, 56
-PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
 ENDS = list(range(100, 116))  # an eighth of the vocabulary: turns are short and ragged
 EVICTING = [
     StreamingLLM(**SMALL), RandomEviction(**SMALL), RandomEviction(**SMALL, redraw=True), KNorm(**SMALL),
@@ -60,44 +59,45 @@ MORE = [
 
 def converse(
     model: PreTrainedModel, compressor: Compressor, prompts: Sequence[list[int]] = PROMPTS, num_slots: int = 3,
-    ids: Sequence[int] | None = None, most: int = 3, **options: Any,
+    ids: Sequence[int] | None = None, most: int = 3, longest: int = 19, length: int = LONGEST, **options: Any,
 ) -> Rollout:  # fmt: skip
     """Conversations of up to ``most`` + 1 turns; what a sequence is given depends on nothing but its id."""
     ids = range(2 * len(prompts)) if ids is None else ids
-    session = new_session(model, compressor, num_slots, **options)
+    session = new_session(model, compressor, num_slots, length, **options)
     session.add(prompts, ids)
-    return talk(session, ids, most)
+    return talk(session, ids, most, longest)
 
 
-def talk(session: RolloutSession, ids: Sequence[int], most: int = 3) -> Rollout:
+def talk(session: RolloutSession, ids: Sequence[int], most: int = 3, longest: int = 19) -> Rollout:
     while session.num_unfinished:
         session.advance()
-        answer(session, ids, most)
+        answer(session, ids, most, longest)
     return session.take(session.complete)
 
 
-def answer(session: RolloutSession, ids: Sequence[int], most: int) -> None:
-    """Give every paused sequence some tokens, or end it."""
-    for sequence in session.paused:
-        turn = len(next(one for one in session.scheduler.paused.values() if one.sequence == sequence).given)
-        given = [5 + (ids[sequence] * 31 + turn * 17 + i * 7) % 90 for i in range(1 + (ids[sequence] + 5 * turn) % 19)]
-        if turn == most or len(given) > session.room(sequence):
-            session.finish(sequence)
+def answer(session: RolloutSession, ids: Sequence[int], most: int, longest: int) -> None:
+    """Give every paused sequence some tokens, up to ``longest``, or end it."""
+    for paused in list(session.scheduler.paused.values()):
+        number, turn = ids[paused.sequence], len(paused.given)
+        text = [5 + (number * 31 + turn * 17 + i * 7) % 90 for i in range(1 + (number + 5 * turn) % longest)]
+        if turn == most or len(text) > session.room(paused.sequence):
+            session.finish(paused.sequence)
         else:
-            session.append(sequence, given)
+            session.append(paused.sequence, text)
 
 
-def new_session(model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, **options: Any) -> RolloutSession:
+def new_session(
+    model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, length: int = LONGEST, **options: Any
+) -> RolloutSession:
     sampler = RolloutSampler(model, compressor, num_slots, end_token_ids=ENDS, **options)
     params = SamplingParams(
-        num_generations=2, max_completion_length=LONGEST, min_completion_length=2, seed=SEED, temperature=TEMPERATURE
+        num_generations=2, max_completion_length=length, min_completion_length=2, seed=SEED, temperature=TEMPERATURE
     )
     return RolloutSession(sampler, params, max_prompt_length=40, turns=True)
 
 
 def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout, tolerance: float = 2e-5) -> None:
     """Replay gives the sampler's log-probs, and token by token the same is evicted as in chunks."""
-    assert rollout.turns is not None
     assert rollout.turns.max() >= 5
     drawn = rollout.completion_mask
     assert torch.equal(drawn, (rollout.turns % 2 == 1))
@@ -109,10 +109,6 @@ def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout
     assert_same_logprobs(forced.sampler_logprobs, rollout.sampler_logprobs, tolerance)
     assert torch.equal(forced.kv.stored, rollout.kv.stored)
     assert torch.equal(forced.kv.stored_integral, rollout.kv.stored_integral)
-
-
-def small_model(**sizes: Any) -> PreTrainedModel:
-    return tiny_model(initializer_range=0.2, **sizes)
 
 
 # -------------------------------------------------------------------- exactness
@@ -175,10 +171,11 @@ def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:
 # -------------------------------------------------------------------- slots
 
 
-def test_a_conversation_does_not_depend_on_its_neighbors() -> None:
-    """Bitwise: with others in slots that are paused, refilled and read at other times."""
-    model, compressor = small_model(), SnapKV(**SMALL)
-    together = converse(model, compressor, num_slots=4)
+@pytest.mark.parametrize("protected", [0, 2])
+def test_a_conversation_does_not_depend_on_its_neighbors(protected: int) -> None:
+    """Bitwise: with others in slots that are paused, refilled, read at other times, and left by others' texts."""
+    model, compressor = small_model(), SnapKV(**SMALL | {"budget": 22}, protect_observations=protected)
+    together = converse(model, compressor, num_slots=2)
     for number in (0, 3):
         alone = converse(model, compressor, [PROMPTS[number]], 1, ids=[2 * number, 2 * number + 1])
         for sample in (0, 1):
@@ -186,6 +183,8 @@ def test_a_conversation_does_not_depend_on_its_neighbors() -> None:
             assert together.lengths[row] == length
             assert torch.equal(together.sequences[row, :length], alone.sequences[sample, :length])
             assert torch.equal(together.sampler_logprobs[row, :length], alone.sampler_logprobs[sample, :length])
+            deaths = (one.evictions.death[:, at, :, :length] for one, at in ((together, row), (alone, sample)))
+            assert torch.equal(*deaths)
 
 
 def test_others_go_on_while_one_waits() -> None:

@@ -1,4 +1,7 @@
-"""Layers with a sliding window: the last W tokens in the rollout, in replay, in memory and in what is counted."""
+"""Layers with a sliding window: the last W tokens in the rollout, in replay, in memory and in what is counted.
+
+And how long a sequence may be: scaled rotary positions reach further, windows bind only where they cut.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_cases import put_back
-from transformers import PreTrainedModel
+from closeness import assert_same_logprobs
+from rollout_cases import put_back_midway
+from rollouts import assert_generated, assert_replayed, assert_same, roll_out
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.cache.windows import WindowCache
-from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
 from sparse_rl_lightning.compressors import (
     H2O,
@@ -24,13 +37,10 @@ from sparse_rl_lightning.compressors import (
     LearnedScore,
     RandomEviction,
     SnapKV,
-    TriAttention,
 )
 from sparse_rl_lightning.integrations.record import SampledRecord
-from sparse_rl_lightning.logprobs import sequence_logprobs
-from sparse_rl_lightning.ops.attention import causal_attention
 from sparse_rl_lightning.policies import LoadedPolicy
-from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
+from sparse_rl_lightning.policies.geometry import CacheGeometry, context_length, model_sizes
 from sparse_rl_lightning.policies.windows import deaths_by_layer, layer_windows
 from sparse_rl_lightning.records import NEVER, EvictionRecord, LayerState
 from sparse_rl_lightning.report.rollout_view import held_share
@@ -41,19 +51,18 @@ from sparse_rl_lightning.rollout import (
     SamplingParams,
     forced_rollout,
     replay_logprobs,
+    retrieval_logprobs,
 )
 from sparse_rl_lightning.testing import character_tokenizer
-from tests.closeness import assert_same_logprobs
 from tests.families import family
 from tests.learned import learned_score
 from tests.rollout.test_rollout_memory import allocated, attributes
-from tests.tiny_grpo import ALPHABET, fit, module, weights
+from tests.tiny_grpo import ALPHABET, fit, module
 
 W = 8
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, W - 1, W, W + 1, 40, 1)]
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
-GREEDY = SamplingParams(max_completion_length=3 * W, temperature=0)
 ONCE = SamplingParams(max_completion_length=30, seed=5)
 PARAMS = replace(ONCE, num_generations=3)
 
@@ -71,27 +80,7 @@ def windowed(name: str) -> PreTrainedModel:
     return mixed() if name == "qwen2" else family(name, sliding_window=W)
 
 
-def parity(a: Any, b: Any) -> None:
-    assert_same_logprobs(a, b)
-
-
 # ---------------------------------------------------------------- the truth
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("chunk", [16384, 16, 5])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3_text", "olmo3"])
-def test_greedy_tokens_are_those_of_generate(name: str, chunk: int) -> None:
-    """Prompts around the window and several windows long, read whole and in chunks."""
-    model = windowed(name)
-    rollout = RolloutSampler(model, FullKV(), 3, max_prefill_tokens=chunk).generate(PROMPTS, GREEDY)
-    for row, prompt in enumerate(PROMPTS):
-        ids = torch.tensor([prompt])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 * W, do_sample=False)[0]
-        assert rollout.sequences[row, : len(want)].tolist() == want.tolist()
-    with torch.no_grad():
-        parity(sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0], rollout.sampler_logprobs)
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
@@ -102,17 +91,6 @@ def test_chunks_of_a_prompt_are_staged_as_far_as_windows_reach(name: str) -> Non
     for length in (40, 80):
         usage = sampler.generate([list(range(5, 5 + length))], params).kv
         assert usage.prefill_peak_bytes == 2 * 2 * 16 * 4 * (full * length + slides * W)
-
-
-@pytest.mark.parametrize("window", [1, 3, 300, 5000])
-@pytest.mark.parametrize(("count", "total"), [(7, 7), (1, 9), (600, 600), (300, 700)])
-def test_attention_in_blocks_is_that_of_one_mask(window: int, count: int, total: int) -> None:
-    query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
-    last, index = torch.arange(total - count, total)[:, None], torch.arange(total)
-    logits = torch.einsum("qhd,khd->hqk", query.double(), key.double().repeat_interleave(2, 1)) * 0.3
-    logits = logits.masked_fill((index > last) | (index <= last - window), -torch.inf)
-    want = torch.einsum("hqk,khd->qhd", logits.softmax(-1), value.double().repeat_interleave(2, 1))
-    torch.testing.assert_close(causal_attention(query, key, value, 0.3, window).double(), want, atol=2e-6, rtol=1e-5)
 
 
 COMPRESSORS = {
@@ -138,14 +116,12 @@ def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compre
     record = rollout.evictions
     assert record.num_layers == 2, "windows are not recorded"
     assert bool((rollout.kv.stored < rollout.kv.full).any())
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-    refilled = RolloutSampler(model, compressor, 2, max_prefill_tokens=16).generate(PROMPTS, ONCE)
-    assert torch.equal(refilled.sequences, rollout.sequences)
-    assert torch.equal(refilled.evictions.death, record.death)
+    assert_replayed(model, rollout)
+    assert_same(roll_out(model, compressor, 2, prompts=PROMPTS, params=ONCE, max_prefill_tokens=16), rollout)
     forced = forced_rollout(model, rollout, compressor, seed=5)
     if not isinstance(compressor, RandomEviction):  # whose numbers are keyed by sequence
         assert torch.equal(forced.evictions.death, record.death)
-        parity(forced.sampler_logprobs, rollout.sampler_logprobs)
+        assert_same_logprobs(forced.sampler_logprobs, rollout.sampler_logprobs)
 
 
 def test_replay_is_window_and_death() -> None:
@@ -211,18 +187,8 @@ def test_what_is_stored_and_read_is_counted_in_all_layers(longest: int) -> None:
 def test_slots_that_are_put_back_go_on(name: str) -> None:
     model = windowed(name)
     compressor = FullKV() if name == "mistral" else SnapKV(**SMALL)
-    want = RolloutSampler(model, compressor).generate(PROMPTS, PARAMS)
-
-    session = RolloutSession(RolloutSampler(model, compressor, 4), PARAMS, max_prompt_length=40)
-    numbers = session.add(PROMPTS, range(21))
-    session.advance(max_steps=13)
-    assert session.num_unfinished
-    put_back(session)
-    session.advance()
-    found = session.take(numbers)
-    assert torch.equal(found.sequences, want.sequences)
-    assert torch.equal(found.evictions.death, want.evictions.death)
-    parity(found.sampler_logprobs, want.sampler_logprobs)
+    moved = put_back_midway(RolloutSampler(model, compressor, 4), PROMPTS, PARAMS)
+    assert_same(moved, roll_out(model, compressor, prompts=PROMPTS, params=PARAMS))
 
 
 # ---------------------------------------------------------------- decoders, types, compressors
@@ -230,19 +196,8 @@ def test_slots_that_are_put_back_go_on(name: str) -> None:
 
 def test_both_decoders_give_the_same_rollout() -> None:
     model = mixed()
-    samplers = (RolloutSampler(model, RKV(**SMALL), decoder=kind) for kind in ("native", "transformers"))
-    a, b = (sampler.generate(PROMPTS, PARAMS) for sampler in samplers)
-    assert torch.equal(a.sequences, b.sequences)
-    assert torch.equal(a.evictions.death, b.evictions.death)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_other_types_stay_as_close_as_their_rounding(name: str, dtype: torch.dtype) -> None:
-    model = windowed(name).to(dtype)
-    rollout = RolloutSampler(model, RKV(**SMALL)).generate(PROMPTS, PARAMS)
-    apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean()
-    assert float(apart.detach()) < (0.05 if dtype == torch.bfloat16 else 1e-6)
+    given = {"prompts": PROMPTS, "params": PARAMS}
+    assert_same(*(roll_out(model, RKV(**SMALL), decoder=way, **given) for way in ("native", "transformers")))
 
 
 def test_compressors_see_full_layers_with_their_own_rotation_and_number() -> None:
@@ -263,41 +218,24 @@ def test_compressors_see_full_layers_with_their_own_rotation_and_number() -> Non
     assert float(rotary.full_attention_inv_freq[1]) != float(rotary.sliding_attention_inv_freq[1])
 
 
-def test_statistics_of_full_layers_serve_a_rollout() -> None:
-    """They are those of the model's own queries, under its windows, before their layer's rotation."""
-    model: Any = family("gemma3_text", head_dim=16)
-    ids = torch.arange(3, 63)[None]
-    statistics = gather_statistics(model, ids, torch.tensor([60]))
-    inputs: list[torch.Tensor] = []
-    layer = model.model.layers[3].self_attn
-    hook = layer.register_forward_pre_hook(
-        lambda _, args, named: inputs.append(named["hidden_states"]), with_kwargs=True
-    )
-    with torch.no_grad():
-        model(ids)
-        hook.remove()
-        queries = layer.q_norm(layer.q_proj(inputs[0]).view(60, 4, 16))
-    torch.testing.assert_close(statistics.mean[3], queries.mean(0), atol=1e-5, rtol=1e-4)
-    rollout = RolloutSampler(model, TriAttention(statistics=statistics, **SMALL)).generate(PROMPTS, PARAMS)
-    parity(replay_logprobs(model, rollout), rollout.sampler_logprobs)
-
-
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
-def test_training_replays_windows(name: str) -> None:
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
+def test_training_replays_windows_and_sinks(name: str) -> None:
     """The learner under the record and the windows is the sampler, so that all of the mismatch is the compressor's."""
     tokenizer, compressor = character_tokenizer(ALPHABET), RKV(budget=8, buffer=3, num_sinks=1, window=2)
-    grpo = module(compressor=compressor if name == "gemma3_text" else FullKV(), lr=0.05)
-    model = family(name, vocab_size=len(tokenizer), initializer_range=0.1, sliding_window=6)
+    grpo = module(compressor=FullKV() if name == "mistral" else compressor, lr=0.05)
+    model: Any = family(name, vocab_size=len(tokenizer), initializer_range=0.1, sliding_window=6)
     grpo.policy_source = LoadedPolicy(model, tokenizer)
     grpo.configure_model()
-    before = weights(grpo)
+    before = {weight: parameter.detach().clone() for weight, parameter in model.named_parameters()}
     fit(grpo, 2, [DryRun(), MismatchSplit()])
-    assert not torch.equal(before, weights(grpo))
-    found = {key: float(value) for key, value in grpo.trainer.callback_metrics.items()}
-    assert abs(found["mismatch_split/rounding/kl_k1"]) < 1e-5
-    assert (found["mismatch_split/compression/kl_k3"] > 1e-4) == (name == "gemma3_text")
-    assert (found["kv/saving_final"] > 0.1) == (name == "gemma3_text")
-    assert found["kv/peak_bytes"] <= found["kv/full_peak_bytes"]
+    changed = {weight for weight, parameter in model.named_parameters() if not torch.equal(parameter, before[weight])}
+    assert any("q_proj" in weight for weight in changed)
+    assert any("sinks" in weight for weight in changed) == (name == "gpt_oss")
+    metrics = {key: float(value) for key, value in grpo.trainer.callback_metrics.items()}
+    assert abs(metrics["mismatch_split/rounding/kl_k1"]) < 1e-5
+    assert (metrics["mismatch_split/compression/kl_k3"] > 1e-4) == (name != "mistral")
+    assert (metrics["kv/saving_final"] > 0.1) == (name != "mistral")
+    assert metrics["kv/peak_bytes"] <= metrics["kv/full_peak_bytes"]
 
 
 def test_a_retriever_is_refused() -> None:
@@ -316,7 +254,6 @@ def test_a_ring_is_no_longer_than_a_sequence() -> None:
     geometry = CacheGeometry.of(mixed(sliding_window=4096))
     cache = CacheSize(2, (20, 20), 4, 50).allocate(geometry)
     windows = cache.other(WindowCache)
-    assert windows is not None
     assert windows.width == 50
 
 
@@ -324,13 +261,102 @@ def test_windows_shorter_than_the_check_of_a_model() -> None:
     """Sequences fit into the window, the text that the model is compared on does not."""
     sampler = RolloutSampler(mixed(max_window_layers=0), SnapKV(**SMALL), 2)
     rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=5))
-    parity(replay_logprobs(sampler.model, rollout), rollout.sampler_logprobs)
+    assert_same_logprobs(replay_logprobs(sampler.model, rollout), rollout.sampler_logprobs)
 
 
 def test_a_model_of_windows_alone_has_nothing_to_record() -> None:
     sampler = RolloutSampler(mixed(max_window_layers=0), FullKV(), 2)
     rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=30))
-    assert rollout.evictions is not None
     assert held_share(rollout.evictions).tolist() == [[1.0] * rollout.evictions.length]
     with pytest.raises(ValueError, match="nothing is there to record"):
         SampledRecord.of(rollout)
+
+
+# ---------------------------------------------------------------- how long a sequence may be
+
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 32, "initializer_range": 0.2, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+WINDOW = 24
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),  # as Qwen's cards say
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32}, 128),  # extended already
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 128),  # Llama 3.1: 131,072 are written down
+        ({"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 128,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_the_limit_is_the_extended_one(key: str, rope: dict[str, Any], longest: int) -> None:
+    given = {key: rope | ({"rope_theta": 10000.0} if key == "rope_parameters" else {})} if rope else {}
+    assert context_length(LlamaConfig(**CONFIG, max_position_embeddings=128, **given)) == longest
+
+
+def test_what_a_configuration_does_not_say_is_no_limit() -> None:
+    class Nothing:
+        pass
+
+    assert context_length(Nothing()) is None
+
+
+def test_a_sequence_beyond_the_original_context_is_that_of_generate() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = Qwen3ForCausalLM(
+        Qwen3Config(**CONFIG, head_dim=16, max_position_embeddings=40, rope_parameters=rope)
+    ).eval()
+    prompt = torch.randint(3, 64, (60,)).tolist()
+    greedy = SamplingParams(max_completion_length=40, temperature=0)
+    assert_generated(model, roll_out(model, prompts=[prompt], params=greedy), 40, [prompt])
+    sampler = RolloutSampler(model, SnapKV(budget=30, buffer=6), num_slots=1)
+    evicted = sampler.generate([prompt], greedy)
+    assert_replayed(model, evicted)
+    for generate in (sampler.generate, RolloutSession(sampler, greedy, 100).add):
+        with pytest.raises(ValueError, match="exceeds the model's context of 128 tokens"):
+            generate([[*prompt, *prompt]], *([greedy] if generate == sampler.generate else [range(1)]))
+
+
+def test_a_window_in_all_layers_is_refused_only_where_it_binds() -> None:
+    """Within it all layers are of full attention; beyond it none is left to evict from or to retrieve in."""
+    model = MistralForCausalLM(MistralConfig(**CONFIG, head_dim=16, sliding_window=WINDOW)).eval()
+    prompt, fits = torch.randint(3, 64, (WINDOW - 12,)).tolist(), SamplingParams(max_completion_length=12, seed=1)
+    small, retriever = SnapKV(budget=10, buffer=4, num_sinks=1, window=4), Quest(16, page_size=4, num_dense_layers=0)
+    evicted = RolloutSampler(model, small, num_slots=1).generate([prompt], fits)
+    assert int(evicted.completion_lengths) == 12
+    assert bool((evicted.evictions.death[..., : WINDOW - 4] < NEVER).any(dim=-1).all()), "in all layers"
+    assert_same_logprobs(replay_logprobs(model, evicted), evicted.sampler_logprobs)
+    forced = forced_rollout(model, evicted, small, seed=1)
+    assert_same_logprobs(forced.sampler_logprobs, evicted.sampler_logprobs)
+    paged = RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], fits)
+    retrieved = retrieval_logprobs(model, paged, retriever).logprobs
+    assert_same_logprobs(retrieved, paged.sampler_logprobs)
+
+    longer, sampler = SamplingParams(max_completion_length=13, seed=1), RolloutSampler(model, small, num_slots=1)
+    whole = RolloutSampler(model, FullKV()).generate([prompt], longer)
+    for name, use in {
+        "SnapKV": lambda: sampler.generate([prompt], longer),
+        "SnapKV ": lambda: RolloutSession(sampler, longer, 12).add([prompt], range(1)),
+        " SnapKV": lambda: forced_rollout(model, whole, small),
+        "Quest": lambda: RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], longer),
+        " Quest": lambda: retrieval_logprobs(model, whole, retriever),
+    }.items():
+        refused = rf"sliding window in every layer \(sliding_window={WINDOW}\), .* up to 25 tokens .* {name.strip()}"
+        with pytest.raises(ValueError, match=refused):
+            use()
+
+
+def test_layers_that_are_neither_full_nor_sliding_are_refused() -> None:
+    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG))
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match=r"layers of type \['linear_attention'\]"):
+        RolloutSampler(model)
