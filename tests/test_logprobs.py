@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,16 +18,9 @@ PROMPTS = (3, 2, 1)
 def tiny_model(tied: bool = True) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        initializer_range=0.5,
-        attn_implementation="sdpa",
-    )
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.5, attn_implementation="sdpa",
+    )  # fmt: skip
     return Qwen2ForCausalLM(config).double().eval()
 
 
@@ -150,18 +145,22 @@ def test_an_empty_mask_gives_zeros_attached_to_the_graph() -> None:
     assert model.model.layers[0].self_attn.q_proj.weight.grad.count_nonzero() == 0
 
 
-def test_bad_input_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"mask": torch.ones(3, 9, dtype=torch.bool)}, r"mask\[:, 0\] must be False"),
+        ({"mask": batch()[1][:, 1:]}, r"mask must be bool with the shape of sequences \(3, 9\)"),
+        ({"temperature": 0}, "temperature=0"), ({"chunk_size": 0}, "chunk_size=0"),
+        ({"ids": batch()[0]}, r"ids must be \(B, T, K\) with \(B, T\) = \(3, 9\), got \(3, 9\)"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(wrong: dict[str, Any], match: str) -> None:
     model, (sequences, mask) = tiny_model(), batch()
-    first = mask.clone()
-    first[2, 0] = True
-    with pytest.raises(ValueError, match=r"mask\[:, 0\] must be False"):
-        sequence_logprobs(model, sequences, first)
-    with pytest.raises(ValueError, match=r"mask must be bool with the shape of sequences \(3, 9\)"):
-        sequence_logprobs(model, sequences, mask[:, 1:])
-    with pytest.raises(ValueError, match="temperature=0"):
-        sequence_logprobs(model, sequences, mask, temperature=0)
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        sequence_logprobs(model, sequences, mask, chunk_size=0)
+    with pytest.raises(ValueError, match=match):
+        logprobs_at(model, sequences, **{"ids": sequences[..., None], "mask": mask, **wrong})
+    if "ids" not in wrong:
+        with pytest.raises(ValueError, match=match):
+            sequence_logprobs(model, sequences, **{"mask": mask, **wrong})
 
 
 # ---------------------------------------------------------------- at other tokens than those of the sequence
@@ -222,12 +221,6 @@ def test_logprobs_at_in_low_precision_and_with_a_float32_head() -> None:
     torch.testing.assert_close(wide[mask], logits.log_softmax(-1).gather(-1, asked()[mask]), atol=1e-5, rtol=0)
 
 
-def test_logprobs_at_of_an_empty_mask_and_bad_input() -> None:
+def test_logprobs_at_of_an_empty_mask() -> None:
     model, (sequences, mask) = tiny_model(), batch()
     assert logprobs_at(model, sequences, asked(), torch.zeros_like(mask)).count_nonzero() == 0
-    with pytest.raises(ValueError, match=r"ids must be \(B, T, K\) with \(B, T\) = \(3, 9\), got \(3, 9\)"):
-        logprobs_at(model, sequences, sequences, mask)
-    with pytest.raises(ValueError, match="mask must be bool"):
-        logprobs_at(model, sequences, asked(), mask[:, 1:])
-    with pytest.raises(ValueError, match="temperature=0"):
-        logprobs_at(model, sequences, asked(), mask, temperature=0)

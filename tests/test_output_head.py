@@ -1,4 +1,7 @@
-"""The head differentiated by hand: gradients against autograd's, memory, types, and heads that are no plain Linear."""
+"""The head differentiated by hand: gradients against autograd's, memory, types, and heads that are no plain Linear.
+
+Logits that a model scales or caps: log-probabilities and gradients are those of the model's own forward.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    RecurrentGemmaConfig,
+)
 
-from sparse_rl_lightning.logprobs import token_logprobs
-from sparse_rl_lightning.output_head import ChunkedLogprobs
+from sparse_rl_lightning.logprobs import logprobs_at, sequence_logprobs, token_logprobs
+from sparse_rl_lightning.output_head import ChunkedLogprobs, LogitScaling
 
 N, C, V = 11, 6, 37
 
@@ -118,28 +128,16 @@ def test_only_gradients_asked_for_are_computed() -> None:
 # ---------------------------------------------------------------- memory
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements any tensor made inside has."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return out
-
-
 def test_nothing_larger_than_a_chunk_of_logits_or_the_gradients_ever_exists() -> None:
     head = nn.Linear(4, 50)
     states, targets = torch.randn(64, 4, requires_grad=True), torch.randint(50, (64,))
-    with LargestTensor() as seen:
+    with Largest() as seen:
         logprobs, entropy = token_logprobs(head, states, targets, chunk_size=5)
         (logprobs.sum() + entropy.sum()).backward()
-    assert seen.largest == max(5 * 50, 50 * 4, 64 * 4)
-    with LargestTensor() as seen:
+    assert seen.bytes == 4 * max(5 * 50, 50 * 4, 64 * 4)
+    with Largest() as seen:
         plain(head, states, targets, 1.0)
-    assert seen.largest == 64 * 50
+    assert seen.bytes == 4 * 64 * 50
 
 
 # ---------------------------------------------------------------- types
@@ -238,3 +236,79 @@ def test_a_head_that_returns_its_input_is_not_overwritten() -> None:
     with torch.no_grad():
         token_logprobs(nn.Identity(), states, torch.zeros(5, dtype=torch.long))
     assert torch.equal(states, before)
+
+
+# ---------------------------------------------------------------- logits that a model scales or caps
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "initializer_range": 0.5, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+SCALED: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 6.0, "embedding_multiplier": 3.0}, "cohere": {"logit_scale": 0.25},
+    "falcon_h1": {"lm_head_multiplier": 0.4, "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8,
+                  "mamba_d_state": 4},
+}  # fmt: skip
+
+
+def by_the_model(model: Any, sequences: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """By the model's own forward: all log-probabilities, those of the tokens, entropies."""
+    logs = (model(sequences).logits[:, :-1] / temperature).log_softmax(-1)
+    own = logs.gather(-1, sequences[:, 1:, None]).squeeze(-1)
+    shown = mask[:, 1:]
+    return logs, own * shown, -(logs.exp() * logs).sum(-1) * shown
+
+
+@pytest.mark.parametrize("by_product", [True, False])
+@pytest.mark.parametrize("family", SCALED)
+def test_scores_and_gradients_are_those_of_the_models_own_forward(family: str, by_product: bool) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **SCALED[family])).double().eval()
+    if not by_product:  # any head but a plain linear layer is called and differentiated by torch
+        model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    sequences = torch.randint(2, 31, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[:, :2] = False
+    weights = torch.randn(2, 2, 6, dtype=torch.float64)
+
+    logs, logprobs, entropy = by_the_model(model, sequences, mask, 0.7)
+    (weights[0] * logprobs + weights[1] * entropy).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    own, uncertain = sequence_logprobs(model, sequences, mask, 0.7, chunk_size=3)
+    (weights[0] * own[:, 1:] + weights[1] * uncertain[:, 1:]).sum().backward()
+
+    torch.testing.assert_close(own[:, 1:], logprobs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(uncertain[:, 1:], entropy, rtol=0, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-11, msg=name)
+    ids = torch.randint(31, (2, 7, 3))
+    found = logprobs_at(model, sequences, ids, mask, 0.7, chunk_size=4)
+    torch.testing.assert_close(
+        found[:, 1:], logs.detach().gather(-1, ids[:, 1:]) * mask[:, 1:, None], rtol=0, atol=1e-12
+    )
+
+
+def test_only_what_the_class_declares_counts() -> None:
+    stray = LlamaForCausalLM(LlamaConfig(**SIZES, logits_scaling=8.0)).eval()
+    assert stray.config.logits_scaling == 8.0
+    sequences, mask = torch.randint(2, 31, (1, 5)), torch.tensor([[False, True, True, True, True]])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            sequence_logprobs(stray, sequences, mask)[0][:, 1:], by_the_model(stray, sequences, mask, 1.0)[1]
+        )
+    assert LogitScaling.of(stray.config).is_plain
+
+
+def test_what_is_not_known_to_be_right_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'recurrent_gemma' has logits_soft_cap=30.0.*it knows final_logit_soft"):
+        LogitScaling.of(RecurrentGemmaConfig())
+
+    class Width(PreTrainedConfig):
+        model_type = "width"
+        logit_multiplier: float = 1.0
+
+    assert LogitScaling.of(Width()).is_plain
+    with pytest.raises(ValueError, match=r"'width' has logit_multiplier=0.5"):
+        LogitScaling.of(Width(logit_multiplier=0.5))

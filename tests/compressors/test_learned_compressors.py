@@ -1,8 +1,7 @@
 """Compressors that hold networks or read hidden states and output norms, in the manner of published ones.
 
-KVzap (arXiv 2601.07891): a network on hidden states says what a token is worth. FastKVzip (arXiv 2601.17668): a token's
-key against learned sinks, under a query of its own hidden state. CriticalKV (arXiv 2502.03805): attention times
-|W_o v|_1.
+KVzap (arXiv 2601.07891): a network on hidden states says what a token is worth. CriticalKV (arXiv 2502.03805):
+attention times |W_o v|_1.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from sparse_rl_lightning.records import NEVER, LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
 
-SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 12, 9, 40)]
+SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=36, temperature=0.9, seed=3)
 LAYERS, HEADS, GROUP, DIM, HIDDEN = 2, 2, 2, 16, 64  # of tiny_model()
 
@@ -52,21 +51,6 @@ class KVzapLike(Compressor):
         return layer.state["worth"]
 
 
-class FastKVzipLike(KVzapLike):
-    """Low-rank queries against low-rank keys and learned sinks, all of the hidden state."""
-
-    def __init__(self, budget: int, **sizes: Any) -> None:
-        Compressor.__init__(self, budget, **sizes)
-        torch.manual_seed(6)
-        self.queries, self.keys = torch.randn(2, LAYERS, HEADS, HIDDEN, 4) / 8
-        self.sinks = torch.randn(LAYERS, HEADS, 3, 4)
-
-    def worth(self, hidden: Tensor, layer: int) -> Tensor:
-        query, key = (hidden.unsqueeze(-3) @ weight[layer].to(hidden) for weight in (self.queries, self.keys))
-        logit, others = (query * key).sum(dim=-1), query @ self.sinks[layer].to(hidden).mT
-        return (logit - others.logsumexp(dim=-1)).sigmoid()
-
-
 class CriticalKVLike(Combined):
     """Any score times the mean over the group of |W_o v|_1."""
 
@@ -91,7 +75,6 @@ class CriticalKVLike(Combined):
 
 METHODS = {
     "KVzap": KVzapLike(**SMALL),
-    "FastKVzip": FastKVzipLike(**SMALL),
     "CriticalKV": CriticalKVLike(SnapKV(**SMALL)),
     "CriticalKV of H2O": CriticalKVLike(H2O(**SMALL)),
 }
@@ -147,11 +130,10 @@ def survivors(worth: Tensor, prompt_length: int, fed: int, size: dict[str, int])
     return held
 
 
-@pytest.mark.parametrize("name", ["KVzap", "FastKVzip"])
 @torch.no_grad()
-def test_gates_keep_what_brute_force_keeps(name: str) -> None:
+def test_gates_keep_what_brute_force_keeps() -> None:
     """In float64; the hidden states of the first layer depend on nothing that is evicted."""
-    policy, method = tiny_model(initializer_range=0.2, eos_token_id=None).double(), METHODS[name]
+    policy, method = tiny_model(initializer_range=0.2, eos_token_id=None).double(), METHODS["KVzap"]
     sampler = RolloutSampler(policy, method)
     rollout = sampler.generate(PROMPTS, SamplingParams(max_completion_length=36, seed=3))
     for row, prompt in enumerate(PROMPTS):
@@ -257,13 +239,6 @@ class Learned(Compressor):
         return self.activation(self.net.to(both.device)(both).squeeze(-1)) * self.scale[0]
 
 
-class Trains(Learned):
-    def score(self, layer: LayerState) -> Tensor:
-        with torch.no_grad():
-            self.net[0].weight.mul_(0.9)
-        return super().score(layer)
-
-
 class Counts(Learned):
     def score(self, layer: LayerState) -> Tensor:
         self.net[1].calls = getattr(self.net[1], "calls", 0) + 1
@@ -274,9 +249,8 @@ def test_a_compressor_may_hold_networks_and_tensors() -> None:
     check_compressor(Learned)
 
 
-@pytest.mark.parametrize("kind", [Trains, Counts])
-def test_but_not_change_them(kind: type[Learned]) -> None:
+def test_but_not_change_them() -> None:
     with pytest.raises(
         ContractError, match=r"(?s)breaks the rule '(no state|determinism)'.*(score changed self.net|again)"
     ):
-        check_compressor(kind)
+        check_compressor(Counts)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import Largest
 
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.ops.live_bytes import LiveBytes
@@ -28,18 +26,6 @@ def rollout(length: int) -> Rollout:
         finished=torch.tensor([True]), sampler_logprobs=torch.zeros(1, length),
         evictions=EvictionRecord.from_dense(death.expand(1, 1, 1, length)),
     )  # fmt: skip
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest memory that any operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, list | tuple) else [out]:
-            self.bytes = max(self.bytes, tensor.untyped_storage().nbytes() if isinstance(tensor, Tensor) else 0)
-        return out
 
 
 @cache

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_same_logprobs
+from largest import Largest
 from pretend_gpu import DeviceTensor, PretendGPU
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_rl_lightning.compressors import RKV, SnapKV
 from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
@@ -67,18 +67,6 @@ def test_masks_and_chunks_give_the_exact_numbers_and_gradients(mask_bytes: int, 
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
     if mask_bytes > 10**8:
         torch.testing.assert_close(death_attention(query, key, value, death, SCALE, sinks), got, atol=0, rtol=0)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, list | tuple) else [out]:
-            self.bytes = max(self.bytes, tensor.nbytes if isinstance(tensor, Tensor) else 0)
-        return out
 
 
 def test_no_mask_exceeds_its_limit_and_none_waits_for_the_backward_pass() -> None:

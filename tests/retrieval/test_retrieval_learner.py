@@ -1,38 +1,42 @@
-"""The learner under retrieval: it chooses the pages that the sampler chose, and has its log-probs."""
+"""The learner under retrieval: it chooses the pages that the sampler chose, and has its log-probs.
+
+And retrieval as a setting of the training modules, from Python and from the command line.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from chosen_pages import ChosenPages
+from test_retrieval import PARAMS
+from test_retrieval import RETRIEVERS as ALL
+from tiny_grpo import Recorder, fit, module
+from tiny_run import config
 
-from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.callbacks import MismatchSplit
+from sparse_rl_lightning.callbacks.outputs.run_facts import default_title, describe
+from sparse_rl_lightning.cli import main
+from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.logprobs import sequence_logprobs
+from sparse_rl_lightning.modules import ReplayGRPO
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
 from sparse_rl_lightning.rollout import (
     RolloutSampler,
-    SamplingParams,
     replay_logprobs,
     retrieval_logprobs,
 )
 from sparse_rl_lightning.testing import ARCHITECTURES, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 33, 1)]
-SMALL: dict[str, Any] = {"budget": 16, "page_size": 4, "num_dense_layers": 1}
-RETRIEVERS: dict[str, Retriever] = {
-    "centroid": Centroid(**SMALL),
-    "quest": Quest(**SMALL),
-    "centroid-max": Centroid(**SMALL, group_reduction="max"),
-    "schedule": Quest(LengthSchedule([0, 20, 30], [12, 16, 24]), page_size=4, num_dense_layers=0, num_last_pages=1),
-}
+RETRIEVERS = {name: retriever for name, retriever in ALL.items() if name != "own"}
 each_retriever = pytest.mark.parametrize("retriever", RETRIEVERS.values(), ids=RETRIEVERS)
-PARAMS = SamplingParams(num_generations=2, max_completion_length=40, temperature=0.9, seed=3)
 
 
 def roll_out(retriever: Retriever, architecture: str = "qwen2", **options: Any) -> tuple[Any, Rollout]:
@@ -151,3 +155,54 @@ def test_what_cannot_be_followed_is_refused() -> None:
     both = RolloutSampler(policy, compressor, retriever=retriever).generate(PROMPTS, PARAMS)
     with pytest.raises(ValueError, match="compressed besides"):
         retrieval_logprobs(policy, both, retriever)
+
+
+# ---------------------------------------------------------------- in training modules
+
+
+def test_rollouts_of_a_fit_read_pages() -> None:
+    retriever, recorder = Quest(6, page_size=2, num_dense_layers=1), Recorder()
+    grpo = module(compressor=FullKV(), retriever=retriever)
+    trainer = fit(grpo, steps=2, callbacks=[recorder], limit_val_batches=1, check_val_every_n_epoch=1)
+    rollout = recorder.scored[0].rollout
+    assert rollout.kv.read_share < 1
+    assert rollout.kv.saving_final == 0
+    assert trainer.callback_metrics["kv/read_share"] == pytest.approx(recorder.scored[-1].rollout.kv.read_share)
+    assert trainer.callback_metrics["mismatch/kl_k3"] > 0
+    assert grpo.generator.sampler().retriever is retriever
+    assert grpo.generator.sampler(dense=True).retriever is None
+    assert grpo.generator.is_sparse
+    assert default_title(grpo) == "SparseGRPO with FullKV, Quest reading 6 tokens"
+    assert describe(grpo)["retriever"].startswith("Quest(budget=6, page_size=2")
+
+
+def test_partial_rollouts_go_on_with_their_pages() -> None:
+    grpo = module(retriever=Centroid(8, page_size=2, num_dense_layers=0), num_slots=8, partial_rollout_steps=6)
+    fit(grpo, steps=3)
+    assert grpo.num_rollouts == 3
+
+
+def test_replay_refuses_a_retriever_by_name() -> None:
+    with pytest.raises(ValueError, match=r"ReplayGRPO replays evictions, and Quest evicts nothing.*SparseGRPO"):
+        module(kind=ReplayGRPO, retriever=Quest(6, page_size=2))
+
+
+def test_the_split_of_the_mismatch_refuses_a_retriever() -> None:
+    with pytest.raises(ValueError, match="MismatchSplit replays evictions"):
+        fit(module(retriever=Quest(6, page_size=2, num_dense_layers=1)), steps=1, callbacks=[MismatchSplit()])
+
+
+def test_a_configuration_names_a_retriever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = config()
+    schedule = {"class_path": "LengthSchedule", "init_args": {"starts": [0, 16], "budgets": [12, 16]}}
+    arguments = {"budget": schedule, "page_size": 4, "num_dense_layers": 1, "group_reduction": "max"}
+    settings["model"]["init_args"]["retriever"] = {"class_path": "Centroid", "init_args": arguments}
+    settings["model"]["init_args"]["compressor"] = {"class_path": "FullKV"}
+    Path("run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    grpo = main(["fit", "--config", "run.yaml"]).model
+    assert isinstance(grpo.generator.retriever, Centroid)
+    assert (grpo.generator.retriever.group_reduction, grpo.generator.retriever.schedule.at(20)) == ("max", 16)
+    Path("run.yaml").write_text(yaml.safe_dump(settings).replace("Centroid", "Centroids"), encoding="utf-8")
+    with pytest.raises((ValueError, SystemExit)):
+        main(["fit", "--config", "run.yaml"])
