@@ -146,8 +146,6 @@ def test_a_rollout_comes_back_as_it_was(compressor: Any) -> None:
     rollout = sampler.generate(PROMPTS, SamplingParams(num_generations=2, max_completion_length=50, temperature=0.7))
     record = SampledRecord.of(rollout, temperature=0.7)
     back = record.rollout()
-    assert rollout.evictions is not None
-    assert back.evictions is not None
     torch.testing.assert_close(back.evictions.death, rollout.evictions.death, rtol=0, atol=0)
     for name in ("sequences", "prompt_lengths", "completion_mask", "finished", "sampler_logprobs"):
         torch.testing.assert_close(getattr(back, name), getattr(rollout, name), rtol=0, atol=0)
@@ -186,7 +184,6 @@ def test_kept_positions_are_evictions_by_brute_force() -> None:
     request = Request(list(range(10)), list(range(30)), [-1.0] * 30, events)
     record = record_of_kept([request], layers, heads)
     evictions = record.rollout().evictions
-    assert evictions is not None
     death = evictions.death[:, 0]
     query, key = torch.arange(length)[:, None], torch.arange(length)
     torch.testing.assert_close((key <= query) & (query < death[:, :, None]), seen)
@@ -195,7 +192,6 @@ def test_kept_positions_are_evictions_by_brute_force() -> None:
 def test_events_of_one_query_evict_what_any_of_them_leaves_out() -> None:
     events = [Kept(5, [0, 1, 2, 3]), Kept(5, [0, 1, 4], layer=1), Kept(3, [0, 1, 2])]
     evictions = record_of_kept([Request([1, 2, 3], [4, 5, 6], [-1.0] * 3, events)], 2, 1).rollout().evictions
-    assert evictions is not None
     assert evictions.death[:, 0, 0].tolist() == [[NEVER] * 4 + [5, NEVER], [NEVER] * 2 + [5, 5, 5, NEVER]]
 
 
@@ -246,7 +242,6 @@ def test_what_heads_share_is_written_once_by_brute_force(shape: tuple[int, int, 
     ]
     assert all((one[1:, 0] > one[:-1, 1]).all() for one in runs)  # adjacent tokens are of one run
     back = record.rollout().evictions
-    assert back is not None
     assert torch.equal(back.death, death)
 
 
@@ -268,7 +263,6 @@ def test_a_position_that_just_fits_int16_is_written() -> None:
     death = torch.full((1, 1, 1, 32_770), NEVER, dtype=torch.int32)
     death[..., 32_767] = 32_768
     rollout = drawn(death)
-    assert rollout.evictions is not None
     assert rollout.evictions.positions.dtype == torch.int16
     record = SampledRecord.of(rollout)
     assert record.runs.tolist() == [[32_767, 32_768]]

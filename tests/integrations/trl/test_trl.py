@@ -67,7 +67,7 @@ def listening(trainer: Any) -> list[list[list[int]]]:
 CHANGES: list[dict[str, Any]] = [
     {},
     {"loss_type": "grpo", "beta": 0.1},
-    {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.8, "epsilon_high": 0.3},
+    {"num_iterations": 2, "steps_per_generation": 4, "temperature": 0.8, "epsilon_high": 0.3, "max_steps": 3},
     {"mask_truncated_completions": True, "scale_rewards": "batch", "loss_type": "dr_grpo"},
     {"pad_to_multiple_of": 8, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
 ]
@@ -127,7 +127,6 @@ class Watched(SparseGRPOTrainer):
         return found
 
     def _off(self, logprobs: Tensor) -> float:
-        assert self.in_loss is not None
         mask, own = self.in_loss["completion_mask"], self.in_loss["sampling_per_token_logps"]
         return float(((logprobs - own) * mask).abs().max())
 
@@ -154,7 +153,7 @@ def test_replay_sees_what_the_sampler_saw(tmp_path: Path, changes: dict[str, Any
     trainer = build(tmp_path, Watched, {**more, "replay": True}, **changes)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    assert len(trainer.differences) == 6
+    assert len(trainer.differences) == 4
     assert max(trainer.differences) < 2e-5
     changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
     assert changed
@@ -318,8 +317,8 @@ def test_what_is_logged(tmp_path: Path) -> None:
     trainer = build(tmp_path, more={"compressor": evicting(), "corrections": [SparsityAwareRejection(0.3)]})
     trainer.train()
     rates, distances = logged(trainer, "rejection_rate"), logged(trainer, "mismatch/kl_k3")
-    assert len(rates) == len(distances) == 3
-    assert 0 < sum(rates) < 3
+    assert len(rates) == len(distances) == 2
+    assert 0 < sum(rates) < 2
     assert min(distances) > 1e-3
     assert min(logged(trainer, "kv/saving_integral")) > 0
     assert all(value % 0.125 == 0 for value in rates), "of 8 sequences"
@@ -615,7 +614,7 @@ def test_dropout_is_no_mismatch(tmp_path: Path, kind: str) -> None:
     with pytest.warns(UserWarning, match="has dropout .* it is switched off"):
         trainer = build(tmp_path, more=more)
     trainer.train()
-    assert logged(trainer, "clip_ratio/region_mean") == [0.0] * 3
+    assert logged(trainer, "clip_ratio/region_mean") == [0.0] * 2
     assert max(logged(trainer, "mismatch/kl_k3")) < 1e-6
 
 

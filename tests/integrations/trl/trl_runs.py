@@ -32,7 +32,7 @@ def config(folder: Path, **changes: Any) -> GRPOConfig:
         str(folder),
         **{
             "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True,
-            "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 3,
+            "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2,
             "max_completion_length": 12, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2,
             "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0, "per_device_eval_batch_size": 4,
             **changes,

@@ -73,7 +73,6 @@ def gated(model: PreTrainedModel, gate: Gate) -> RequestEngine:
 
 
 def same(one: Rollout | None, other: Rollout) -> None:
-    assert one is not None
     assert one.sequences.tolist() == other.sequences.tolist()
     assert (one.sampler_logprobs - other.sampler_logprobs).abs().max() < 1e-5
 
@@ -185,7 +184,6 @@ def test_a_closed_engine_completes_what_runs_and_holds_back_the_rest(
     same(after, alone(model, 1))
     model.lm_head.weight.data.copy_(changed)
     before = alone(model, 1)
-    assert after is not None
     assert before.sequences.tolist() != after.sequences.tolist()
 
 
