@@ -97,7 +97,7 @@ def check(logits: Tensor, drawn: Drawn, keys: Tensor, steps: Tensor, temperature
             assert float(drawn.behavior[b]) == pytest.approx(behavior, abs=2e-6, rel=2e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(SIZES),
     st.sampled_from(["normal", "flat", "wide", "ties", "spike", "forbidden"]),

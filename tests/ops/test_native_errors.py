@@ -337,8 +337,7 @@ def test_opcheck(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_without_a_graph_break(name: str, full: bool) -> None:
     eager, compiled = Case(full=full), Case(full=full)

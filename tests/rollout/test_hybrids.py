@@ -77,11 +77,11 @@ def test_replay_is_exact_at_the_sizes_of_a_checkpoint() -> None:
                              "linear_value_head_dim": 128}  # fmt: skip
     kinds = ["linear_attention", "full_attention"]
     model = family("qwen3_5_text", **sizes, layer_types=kinds, num_hidden_layers=2)
-    prompt = [index * 7919 % 120 + 3 for index in range(200)]
-    params = SamplingParams(max_completion_length=80, seed=1)
+    prompt = [index * 7919 % 120 + 3 for index in range(110)]
+    params = SamplingParams(max_completion_length=40, seed=1)
     sampler = RolloutSampler(model, RKV(**SMALL | {"budget": 64}), max_prefill_tokens=90, end_token_ids=[])
     rollout = sampler.generate([prompt], params)
-    assert rollout.completion_lengths.tolist() == [80]
+    assert rollout.completion_lengths.tolist() == [40]
     assert_replayed(model, rollout)
 
 
@@ -155,24 +155,24 @@ def test_checkpointed_and_packed_gradients_are_those_of_one_pass() -> None:
 
 
 def test_states_stand_in_the_plan_and_go_with_the_pool() -> None:
-    model = family("qwen3_5_text")
+    model, params = family("qwen3_5_text"), SamplingParams(max_completion_length=2)
     sizes = CacheGeometry.of(model).linear
     sampler = RolloutSampler(model, SnapKV(**SMALL), 4, keep_pool=False, memory_limit=2**22)
-    sampler.generate(PROMPTS, PARAMS)
+    sampler.generate(PROMPTS, params)
     assert sampler.cache is None
     sampler.keep_pool = True
-    sampler.generate(PROMPTS, PARAMS)
+    sampler.generate(PROMPTS, params)
     states = last_states(sampler)
     assert sum(tensor.nbytes for tensor in states.tensors) == 5 * sizes.nbytes, "four slots, and a row for padding"
     assert sizes.nbytes == 4 * (80 * 4 + 4 * 8 * 12) * 4
     before = [tensor.data_ptr() for tensor in states.tensors]
-    sampler.generate(PROMPTS, PARAMS)
+    sampler.generate(PROMPTS, params)
     assert [tensor.data_ptr() for tensor in last_states(sampler).tensors] == before, "allocated once"
     tokens = sizes.nbytes // (4 * 2 * 256 * 4)
     with pytest.raises(
         ValueError, match=rf"11,264 for linear attention \(4 layers; as much as .* of {tokens} tokens\)"
     ):
-        RolloutSampler(model, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, PARAMS)
+        RolloutSampler(model, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, params)
 
 
 def test_a_parked_prompt_is_counted_with_its_states() -> None:
