@@ -45,9 +45,7 @@ METHODS: list[Compressor] = [
     Combined([H2O(**SMALL), SnapKV(**SMALL), Combined([H2O(**SMALL)], across_heads="max")]),
     KeyDiff(budget=46, buffer=5, window=4, protect_prompt=True, protect_token_ids=[7]),
 ]
-# qwen3 normalizes its keys: without training all norms are equal, and rounding would decide
-CASES = [(m, a) for m in METHODS for a in ("llama", "qwen3") if (type(m), a) != (KNorm, "qwen3")]
-IDS = [f"{index}-{type(c).__name__}-{a}" for index, (c, a) in enumerate(CASES)]
+IDS = [f"{index}-{type(compressor).__name__}" for index, compressor in enumerate(METHODS)]
 
 
 def check(policy: Any, compressor: Compressor) -> None:
@@ -58,9 +56,11 @@ def check(policy: Any, compressor: Compressor) -> None:
     assert_same(rollout, roll_out(policy, compressor, params=params))
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("compressor", "architecture"), CASES, ids=IDS)
-def test_rollouts_are_replayed_and_independent_of_the_batch(compressor: Compressor, architecture: str) -> None:
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("compressor", METHODS, ids=IDS)
+def test_rollouts_are_replayed_and_independent_of_the_batch(compressor: Compressor) -> None:
+    """Normalized keys of a policy without training have equal norms, of which rounding would choose."""
+    architecture = "llama" if isinstance(compressor, KNorm) else "qwen3"
     check(small_model(architecture, eos_token_id=None), compressor)
 
 

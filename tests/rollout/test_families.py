@@ -51,7 +51,7 @@ from tests.families import FAMILIES, SIZES, WALKED, YARN, family
 from tests.rollout.test_rollout_memory import allocated, attributes
 from tests.tiny_grpo import ALPHABET, fit, module, weights
 
-GREEDY = SamplingParams(max_completion_length=24, temperature=0)
+GREEDY = SamplingParams(max_completion_length=16, temperature=0)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, wide heads": ("mistral", {"head_dim": 32}),
     "llama 3": ("llama", {"rope_parameters": {
@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     assert RolloutSampler(model).decoder_kind == ("native" if is_walked else "transformers")
     rollout = roll_out(model, None, 3, prompts=prompts, params=GREEDY)
     if name != NOT_GENERATED:
-        assert_generated(model, rollout, 24, prompts)
+        assert_generated(model, rollout, GREEDY.max_completion_length, prompts)
     assert_same(roll_out(model, None, 3, prompts=prompts, params=GREEDY, max_prefill_tokens=5), rollout)
     with torch.no_grad():
         dense = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
@@ -101,7 +101,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
 def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
     """Slots with one compressor: they do not matter to any of them (test_compressor_rollouts.py)."""
     model, last = variant(name), RKV(**SMALL)
-    for compressor in (StreamingLLM(**SMALL), SnapKV(**SMALL), last):
+    for compressor in (StreamingLLM(**SMALL), last):
         rollout = roll_out(model, compressor)
         assert bool((rollout.kv.stored < rollout.kv.full).any())
         replayed = assert_replayed(model, rollout)
@@ -158,9 +158,9 @@ def test_a_few_steps_of_training(name: str) -> None:
     grpo.configure_model()
     before = weights(grpo)
     losses = Losses()
-    fit(grpo, 3, [losses])
+    fit(grpo, 2, [losses])
     after = weights(grpo)
-    assert len(losses.seen) >= 3
+    assert len(losses.seen) >= 2
     assert all(math.isfinite(loss) for loss in losses.seen)
     assert bool(after.isfinite().all())
     assert not torch.equal(before, after)

@@ -155,8 +155,9 @@ def test_results_under_other_templates_are_other_results() -> None:
         own._parts = own._fingerprints("32-true")
         return own._fingerprint(with_room("b", rows, [[3]], own.sampling, None), next(iter(own.caches)))
 
-    assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != fingerprint()
-    assert fingerprint(generation_kwargs={"repetition_penalty": 1.1}) != fingerprint()
+    plain = fingerprint()
+    assert fingerprint(chat_template_kwargs={"enable_thinking": False}) != plain
+    assert fingerprint(generation_kwargs={"repetition_penalty": 1.1}) != plain
 
 
 @pytest.mark.parametrize(
@@ -229,23 +230,11 @@ def test_what_is_drawn_from_is_transformers_distribution() -> None:
     """And sampler_logprobs stay those of the whole distribution, under evictions too."""
     policy = policy_of()
     params = SamplingParams(
-        num_generations=2,
-        max_completion_length=20,
-        temperature=0.8,
-        repetition_penalty=1.4,
-        top_k=20,
-        top_p=0.9,
-        seed=4,
+        num_generations=2, max_completion_length=20, temperature=0.8, repetition_penalty=1.4, top_k=20, top_p=0.9
     )
     rollout = roll_out(policy, None, 3, prompts=REPEATING, params=params)
-    processors = LogitsProcessorList(
-        [
-            RepetitionPenaltyLogitsProcessor(1.4),
-            TemperatureLogitsWarper(0.8),
-            TopKLogitsWarper(20),
-            TopPLogitsWarper(0.9),
-        ]
-    )
+    warpers = TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), *warpers])
     for row, prompt_length in enumerate(rollout.prompt_lengths.tolist()):
         tokens = rollout.sequences[row, : prompt_length + 20]
         with torch.no_grad():

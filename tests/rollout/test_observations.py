@@ -456,18 +456,9 @@ def test_text_parts_are_joined_and_images_refused(tokenizer: PreTrainedTokenizer
 # ---------------------------------------------------------------- lengths without encoding
 
 TEXTS = [
-    "",
-    "a",
-    " a",
-    "1+1=",
-    "  \n\t  ",
-    "é漢字🙂\u0301",
-    "\ufdfa\ufdfa㎏ﬁ",
-    "<s><s> <|im_end|>x",
-    "a\ud800",
-    "\x00\x7f\u200b",
-    "数",
-]
+    "", "a", " a", "1+1=", "  \n\t  ", "é漢字🙂\u0301", "\ufdfa\ufdfa㎏ﬁ", "<s><s> <|im_end|>x", "a\ud800",
+    "\x00\x7f\u200b", "数",
+]  # fmt: skip
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
