@@ -19,13 +19,10 @@ PIPES = [
          "--ckpt_path=endless", prepare=lambda folder: (folder / "endless").symlink_to("/dev/zero")),
     Case("a pipe in a model folder", "it is a pipe, a socket or a device, not a file", 1,
          policy=lambda folder: os.mkfifo(folder / "merges.txt")),
-]  # fmt: skip
-ESCAPES = [
     Case("escape sequences in a key", r"\x1b[2J", 2, text=lambda text: f'"\\e[2J": 1\n{text}'),
     Case("escape sequences in a file's name", r"\x1b[2J", 1, "--ckpt_path='\x1b[2J'"),
-    Case(
-        "escape sequences in a class", r"\x1b[2J", 2, edit=lambda values: values["model"].update(class_path="\x1b[2J")
-    ),
-]
+    Case("escape sequences in a class", r"\x1b[2J", 2,
+         edit=lambda values: values["model"].update(class_path="\x1b[2J")),
+]  # fmt: skip
 
-TOPICS = {"Names": NAMES, "Pipes and devices": PIPES, "Escape sequences": ESCAPES}
+CASES = [*NAMES, *PIPES]
