@@ -90,9 +90,9 @@ def fit(
     **trainer_args: Any,
 ) -> Trainer:
     trainer = Trainer(
-        max_steps=steps, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        max_steps=steps, enable_model_summary=False, callbacks=callbacks,
         **{"accelerator": "cpu", "limit_val_batches": 0, "enable_checkpointing": False, "logger": False,
-           "num_sanity_val_steps": 0, **trainer_args},
+           "enable_progress_bar": False, "num_sanity_val_steps": 0, **trainer_args},
     )  # fmt: skip
     trainer.fit(grpo, datamodule=data or Rows(prompts_per_rollout=4), ckpt_path=ckpt_path)
     return trainer

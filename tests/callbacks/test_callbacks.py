@@ -1,17 +1,14 @@
-"""Callbacks that edit a rollout, by hand, and those that show and export: files, escapes, and errors at the start."""
+"""Callbacks that show and export: files, escapes, and errors at the start."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -19,14 +16,10 @@ from sparse_rl_lightning import callbacks
 from sparse_rl_lightning.callbacks import (
     CompletionsTable,
     ExportPolicy,
-    ImportanceReweighting,
-    RunSummary,
-    SparsityAwareRejection,
 )
 from sparse_rl_lightning.callbacks.outputs.completions import completion_columns
 from sparse_rl_lightning.checkpoints import exports
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
-from sparse_rl_lightning.corrections import normalize_weights
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import SupervisedWarmup
@@ -35,24 +28,20 @@ from sparse_rl_lightning.records import Rollout, ScoredRollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 MASK = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
-# xi of the completion tokens; outside of them the dense policy finds the token impossible, which must not matter
-XI = torch.tensor([[1e-9, 2.0, 1.0, 0.6], [1e-9, 1.0, 3.0, 1e-9]])
 HOSTILE = "<b>\x1b[2J\x07\ud800\u202e\n|end"
 
 
-def scored_rollout(xi: Tensor = XI, **fields: Any) -> ScoredRollout:
+def scored_rollout(keep: Tensor | None = MASK) -> ScoredRollout:
     """One prompt with two samples."""
-    sampler_logprobs = torch.full(MASK.shape, -0.5)
     rollout = Rollout(
         sequences=torch.ones(2, 4, dtype=torch.int64),
         prompt_lengths=torch.ones(2, dtype=torch.int64),
         completion_mask=MASK,
         finished=torch.ones(2, dtype=torch.bool),
-        sampler_logprobs=sampler_logprobs,
-        old_logprobs=sampler_logprobs + xi.log(),
+        sampler_logprobs=torch.full(MASK.shape, -0.5),
         rewards=torch.tensor([1.0, math.nan]),
         advantages=torch.tensor([0.5, 0.0]),
-        **{"keep": MASK.clone(), **fields},
+        keep=None if keep is None else keep.clone(),
     )
     table = {"right": torch.tensor([1.0, math.nan]), "reward": torch.tensor([0.0, 0.25])}
     rows = [{"prompt": "1+1=", "answer": "2"}]
@@ -69,142 +58,6 @@ def quiet_trainer(folder: Path, **options: Any) -> Trainer:
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, **options,
     )  # fmt: skip
-
-
-def edit(callback: Any, scored: ScoredRollout, trainer: Trainer) -> Rollout:
-    assert callback.corrects
-    callback.correct(trainer, LightningModule(), scored.rollout)
-    return scored.rollout
-
-
-def close(actual: Tensor | None, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
-
-
-# ---------------------------------------------------------------- rejection
-
-
-def test_rejection_multiplies_keep(trainer: Trainer) -> None:
-    xi = torch.tensor([[1.0, 1.0, 0.9e-4, 1.0], [1.0, 1.1e-4, 1e6, 1.0]])
-    keep = MASK & torch.tensor([True, True, True, False])
-    assert edit(SparsityAwareRejection(), scored_rollout(xi, keep=keep), trainer).keep.tolist() == [
-        [False] * 4, [False, True, True, False]
-    ]  # fmt: skip
-    keep[1, 1] = False
-    assert edit(SparsityAwareRejection(1e-3), scored_rollout(xi, keep=keep), trainer).keep.sum() == 0
-    assert edit(SparsityAwareRejection(1e-5), scored_rollout(xi, keep=keep), trainer).keep.equal(keep)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "kept"),
-    [
-        (0.5, 1.5, [[0, 0, 1, 1], [0, 1, 0, 0]]),
-        (0.7, None, [[0, 1, 1, 0], [0, 1, 1, 0]]),
-        (None, 2.5, [[0, 1, 1, 1], [0, 1, 0, 0]]),
-    ],
-)
-@pytest.mark.parametrize("threshold", [1e-4, None])
-def test_token_bounds(low: Any, high: Any, kept: list[list[int]], threshold: float | None, trainer: Trainer) -> None:
-    callback = SparsityAwareRejection(threshold, low, high)
-    assert edit(callback, scored_rollout(), trainer).keep.int().tolist() == kept
-    first = MASK & torch.tensor([[True], [False]])
-    assert edit(callback, scored_rollout(keep=first), trainer).keep.int().tolist() == [kept[0], [0] * 4]
-
-
-def test_rejection_without_a_keep_starts_from_the_completions(trainer: Trainer) -> None:
-    assert edit(SparsityAwareRejection(), scored_rollout(keep=None), trainer).keep.equal(MASK)
-
-
-# ---------------------------------------------------------------- reweighting
-
-
-def test_weights_are_xi_and_multiply(trainer: Trainer) -> None:
-    close(edit(ImportanceReweighting(), scored_rollout(), trainer).weights, [[0, 2, 1, 0.6], [0, 1, 3, 0]])
-    scored = scored_rollout(weights=torch.full((2, 4), 10.0))
-    rollout = edit(ImportanceReweighting("sequence_truncate", clip_max=2.0), scored, trainer)
-    close(rollout.weights, [[0, 12, 12, 12], [0, 20, 20, 0]])
-    assert rollout.weight_reference is None
-
-
-def test_normalization_over_the_rollout(trainer: Trainer) -> None:
-    rollout = edit(ImportanceReweighting(normalize="batch"), scored_rollout(), trainer)
-    close(rollout.weights, [[0, 2 / 1.52, 1 / 1.52, 0.6 / 1.52], [0, 1 / 1.52, 3 / 1.52, 0]])  # mean 7.6 / 5
-    masked = ImportanceReweighting("token_mask", 0.5, 1.5, "batch", normalize_clip_max=1.5)
-    rollout = edit(masked, scored_rollout(), trainer)  # mean of 1.5, 1, 0.6, 1, 1.5
-    close(rollout.weights, [[0, 0, 1 / 1.12, 0.6 / 1.12], [0, 1 / 1.12, 0, 0]])
-
-
-def test_official_preset_divides_each_micro_batch_by_its_own_mean(trainer: Trainer) -> None:
-    rollout = scored_rollout()
-    for callback in documented_presets()[1]:
-        edit(callback, rollout, trainer)
-    close(rollout.rollout.keep.float(), [[0, 0, 1, 1], [0, 1, 0, 0]])
-    close(rollout.rollout.weights, [[0, 0, 1, 0.6], [0, 1, 0, 0]])
-    close(rollout.rollout.weight_reference, [[0, 1.5, 1, 0.6], [0, 1, 1.5, 0]])
-    part = rollout.rollout[1:]
-    close(normalize_weights(part.weights, part.weight_reference, part.completion_mask), [[0, 1 / 1.25, 0, 0]])
-    with pytest.raises(ValueError, match="Only one ImportanceReweighting"):
-        edit(ImportanceReweighting(normalize="micro_batch"), rollout, trainer)
-
-
-def test_paper_preset_is_rejection_and_xi(trainer: Trainer) -> None:
-    scored = scored_rollout(torch.tensor([[1.0, 1e-5, 1.0, 1.0], [1.0, 4.0, 5.0, 1.0]]))
-    for callback in documented_presets()[0]:
-        edit(callback, scored, trainer)
-    close(scored.rollout.keep.float(), [[0, 0, 0, 0], [0, 1, 1, 0]])
-    close(scored.rollout.weights, [[0, 1e-5, 1, 1], [0, 4, 5, 0]])
-    assert scored.rollout.weight_reference is None
-
-
-def documented_presets() -> list[list[Any]]:
-    """The YAML blocks of ImportanceReweighting's docstring, as objects."""
-    text = inspect.getdoc(ImportanceReweighting) or ""
-    presets = []
-    for block in text.split("::\n\n")[1:]:
-        lines = []
-        for line in block.splitlines():
-            if line and not line.startswith(" "):
-                break
-            lines.append(line)
-        entries = yaml.safe_load("\n".join(lines))
-        presets.append([getattr(callbacks, e["class_path"])(**e.get("init_args", {})) for e in entries])
-    assert len(presets) == 2
-    return presets
-
-
-@pytest.mark.parametrize("kind", [SparsityAwareRejection, ImportanceReweighting])
-def test_truncated_sampling_is_warned_of_once(kind: Any, trainer: Trainer) -> None:
-    callback, scored = kind(), scored_rollout(behavior_logprobs=torch.zeros(2, 4))
-    with pytest.warns(UserWarning, match="ignores the truncation"):
-        edit(callback, scored, trainer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        edit(callback, scored, trainer)
-        edit(kind(), scored_rollout(), trainer)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SparsityAwareRejection(2.0), r"threshold=2\.0"),
-        (lambda: SparsityAwareRejection(low=2.0, high=1.0), r"low=2\.0, high=1\.0"),
-        (lambda: SparsityAwareRejection(threshold=None), "threshold, low and high are all null"),
-        (lambda: ImportanceReweighting("token"), "mode='token'"),
-        (lambda: ImportanceReweighting(clip_min=2, clip_max=1), "clip_min=2"),
-        (lambda: ImportanceReweighting(normalize="rollout"), "normalize='rollout'"),
-        (
-            lambda: ImportanceReweighting(normalize_clip_max=1.5),
-            "normalize_clip_max=1.5 needs .*, got normalize='none'",
-        ),
-        (lambda: CompletionsTable(every_n_rollouts=0), "every_n_rollouts=0"),
-        (lambda: CompletionsTable(width=3), "width=3"),
-        (lambda: RunSummary(batch_size=0), "batch_size=0"),
-        (lambda: callbacks.RolloutProgress(line_seconds=-1), "line_seconds=-1"),
-    ],
-)
-def test_bad_arguments_are_refused_when_given(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # ---------------------------------------------------------------- completions
@@ -362,7 +215,7 @@ def test_an_export_is_not_put_in_place_of_what_cannot_be_renamed(tmp_path: Path)
 
 
 def test_files_are_written_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a.html", "x\ud800")
-    write_whole(tmp_path / "a.html", b"new")
+    for content, written in (("x\ud800", b"x\\ud800"), (b"new", b"new")):
+        write_whole(tmp_path / "a.html", content)
+        assert (tmp_path / "a.html").read_bytes() == written
     assert [p.name for p in tmp_path.iterdir()] == ["a.html"]
-    assert (tmp_path / "a.html").read_bytes() == b"new"

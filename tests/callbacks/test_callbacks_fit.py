@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_grpo
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from tiny_grpo import Rows, module, weights
 
 from sparse_rl_lightning.callbacks import (
     CompletionsTable,
@@ -23,20 +24,12 @@ from sparse_rl_lightning.callbacks import (
     SparsityAwareRejection,
 )
 from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
-from sparse_rl_lightning.data import PromptDataModule
-from sparse_rl_lightning.modules import SparseGRPO
-from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.rollout import SamplingParams
-from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-
-ALPHABET = "0123456789abcdef"
+from sparse_rl_lightning.testing import tiny_model
 
 
-class Prompts(PromptDataModule):
+class Prompts(Rows):
     """Sixteen training and six validation prompts."""
-
-    def train_rows(self) -> list[dict[str, Any]]:
-        return [{"prompt": ALPHABET[i:] + "a", "answer": ALPHABET[i]} for i in range(16)]
 
     def val_rows(self) -> list[dict[str, Any]]:
         return self.train_rows()[:6]
@@ -47,36 +40,21 @@ def has_answer(prompts: list[str], completions: list[str], answer: list[str], **
 
 
 def fit(
-    folder: Path, callbacks: list[Any], steps: int = 4, compressor: Compressor | None = None, **options: Any
-) -> Trainer:
+    folder: Path, callbacks: list[Any], steps: int = 4, compressor: Compressor | None = None,
+    data: Prompts | None = None, val_sampling: SamplingParams | None = None, **options: Any,
+) -> Trainer:  # fmt: skip
     """Rollouts of 2 prompts x 4 samples, two optimizer steps each."""
-    tokenizer = character_tokenizer(ALPHABET)
-    policy = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.4)
-    grpo = SparseGRPO(
-        LoadedPolicy(policy, tokenizer),
-        compressor or StreamingLLM(budget=8, buffer=3, num_sinks=1, window=4),
-        has_answer,
-        sampling=SamplingParams(num_generations=4, max_completion_length=10, seed=3),
-        steps_per_generation=2,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        val_sampling=options.get("val_sampling"),
-    )
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, logger=options.get("logger", False),
-        enable_checkpointing="ckpt_path" in options,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, default_root_dir=folder,
-        enable_progress_bar=any(isinstance(c, RolloutProgress) for c in callbacks),
-        callbacks=[SparsityAwareRejection(), ImportanceReweighting(), *callbacks], log_every_n_steps=1,
-        fast_dev_run=options.get("fast_dev_run", False), precision=options.get("precision", "32-true"),
+    compressor = compressor or StreamingLLM(budget=8, buffer=3, num_sinks=1, window=4)
+    sizes = {"lr": 0.1, "max_completion_length": 10, "steps_per_generation": 2, "val_sampling": val_sampling}
+    grpo = module(has_answer, compressor, **sizes)
+    source: Any = grpo.policy_source
+    source.model = tiny_model(vocab_size=len(source.tokenizer), hidden_size=32, initializer_range=0.4)
+    shown = any(isinstance(callback, RolloutProgress) for callback in callbacks)
+    return tiny_grpo.fit(
+        grpo, steps, [SparsityAwareRejection(), ImportanceReweighting(), *callbacks],
+        data or Prompts(prompts_per_rollout=2), default_root_dir=folder, log_every_n_steps=1,
+        enable_progress_bar=shown, enable_checkpointing="ckpt_path" in options, **options,
     )  # fmt: skip
-    trainer.fit(
-        grpo, datamodule=options.get("data", Prompts(prompts_per_rollout=2)), ckpt_path=options.get("ckpt_path")
-    )
-    return trainer
-
-
-def weights(trainer: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.lightning_module.policy.parameters()])
 
 
 def forget_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -99,7 +77,8 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     random_state = torch.get_rng_state()
     torch.manual_seed(0)  # as before the first run
-    assert weights(with_summary).equal(weights(fit(tmp_path / "other", [])))
+    other = fit(tmp_path / "other", [])
+    assert weights(with_summary.lightning_module).equal(weights(other.lightning_module))
     assert torch.get_rng_state().equal(random_state)
 
     numbers = json.loads((tmp_path / "summary.json").read_text())
@@ -114,12 +93,12 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
     assert [s["prompt"] for s in numbers["samples"]] == [row["prompt"] for row in Prompts().val_rows()[:2]]
     assert [s["answer"] for s in numbers["samples"]] == ["0", "1"]
 
-    module = with_summary.lightning_module
-    assert module.generator.sampler().cache is None  # evaluation gave its memory back
+    grpo = with_summary.lightning_module
+    assert grpo.generator.sampler().cache is None  # evaluation gave its memory back
     dense, sparse = (
-        module.generator.generate(Prompts().val_rows()[:5], module.val_sampling, dense=d) for d in (True, False)
+        grpo.generator.generate(Prompts().val_rows()[:5], grpo.val_sampling, dense=d) for d in (True, False)
     )
-    assert numbers["summary"]["after"]["dense"] == pytest.approx(float(module.rewards(dense).mean()))
+    assert numbers["summary"]["after"]["dense"] == pytest.approx(float(grpo.rewards(dense).mean()))
     assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
 
     assert "greedy accuracy, 5 held-out problems, known to ±0.44" in shown

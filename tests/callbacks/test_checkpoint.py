@@ -13,6 +13,7 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
@@ -79,19 +80,18 @@ def test_a_slow_run_writes_last_by_the_clock_behind_an_optimizer_step(
     assert callback.state_key == RolloutCheckpoint(dirpath=tmp_path).state_key  # that of older checkpoints
 
 
-class StopAt(Callback):
-    """Ends training behind an optimizer step, as EarlyStopping and a time limit do."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step >= self.step
+def stop(trainer: Trainer, *_: Any) -> None:
+    """As EarlyStopping and a time limit do."""
+    trainer.should_stop = trainer.global_step >= 5
 
 
 @pytest.mark.parametrize(
     ("steps", "callbacks", "limits", "end"),
-    [(5, [], {}, 5), (-1, [StopAt(5)], {"min_epochs": 0}, 5), (-1, [], {"max_epochs": 1}, 4)],
+    [
+        (5, [], {}, 5),
+        (-1, [LambdaCallback(on_train_batch_end=stop)], {"min_epochs": 0}, 5),
+        (-1, [], {"max_epochs": 1}, 4),
+    ],
     ids=["max_steps", "stopped", "max_epochs"],
 )
 def test_the_end_of_training_is_saved_whatever_ends_it(
@@ -131,29 +131,22 @@ LINKED = [
 """Steps, arguments of the callback and of the trainer with which ``last.ckpt`` may be a link."""
 
 
-class LogOne(Callback):
-    """Logs a number that stays as it is."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        pl_module.log("one", 1.0)
-
-
 @pytest.mark.parametrize(("steps", "arguments", "limits"), LINKED)
 def test_a_link_leads_to_the_end_of_the_run(
     steps: int, arguments: dict[str, Any], limits: dict[str, Any], tmp_path: Path
 ) -> None:
     """What the clock writes is a file, and Lightning linked it to itself, or to a checkpoint that is older."""
     options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    names = []
+    names, logs = [], LambdaCallback(on_train_batch_end=lambda _, grpo, *__: grpo.log("one", 1.0))
     for kind in (True, "link"):
         folder = tmp_path / str(kind)
-        end = fit(module(), steps, [LogOne(), RolloutCheckpoint(folder, save_last=kind, **arguments)], **options,
+        end = fit(module(), steps, [logs, RolloutCheckpoint(folder, save_last=kind, **arguments)], **options,
                   **limits).global_step  # fmt: skip
         assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == end
         names.append(sorted(path.name for path in folder.glob("epoch*.ckpt")))
     assert names[0] == names[1]
     again = RolloutCheckpoint(folder, save_last="link", **arguments)
-    fit(module(), end + 1, [LogOne(), again], ckpt_path=folder / "last.ckpt", **options)
+    fit(module(), end + 1, [logs, again], ckpt_path=folder / "last.ckpt", **options)
     newest = max(folder.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
     assert torch.load(newest, weights_only=True)["global_step"] == end + 1
 

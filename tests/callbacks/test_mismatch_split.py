@@ -106,9 +106,3 @@ def test_sequences_of_several_policies_are_left_out() -> None:
     got.clear()
     callback.on_rollout_scored(None, grpo, scored)
     assert not got
-
-
-@pytest.mark.parametrize("options", [{"every_n_rollouts": 0}, {"tolerance": 0.0}])
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"(every_n_rollouts must be at least 1|tolerance must be above 0), got"):
-        MismatchSplit(**options)

@@ -26,14 +26,10 @@ from tiny_grpo import fit, module, weights
 from tiny_run import config, run_console, write
 
 from sparse_rl_lightning.callbacks import (
-    MIS,
-    TIS,
     CompletionsTable,
-    ImportanceReweighting,
     RolloutCallback,
     RolloutCheckpoint,
     RunSummary,
-    SparsityAwareRejection,
     StepGuard,
 )
 from sparse_rl_lightning.callbacks.guards.log_guard import save_metrics
@@ -261,23 +257,6 @@ def test_a_guard_that_stops_a_run_says_so_on_a_full_disk(tmp_path: Path, full_di
     full_disk.size, full_disk.first = 0, 0
     with pytest.raises(ValueError, match=r"could not be written \(.*File too large\)\. Lower the learning rate"):
         fit(module(), 3, [Poison(), full_disk, StepGuard(1)], default_root_dir=tmp_path)
-
-
-# ---------------------------------------------------------------- corrections
-
-
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ([ImportanceReweighting(), ImportanceReweighting()], "ImportanceReweighting and ImportanceReweighting"),
-        ([TIS(), ImportanceReweighting()], "ImportanceReweighting and TIS"),
-        ([TIS(), MIS()], "MIS and TIS"),
-        ([SparsityAwareRejection(), SparsityAwareRejection()], "SparsityAwareRejection and SparsityAwareRejection"),
-    ],
-)
-def test_two_corrections_of_one_kind_are_refused(given: list[Callback], names: str) -> None:
-    with pytest.raises(ValueError, match=f"{names} are two corrections of one kind.* Keep one of them"):
-        fit(module(), 1, given)
 
 
 def test_a_run_writes_into_its_own_folder_alone(

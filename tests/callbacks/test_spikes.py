@@ -90,12 +90,13 @@ def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
 
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
+    assert guard.watch is not None
+    guard.watch.least = 3
     with pytest.warns(
         UserWarning,
-        match=r"optimizer step 13 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
+        match=r"optimizer step 5 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
     ):
-        trainer = fit(module(lr=1e-4, steps_per_generation=2), 14, [guard, Stale(first=12)], accumulate_grad_batches=2)
-    assert guard.watch is not None
+        trainer = fit(module(lr=1e-4, steps_per_generation=2), 6, [guard, Stale(first=4)], accumulate_grad_batches=2)
     assert guard.watch.spikes == 2
     assert guard.ratios == RatioWatch(100.0, told=True)  # with the long step, and not again
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
@@ -159,14 +160,10 @@ def test_ratio_is_not_told_of_where_evictions_are_accounted_for_or_none(kind: st
 def test_ratio_below_the_limit_or_without_one_is_not_told_of() -> None:
     assert RatioWatch(100.0).see(Cause(99.0)) is None
     assert RatioWatch(100.0).see(Cause(float("nan"))) is None
-    with pytest.raises(ValueError, match="StepGuard: max_staleness_ratio must be at least 1"):
-        StepGuard(max_staleness_ratio=0.5)
     assert StepGuard(max_staleness_ratio=None).ratios is None
 
 
 def test_spikes_need_not_be_looked_for() -> None:
     guard = StepGuard(spike_factor=None)
-    fit(module(lr=1e-4), 14, [guard, Stale(first=12)])
+    fit(module(lr=1e-4), 2, [guard, Stale(first=1)])
     assert guard.watch is None
-    with pytest.raises(ValueError, match="StepGuard: spike_factor must be at least 1"):
-        StepGuard(spike_factor=0.5)
