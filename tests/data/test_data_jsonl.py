@@ -55,38 +55,59 @@ def test_byte_order_mark_and_lone_surrogates(tmp_path: Path) -> None:
     assert second["prompt"] == [{"role": "user", "content": "😀 \ufffd"}]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": "a"', r"data.jsonl, line 2 is not JSON \(.*\): '\{\"prompt\": \"a\"'"),
-        (b"\x1b[31mred", r"line 2 is not JSON .*'\\x1b\[31mred'"),
-        (b'{"prompt": "\xff"}', "line 2 is not JSON .*utf-8"),
-        (b"[" * 100_000, "line 2 is not JSON"),
-        (b'["a"]', "line 2 holds a JSON list; expected an object, with columns by name"),
-        ({"prompt": "", "answer": "1"}, "line 2: the prompt in column 'prompt' is empty"),
-        ({"prompt": " \n", "answer": "1"}, "line 2: the prompt .* is empty"),
-        ({"prompt": [], "answer": "1"}, "line 2: the prompt .* is empty"),
-        ({"prompt": [{"role": "user", "content": ""}], "answer": "1"}, "line 2: the prompt .* is empty"),
-        ({"prompt": 5, "answer": "1"}, "line 2: the prompt .* must be text or a list of chat messages .* got 5"),
-        ({"prompt": ["hi"], "answer": "1"}, "line 2: the prompt .* must be text or a list"),
-        ({"prompt": "a", "answer": ["1"]}, "line 2: the answer in column 'answer' must be text or a number"),
-        ({"prompt": "a", "answer": True}, "line 2: the answer .* got True"),
-        (
-            {"prompt": "a", "gold": "1"},
-            r"line 2 has no column 'answer' \(answer_column\). Its columns are: 'prompt', 'gold'",
-        ),
-        ({"question": "a", "answer": "1"}, r"line 2 has no column 'prompt' \(prompt_column\)"),
+BAD_LINES = [  # the second of a file
+    (b'{"prompt": "a"', r"data.jsonl, line 2 is not JSON \(.*\): '\{\"prompt\": \"a\"'"),
+    (b"\x1b[31mred", r"line 2 is not JSON .*'\\x1b\[31mred'"),
+    (b'{"prompt": "\xff"}', "line 2 is not JSON .*utf-8"),
+    (b"[" * 100_000, "line 2 is not JSON"),
+    (b'["a"]', "line 2 holds a JSON list; expected an object, with columns by name"),
+    ({"prompt": "", "answer": "1"}, "line 2: the prompt in column 'prompt' is empty"),
+    ({"prompt": " \n", "answer": "1"}, "line 2: the prompt .* is empty"),
+    ({"prompt": [], "answer": "1"}, "line 2: the prompt .* is empty"),
+    ({"prompt": [{"role": "user", "content": ""}], "answer": "1"}, "line 2: the prompt .* is empty"),
+    ({"prompt": 5, "answer": "1"}, "line 2: the prompt .* must be text or a list of chat messages .* got 5"),
+    ({"prompt": ["hi"], "answer": "1"}, "line 2: the prompt .* must be text or a list"),
+    ({"prompt": "a", "answer": ["1"]}, "line 2: the answer in column 'answer' must be text or a number"),
+    ({"prompt": "a", "answer": True}, "line 2: the answer .* got True"),
+    (
+        {"prompt": "a", "gold": "1"},
+        r"line 2 has no column 'answer' \(answer_column\). Its columns are: 'prompt', 'gold'",
+    ),
+    ({"question": "a", "answer": "1"}, r"line 2 has no column 'prompt' \(prompt_column\)"),
+]
+BAD_FILES = [
+    ("a.json", '[{"prompt": "1"}, 2]', "a.json, row 1 holds a JSON int; expected an object"),
+    ("a.json", '[{"prompt": "1"},', r"a.json begins as a JSON array, and is not JSON \("),
+    ("a.json", '["a"]\n["b"]', r"a.json begins as a JSON array, and is not JSON \(Extra data"),
+    ("a.json", '{\n "prompt": "1"\n}\n{\n "prompt": "1"\n}', r"line 1 is not JSON .*: '\{'\. The object goes on"),
+    ("a.json", '{"data": [\n {"prompt": "1"}\n]}', "line 1 is not JSON .*The object goes on in the next line"),
+    ("a.csv", "prompt,answer\n1,2\n1,2,3\n", r"a.csv, line 3 has 3 cells and the first line 2 names"),
+    ("a.csv", "prompt,answer,answer\n1,2,3\n", "more than one column 'answer'"),
+    ("a.csv", "prompt;answer\n1;2\n", r"a.csv, line 2 has no column 'prompt' .* Its columns are: 'prompt;answer'"),
+    ("a.csv", 'prompt,answer\n"1,2\n', "a.csv is no CSV file in UTF-8: unexpected end of data"),
+    ("a.csv", b"prompt,answer\n\xff,2\n", "a.csv is no CSV file in UTF-8: 'utf-8' codec"),
+    ("a.tsv", "prompt\tanswer\n", r"a.tsv' is a file, but not of a kind that is read, which are .*\.csv"),
+    *[
+        ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}'.encode(encoding),
+         rf"data.jsonl is in {encoding.upper()} by its first bytes. Save it in UTF-8")
+        for encoding in ("utf-16", "utf-16-le", "utf-32-be")
     ],
-)
+    *[(name, None, f"There is no data file '.*{name}'") for name in ("absent.jsonl", "absent.parquet")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
     path = write(tmp_path, {"prompt": "fine", "answer": "1"}, line)
     with pytest.raises(ValueError, match=message):
         rows(path)
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet"])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"There is no data file '.*{name}'"):
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_a_file_that_is_no_table_is_named(name: str, content: str | bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=message):
         rows(str(tmp_path / name))
 
 
@@ -158,24 +179,6 @@ def test_text_as_chat(tmp_path: Path) -> None:
         rows(path, system_prompt="Be brief.")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"answer_pattern": "("}, r"answer_pattern='\(' is not a regular expression"),
-        ({"prompt_template": "{question}"}, "prompt_template='{question}' is malformed"),
-        ({"prompt_template": "{prompt} {}"}, "malformed"),
-        ({"prompt_template": "{prompt} {"}, "malformed"),
-        ({"prompt_template": "{prompt.x}"}, "malformed"),
-        ({"prompt_template": "{prompt!r}"}, "malformed .*'prompt' is formatted"),
-        ({"prompt_template": "{prompt:>9}"}, "malformed .*'prompt' is formatted"),
-        ({"prompt_template": "answer:"}, r"does not contain \{prompt\}"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        JsonlPrompts("x.jsonl", **arguments)
-
-
 def test_validation_file(tmp_path: Path) -> None:
     train = write(tmp_path, {"prompt": "a", "answer": "1"}, name="train.jsonl")
     val = write(tmp_path, *({"prompt": f"v{i}", "answer": "1"} for i in range(3)), name="val.json")
@@ -190,32 +193,6 @@ def test_without_held_out_rows_all_rows_are_completed(tmp_path: Path) -> None:
     path = write(tmp_path, *({"prompt": f"p{i}", "answer": "1"} for i in range(3)))
     data = JsonlPrompts(path, max_val_prompts=2)
     assert [row["prompt"] for batch in data.predict_dataloader() for row in batch] == ["p0", "p1", "p2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"path": "a.jsonl", "val_split": "test"},
-            r"^val_split='test' is of hub datasets, and 'a.jsonl' is a file, read whole\. "
-            r"Leave val_split out, and give val_path for rows to validate on\.$",
-        ),
-        (
-            {"path": "a/b", "val_path": "b.csv", "val_split": "test"},
-            r"val_split='test' .*'b.csv' is a file, .* Leave val_split out\.$",
-        ),
-        ({"path": "a.jsonl", "split": "all"}, r"split='all' .*'a.jsonl' is a file, .* Leave split out\.$"),
-        ({"path": "a.parquet", "val_path": "a/b", "split": "all", "val_split": "test"}, "split='all' .*'a.parquet' is"),
-        (
-            {"path": "a.JSON", "val_path": "b.json", "config": "main"},
-            "config='main' .*'a.JSON' and 'b.json' are files, read whole",
-        ),
-    ],
-)
-def test_settings_of_hub_datasets_are_refused_for_files(arguments: dict[str, str], message: str) -> None:
-    """``val_split`` with a file would validate on the rows of training."""
-    with pytest.raises(ValueError, match=message):
-        JsonlPrompts(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -316,13 +293,6 @@ def test_without_an_answer_column_the_answer_of_the_file_is_handed_on(tmp_path: 
     assert (first["answer"], second["answer"]) == (answer, "")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
-def test_a_file_of_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
-    path = write(tmp_path, '{"prompt": "1+1=", "answer": "2"}'.encode(encoding))
-    with pytest.raises(ValueError, match=rf"data.jsonl is in {encoding.upper()} by its first bytes. Save it in UTF-8"):
-        rows(path)
-
-
 def quietly(path: Path, **arguments: Any) -> list[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -350,22 +320,6 @@ def test_simplerl(data_dir: Path, file: str) -> None:
     assert all(text.endswith(end) for text in texts)
     completions = [f"\\boxed{{{row['label']}}}" for row in data]
     assert set(boxed_math_reward([], completions, [], answer=[row["answer"] for row in data])) == {1.0}
-
-
-def test_both_forms_of_simplerl_hold_the_same_rows(data_dir: Path) -> None:
-    chat, rendered = (
-        JsonlPrompts(str(data_dir / f"simplelr{form}_level3to5.sample.jsonl"), answer_column="label")
-        for form in ("", "_qwen")
-    )
-    with pytest.warns(UserWarning, match="dropped 2"):
-        pairs = list(zip(chat.train_rows(), rendered.train_rows(), strict=True))
-    for one, other in pairs:
-        system, user = one["prompt"]
-        assert one["answer"] == other["answer"]
-        assert other["prompt"] == (
-            f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n{user['content']}<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
 
 
 def test_answers_that_cannot_be_checked_are_dropped_where_asked(tmp_path: Path) -> None:
@@ -428,11 +382,6 @@ def test_chats_that_cannot_be_prompts(tmp_path: Path, messages: Any, arguments: 
         rows(chat(tmp_path, *messages), **arguments)
 
 
-def test_an_unknown_way_with_final_messages_is_refused() -> None:
-    with pytest.raises(ValueError, match="final_assistant must be"):
-        JsonlPrompts("x.jsonl", final_assistant="cut")  # type: ignore[arg-type]
-
-
 def test_text_parts_become_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
     (row,) = rows(chat(tmp_path, {"role": "user", "content": parts}), prompt_template="Solve {prompt}")
@@ -455,22 +404,6 @@ def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None, name: s
         rows(str(path))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"prompt": "1"}, 2]', "a.json, row 1 holds a JSON int; expected an object"),
-        ('[{"prompt": "1"},', r"a.json begins as a JSON array, and is not JSON \("),
-        ('["a"]\n["b"]', r"a.json begins as a JSON array, and is not JSON \(Extra data"),
-        ('{\n "prompt": "1"\n}\n{\n "prompt": "1"\n}', r"line 1 is not JSON .*: '\{'\. The object goes on in the next"),
-        ('{"data": [\n {"prompt": "1"}\n]}', "line 1 is not JSON .*The object goes on in the next line"),
-    ],
-)
-def test_json_that_is_no_table_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        rows(str(tmp_path / "a.json"))
-
-
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     long = "1+" * 100_000
@@ -481,26 +414,7 @@ def test_csv(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("prompt,answer\n1,2\n1,2,3\n", r"a.csv, line 3 has 3 cells and the first line 2 names"),
-        ("prompt,answer,answer\n1,2,3\n", "more than one column 'answer'"),
-        ("prompt;answer\n1;2\n", r"a.csv, line 2 has no column 'prompt' .* Its columns are: 'prompt;answer'"),
-        ('prompt,answer\n"1,2\n', "a.csv is no CSV file in UTF-8: unexpected end of data"),
-        (b"prompt,answer\n\xff,2\n", "a.csv is no CSV file in UTF-8: 'utf-8' codec"),
-    ],
-)
-def test_csv_that_cannot_be_read(tmp_path: Path, text: str | bytes, message: str) -> None:
-    (tmp_path / "a.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message):
-        rows(str(tmp_path / "a.csv"))
-
-
 def test_what_is_there_but_not_read_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("prompt\tanswer\n")
-    with pytest.raises(ValueError, match=r"a.tsv' is a file, but not of a kind that is read, which are .*\.csv"):
-        rows(str(tmp_path / "a.tsv"))
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(TWO[:1]).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"written by save_to_disk of datasets\. Write a file of it"):
@@ -514,14 +428,6 @@ def test_what_is_there_but_not_read_is_not_looked_for_on_the_hub(tmp_path: Path)
 )  # fmt: skip
 def test_whole_numbers_have_no_point(tmp_path: Path, value: Any, answer: str) -> None:
     assert rows(write(tmp_path, {"prompt": "1", "answer": value}))[0]["answer"] == answer
-
-
-def test_whole_numbers_of_pandas_with_one_missing(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("datasets")
-    pandas.DataFrame({"prompt": ["a", "b"], "answer": [42, None]}).to_parquet(tmp_path / "n.parquet")
-    with pytest.warns(UserWarning, match="dropped 1 of 2 rows"):
-        assert [row["answer"] for row in rows(str(tmp_path / "n.parquet"))] == ["42"]
 
 
 # ---------------------------------------------------------------- patterns

@@ -164,25 +164,12 @@ def test_lightning_leaves_it_alone() -> None:
     assert isinstance(sampler(), DistributedSampler)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"count": 1}, "1 prompts do not fill one block: 2 prompts per rollout on each of 1 rank"),
-        ({"count": 3, "num_replicas": 2}, "3 prompts do not fill one block"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"repeats": 0}, "repeats=0"),
-        ({"num_replicas": 2, "rank": 2}, "rank"),
-    ],
-)
-def test_bad_samplers(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sampler(**arguments)
-
-
 def test_a_place_in_other_data_is_refused() -> None:
     state = sampler(20).state_dict()
     with pytest.raises(ValueError, match="number of prompts was 20 and is 21, steps per rollout was 3 and is 4"):
         sampler(21, repeats=4).load_state_dict(state)
+    with pytest.raises(ValueError, match="number of prompts was 20 and is 21"):
+        sampler(21, num_replicas=2).load_state_dict(state)
 
 
 def loader() -> StatefulDataLoader[list[int]]:
@@ -218,14 +205,6 @@ def test_data_module_without_a_trainer() -> None:
     assert Letters().val_dataloader() == []
 
 
-def test_repeats_come_from_the_module() -> None:
-    seen = fit(6)
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert seen[4] == seen[5]
-    assert len({letter for batch in seen for letter in batch}) == 6
-
-
 def test_validation_rows_come_in_order_and_are_limited() -> None:
     def prompts(data: Letters) -> list[list[str]]:
         return [[row["prompt"] for row in batch] for batch in data.val_dataloader()]
@@ -234,20 +213,13 @@ def test_validation_rows_come_in_order_and_are_limited() -> None:
     assert prompts(Letters(num_val=5, val_batch_size=2, max_val_prompts=3)) == [["z", "y"], ["x"]]
 
 
-@pytest.mark.parametrize("name", ["prompts_per_rollout", "val_batch_size", "max_val_prompts"])
-def test_numbers_are_checked(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Letters: {name} must be at least 1, got {name}=0"):
-        Letters(**{name: 0})
-
-
 @pytest.mark.parametrize(("count", "message"), [(0, "no rows"), (1, "do not fill one block")])
 def test_too_few_prompts(count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(1, Letters(count=count))
 
 
-@pytest.mark.parametrize("num_val", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("num_val", "accumulate"), [(0, 1), (2, 2)])
 def test_a_killed_run_goes_on_with_the_very_next_batch(tmp_path: Path, num_val: int, accumulate: int) -> None:
     """Six batches per epoch: the checkpoints fall into blocks, between them, and on the end of an epoch."""
     arguments = {"accumulate_grad_batches": accumulate}
@@ -255,6 +227,7 @@ def test_a_killed_run_goes_on_with_the_very_next_batch(tmp_path: Path, num_val: 
     whole = fit(16 // accumulate, Letters(num_val=num_val, val_batch_size=2), callbacks=[save], **arguments)
     assert len(whole) == 16
     assert len({letter for batch in whole[:6] for letter in batch}) == 6
+    assert all(whole[batch] == whole[batch + 1] for batch in range(0, 16, 2))  # two per rollout, as the module says
     for step in range(1, 14 // accumulate):
         checkpoint = tmp_path / f"step={step}.ckpt"
         rest = fit(16 // accumulate, Letters(num_val=num_val, val_batch_size=2), resume=checkpoint, **arguments)
@@ -277,9 +250,3 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path, steps: int, when: str) 
 
 def test_limited_epochs_do_not_cut_blocks() -> None:
     assert fit(12, limit_train_batches=5) == fit(12)
-
-
-def test_other_data_are_refused_on_other_ranks_too() -> None:
-    state = sampler(20).state_dict()
-    with pytest.raises(ValueError, match="number of prompts was 20 and is 21"):
-        sampler(21, num_replicas=2).load_state_dict(state)

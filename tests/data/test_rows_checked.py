@@ -32,6 +32,13 @@ def jsonl(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
+def quiet(steps: int) -> Trainer:
+    return Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+
+
 def drawn(trainer_steps: int = 4, data: Any = None, **options: Any) -> tuple[list[str], list[int]]:
     """The prompts and their numbers of tokens of a run's rollouts."""
     recorder = Recorder()
@@ -41,12 +48,16 @@ def drawn(trainer_steps: int = 4, data: Any = None, **options: Any) -> tuple[lis
     return rows, lengths
 
 
-def test_a_long_prompt_is_named_by_file_and_line_before_anything_is_drawn(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, *GOOD, {"prompt": LONG, "answer": "1"}, {"prompt": LONG + "a", "answer": "1"})
+@pytest.mark.parametrize(("row", "told"), [
+    ({"prompt": LONG}, r"rows.jsonl, line 17: the prompt has 600 tokens; .*=12 that .* 512 tokens, .* 2 of 18 rows"),
+    ({"prompt": "a", "completions": "x"}, r"named 'completions': reward functions get it already \(.*line 17\)"),
+])  # fmt: skip
+def test_a_bad_row_is_named_by_file_and_line_before_anything_is_drawn(
+    row: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path, *GOOD, *[row | {"answer": "1"}] * 2)
     recorder = Recorder()
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl, line 17: the prompt has 600 tokens; .*=12 that .* 512 tokens, .* 2 of 18 rows"
-    ):
+    with pytest.raises(ValueError, match=told):
         fit(module(), 40, [recorder], data=JsonlPrompts(path, prompts_per_rollout=4))
     assert not recorder.scored
 
@@ -89,13 +100,13 @@ def test_no_file_is_read_twice(stage: str, inner: bool, folder: Path, monkeypatc
     if stage == "fit":
         fit(module(), 1, data=data)
     else:
-        Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).predict(module(), data)
+        quiet(1).predict(module(), data)
     assert len(read) == len(set(read)) > 0
 
 
 def test_a_validation_needs_no_training_rows(folder: Path) -> None:
     data = JsonlPrompts("none.jsonl", val_path=jsonl(folder, *GOOD))
-    Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).validate(module(), data)
+    quiet(1).validate(module(), data)
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,14 +144,6 @@ def test_validation_rows_are_checked_at_the_start(tmp_path: Path) -> None:
     assert not recorder.scored
 
 
-def test_a_reserved_column_in_one_row_is_named(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, *GOOD, {"prompt": "a", "answer": "1", "completions": "x"})
-    recorder = Recorder()
-    with pytest.raises(ValueError, match=r"named 'completions': reward functions get it already \(.*line 17\)"):
-        fit(module(), 40, [recorder], data=JsonlPrompts(path, prompts_per_rollout=4))
-    assert not recorder.scored
-
-
 def test_a_column_that_one_row_lacks_is_none_there_and_told(tmp_path: Path) -> None:
     """Blocks of one row: the one that lacks it ended the run when its turn came."""
     path = jsonl(tmp_path, *[row | {"level": 1} for row in GOOD[:3]], GOOD[3])
@@ -153,11 +156,6 @@ def test_a_column_that_one_row_lacks_is_none_there_and_told(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match=r"1 of 4 rows have no column 'level', which .* reward names: .*line 4"):
         fit(module(reward), 4, data=JsonlPrompts(path, prompts_per_rollout=1))
     assert sorted(seen, key=str) == [1] * 12 + [None] * 4
-
-
-def test_a_column_that_no_row_has_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="missing a required argument: 'level'"):
-        fit(module(lambda level, **_: []), 1, data=JsonlPrompts(jsonl(tmp_path, *GOOD), prompts_per_rollout=4))
 
 
 class Other(Rows):
@@ -184,19 +182,14 @@ def test_rows_of_any_data_module_and_loader_are_checked(row: dict[str, Any], mes
     with pytest.raises(ValueError, match=message):
         fit(module(), 20, data=data)
     loader = DataLoader(data.train_rows(), batch_size=4, collate_fn=as_list)  # type: ignore[arg-type]
-    trainer = Trainer(
-        accelerator="cpu", max_steps=9, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        trainer.fit(module(), loader)
+        quiet(9).fit(module(), loader)
 
 
 def test_a_loader_of_ones_own_skips_nothing() -> None:
     rows = [*Rows().train_rows()[:3], {"prompt": LONG, "answer": ""}]
-    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=False)
     with pytest.raises(ValueError, match="'skip' needs a data module of prompts"):
-        trainer.fit(module(on_long_prompt="skip"), DataLoader(rows, batch_size=4, collate_fn=as_list))  # type: ignore[arg-type]
+        quiet(1).fit(module(on_long_prompt="skip"), DataLoader(rows, batch_size=4, collate_fn=as_list))  # type: ignore[arg-type]
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -206,10 +199,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 def test_a_stream_is_checked_as_it_is_read() -> None:
     def run(**options: Any) -> Trainer:
-        trainer = Trainer(
-            accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet(2)
         trainer.fit(module(**options), DataLoader(Stream(), batch_size=4, collate_fn=as_list))
         return trainer
 
@@ -222,9 +212,8 @@ def test_the_warm_up_checks_its_column(tmp_path: Path) -> None:
     path = jsonl(tmp_path, *[row | {"solution": "1"} for row in GOOD], GOOD[0])
     tokenizer = character_tokenizer(ALPHABET)
     warmup = SupervisedWarmup(LoadedPolicy(tiny_model(vocab_size=len(tokenizer)), tokenizer))
-    trainer = Trainer(accelerator="cpu", max_steps=20, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"line 17: solution_column='solution' must hold text, got None"):
-        trainer.fit(warmup, datamodule=JsonlPrompts(path, prompts_per_rollout=1))
+        quiet(20).fit(warmup, datamodule=JsonlPrompts(path, prompts_per_rollout=1))
 
 
 def test_an_environment_may_give_the_prompt() -> None:
