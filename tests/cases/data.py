@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from cases.case import Case, json_lines
 
 ROW = {"prompt": "1+1=", "answer": "2"}
-REWARDS = "sparse_rl_lightning.rewards"
-ROWS = json_lines(ROW, ROW, ROW, ROW)
 
 
 def columns(**more: Any) -> str:
@@ -29,19 +26,11 @@ def twice_answered(folder: Path) -> None:
 
 
 CASES = [
-    Case("objects over several lines", "The object goes on in the next line: write each in a line of its own", 1,
-         file="p.json", rows=json.dumps(ROW, indent=1) * 4),
     Case("an empty file", "JsonlPrompts: the training data has no rows.", 1, rows=""),
     Case("900 nested brackets in a column", "column 'x' is nested more than 50 levels deep. Drop it, or store it", 1,
          rows=f'{{"prompt": "1+1=", "answer": "2", "x": {"[" * 900}{"]" * 900}}}\n'),
-    Case("no column that a reward function needs", "does not fit the data: missing a required argument: 'solution'", 1,
-         rows=ROWS, edit=lambda v: v["model"]["init_args"].update(reward_funcs=f"{REWARDS}.worked_steps_reward")),
-    Case("a column named `completions`", "The data may not have a column named 'completions'", 1,
-         rows=columns(completions=1)),
     Case("a column with an escape sequence in its name", r"Its columns are: '\x1b[31mevil', 'prompt'", 1,
          rows=json_lines({"\x1b[31mevil": "1", "prompt": "1"})),
-    Case("one row for two prompts per rollout", "1 prompts do not fill one block: 2 prompts per rollout", 1,
-         rows=json_lines(ROW)),
     Case("`answer_pattern: '(a+)+$'` on a text that backtracks for hours",
          "answer_pattern='(a+)+$' took more than 5 seconds on p.jsonl, line 1, column 'answer', a text of 41", 1,
          rows=json_lines({"prompt": "1+1=", "answer": "a" * 40 + "b"}), data={"answer_pattern": "(a+)+$"}, slow=True),

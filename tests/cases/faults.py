@@ -45,27 +45,19 @@ def planted_link(folder: Path) -> None:
     (folder / "runs/own/checkpoints/.incomplete/last.ckpt").symlink_to(folder / "victim")
 
 
-OLD, RESUMED = "--ckpt_path=old.ckpt", "--ckpt_path=last --trainer.max_steps=5"
-CHECKPOINTS = [
+OLD = "--ckpt_path=old.ckpt"
+CASES = [
     Case("`--ckpt_path` of a folder without a checkpoint",
          "ckpt_path='empty' is a folder without a checkpoint of DeepSpeed or FSDP2. Name a file, or last.", 1,
          "--ckpt_path=empty", prepare=lambda folder: (folder / "empty").mkdir()),
     Case("a checkpoint that is cut off", "ckpt_path='old.ckpt'", 1, OLD, prepare=shortened),
     Case("a checkpoint with a command in it", "ckpt_path='old.ckpt'", 1, OLD, prepare=planted()),
     Case("the same in torch's old format", "ckpt_path='old.ckpt'", 1, OLD, prepare=planted(zipped=False), slow=True),
-    Case("the same for `sparse-rl validate`", "ckpt_path='old.ckpt'", 1, OLD, "validate", slow=True,
-         edit=lambda values: values["trainer"].update(limit_val_batches=1), prepare=planted()),
     Case("`--ckpt_path=last`, which is a link that leads nowhere", "is a link to 'gone.ckpt', which is not there", 1,
          "--ckpt_path=last", prepare=link_that_leads_nowhere,
          edit=lambda values: values["trainer"]["callbacks"][-1]["init_args"].update(dirpath="elsewhere")),
-]  # fmt: skip
-
-CHANGED = [
-    Case("resume with other prompts", "place in the data fits another run", 1, RESUMED, slow=True,
-         edit=lambda values: values["data"]["init_args"].update(num_train=12)),
-    Case("resume with another `num_iterations`", "`max_steps=5` reached", 0, RESUMED,
+    Case("resume with another `num_iterations`", "`max_steps=5` reached", 0,
+         "--ckpt_path=last --trainer.max_steps=5",
          edit=lambda values: values["model"]["init_args"].update(num_iterations=2)),
     Case("a link planted under `.incomplete/`", prepare=planted_link, slow=True),
 ]  # fmt: skip
-
-CASES = [*CHECKPOINTS, *CHANGED]

@@ -134,14 +134,13 @@ def added_token(folder: Path) -> None:
     file.write_text(json.dumps(found))
 
 
-WEIGHTS = [
+REFUSED = [  # when it is loaded, as tests/policies/test_pretrained.py shows
     Case("without one weight", f"1 weights are missing, 0 of another shape and 0 unknown, there is no '{LAYER}'", 1,
          policy=weights(lambda state: state.pop(LAYER))),
     Case("an untied head that is not there", "there is no 'lm_head.weight'", 1,
          policy=settings(tie_word_embeddings=False)),
     Case("weights of another width", "'model.layers.0.mlp.down_proj.weight' is [32, 96] and must be [32, 80]", 1,
          policy=settings(intermediate_size=80)),
-    Case("weights that the model does not have", TRAINS, 0, policy=weights(lambda s: s.update(x=torch.zeros(2)))),
     Case("NaN in a weight", f"1 weights hold NaN or infinity, for example '{LAYER}'", 1, policy=filled(float("nan"))),
     Case("a file cut off", "pol/model.safetensors is cut off or no safetensors file", 1,
          policy=raw(lambda b: b[:5000])),
@@ -152,53 +151,45 @@ WEIGHTS = [
          policy=lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf")),
     Case("an adapter only", "holds an adapter (adapter_config.json) and no model", 1,
          policy=lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
-    Case("a token that the embeddings do not hold, in a prompt", "model.resize_token_embeddings(len(tokenizer))", 1,
-         policy=added_token, rows='{"prompt": "<step>", "answer": "1"}\n' * 8, data={}),
     Case("a pipe in place of weights that an index names", "'pol/sub/below/x.safetensors': it is a pipe", 1,
          policy=fifos_below),
     Case("a pipe in place of a chat template", "'pol/additional_chat_templates/x.jinja': it is a pipe", 1,
-         policy=template_fifo, slow=True),
+         policy=template_fifo),
     Case("a pipe in place of the weights", "it is a pipe, a socket or a device, not a file", 1, policy=fifo),
     Case("an index of files outside of the folder", "No such file or directory: ./pol/../../x.safetensors", 1,
          policy=index({"a": "../../x.safetensors"})),
-]  # fmt: skip
-
-SETTINGS = [
     Case("an unknown `model_type`", "does not recognize this architecture. Tested are llama, mistral, qwen2, qwen3", 1,
          policy=settings(model_type="foo")),
     Case("an unknown `model_type` with code of its own",
          "It needs code of its own (auto_map), which is never run. Tested are llama", 1, policy=unknown_with_code),
-    Case("code of its own that is not needed", TRAINS, 0, policy=with_code, slow=True),
     Case("a list as config.json", "has a config.json that is no JSON object: give the folder", 1,
-         policy=written("config.json", "[]"), slow=True),
-    Case("a config.json that is no JSON", "is not a valid JSON file", 1, policy=written("config.json", "{"), slow=True),
+         policy=written("config.json", "[]")),
+    Case("a config.json that is no JSON", "is not a valid JSON file", 1, policy=written("config.json", "{")),
     Case("a text where a number belongs", "config.json.max_position_embeddings must be a finite number", 1,
          policy=settings(max_position_embeddings="128")),
-    Case("quantized weights", "holds quantized weights (quant_method='bitsandbytes')", 1, slow=True,
+    Case("quantized weights", "holds quantized weights (quant_method='bitsandbytes')", 1,
          policy=settings(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})),
     Case("a generation_config.json that is no JSON", "has a generation_config.json that cannot be read (Expecting", 1,
-         policy=written("generation_config.json", "{"), slow=True),
-]  # fmt: skip
-
-ELSE = [
-    Case("pickled adapters beside the weights", "./pol' cannot be loaded.", 1, policy=adapters, slow=True),
-    Case("model.policy=./nowhere", "policy: no model at './nowhere' (no config.json there)", 1),
-]  # fmt: skip
-
-TOKENIZERS = [
+         policy=written("generation_config.json", "{")),
     Case("no tokenizer", "policy: './pol' has no tokenizer. Put the model's tokenizer.json and", 1,
          policy=without("tokenizer.json", "tokenizer_config.json")),
     Case("a tokenizer.json without anything", "its tokenizer cannot be loaded", 1,
          policy=written("tokenizer.json", "{}")),
-    Case("a chat template that reaches for `__init__`", TRAINS, 0, slow=True,
-         policy=written("chat_template.jinja", "{{ ''.__class__.__init__ }}")),
 ]  # fmt: skip
 
-PLANNED = [  # sparse-rl plan, of a folder whose config.json is so
+TYPED = ("without one weight", "a pipe in place of the weights", "an unknown `model_type` with code of its own")
+CASES = [
+    *[case for case in REFUSED if case.name in TYPED],
+    Case("weights that the model does not have", TRAINS, 0, policy=weights(lambda s: s.update(x=torch.zeros(2)))),
+    Case("a token that the embeddings do not hold, in a prompt", "model.resize_token_embeddings(len(tokenizer))", 1,
+         policy=added_token, rows='{"prompt": "<step>", "answer": "1"}\n' * 8, data={}),
+    Case("code of its own that is not needed", TRAINS, 0, policy=with_code, slow=True),
+    Case("pickled adapters beside the weights", "./pol' cannot be loaded.", 1, policy=adapters, slow=True),
+    Case("model.policy=./nowhere", "policy: no model at './nowhere' (no config.json there)", 1),
+    Case("a chat template that reaches for `__init__`", TRAINS, 0, slow=True,
+         policy=written("chat_template.jinja", "{{ ''.__class__.__init__ }}")),
     Case("`plan`: 200,000 layers", "config.json.num_hidden_layers must be at least 1 and at most 1000", 1,
          command="plan", policy=settings(num_hidden_layers=200000, layer_types=None)),
     Case("`plan --prompt=0`", "--prompt must be at least 1, got --prompt=0", 1,
          command="plan", args="--prompt=0", policy=settings()),
 ]  # fmt: skip
-
-CASES = [*WEIGHTS, *SETTINGS, *TOKENIZERS, *ELSE, *PLANNED]

@@ -47,6 +47,7 @@ def folder_of(path: Path, changed: str, architecture: str, name: str) -> Path:
     return path
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize(
     ("architecture", "name"),

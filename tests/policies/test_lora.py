@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from tiny_grpo import is_checkpointing
+from tiny_grpo import fit, is_checkpointing, likes_a
 from tiny_run import config, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -131,10 +130,6 @@ class Rows(PromptDataModule):
     val_rows = train_rows
 
 
-def likes_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
-    return [text.count("a") / 10 for text in completions]
-
-
 def test_training_moves_adapters_only_and_exports_a_plain_model(tmp_path: Path) -> None:
     grpo = SparseGRPO(
         source(), RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
@@ -143,11 +138,7 @@ def test_training_moves_adapters_only_and_exports_a_plain_model(tmp_path: Path) 
     )  # fmt: skip
     grpo.configure_model()
     before = {name: parameter.detach().clone() for name, parameter in grpo.policy.named_parameters()}
-    trainer = Trainer(
-        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(grpo, datamodule=Rows(prompts_per_rollout=4))
+    trainer = fit(grpo, 3, data=Rows(prompts_per_rollout=4))
     moved = {name for name, p in grpo.policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert all("lora_" in name for name in moved)

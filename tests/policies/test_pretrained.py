@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shutil
 import warnings
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from cases.case import Case
-from cases.models import LAYER, SETTINGS, TOKENIZERS, WEIGHTS, settings, weights, with_code
+from cases.models import LAYER, REFUSED, settings, weights, with_code
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning.compressors import RKV
+from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.modules import SparseGRPO
-from sparse_rl_lightning.policies import LoadedPolicy, PretrainedPolicy, TinyPolicy
+from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PretrainedPolicy, TinyPolicy
 from sparse_rl_lightning.policies.pretrained import load_pretrained
 from sparse_rl_lightning.rewards import arithmetic_reward
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
@@ -39,9 +41,6 @@ def test_a_link_that_leads_nowhere_and_nobody_reads_is_left_alone(whole: Path, t
     shutil.copytree(whole, tmp_path / "pol")
     (tmp_path / "pol" / "README.md").symlink_to("gone")
     PretrainedPolicy(str(tmp_path / "pol")).load()
-
-
-REFUSED = [case for cases in (WEIGHTS, SETTINGS, TOKENIZERS) for case in cases if case.status and case.rows is None]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
@@ -144,6 +143,36 @@ def test_nothing_that_is_loaded_may_bring_code() -> None:
         assert value.value is False, f"{name}:{node.lineno}"
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "remedy"),
+    [
+        ("flash_attention_2", "flash_attn", r"pip install 'sparse-rl-lightning\[flash-attn\]'"),
+        ("flash_attention_3", "flash_attn_interface", "hopper"),
+    ],
+)
+def test_a_missing_attention_package_is_named(name: str, package: str, remedy: str) -> None:
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ValueError, match=f"attn_implementation='{name}' needs the package {package}.*{remedy}.*'sdpa'"):
+        PretrainedPolicy("some/model", attn_implementation=name).load()
+
+
+def test_the_learner_runs_the_attention_that_is_asked_for(whole: Path) -> None:
+    sequences = torch.randint(2, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(sequences, dtype=torch.bool)
+    mask[:, 0] = False
+    results = []
+    for name in ("sdpa", "eager", None):
+        source = PretrainedPolicy(str(whole), attn_implementation=name)
+        policy = source.load()[0]
+        assert policy.config._attn_implementation == (name or "sdpa")
+        assert LoraPolicy(source).attn_implementation == name
+        results.append(sequence_logprobs(policy, sequences, mask)[0].detach())
+    torch.testing.assert_close(*results[:2], atol=1e-5, rtol=0)
+    assert torch.equal(results[2], results[0])
+    assert TinyPolicy().attn_implementation is None  # which leaves the model's own
+
+
 def test_a_model_in_memory_is_looked_at_too() -> None:
     model, tokenizer = TinyPolicy(hidden_size=32, num_layers=2).load()
     model.get_parameter(LAYER).data[3, 3] = float("nan")
@@ -152,7 +181,6 @@ def test_a_model_in_memory_is_looked_at_too() -> None:
 
 
 def test_a_checkpoint_with_nan_is_refused_before_a_weight_is_overwritten() -> None:
-
     module = SparseGRPO(TinyPolicy(hidden_size=32, num_layers=2), RKV(12), arithmetic_reward)
     module.configure_model()
     state = {name: value.clone() for name, value in module.state_dict().items()}
