@@ -75,7 +75,6 @@ def test_the_longest_sequences_lose_what_a_rollout_would(method: Compressor, pro
     params = SamplingParams(max_completion_length=length - prompt_length)
     real = sampler.generate([list(range(1, prompt_length + 1))], params).evictions
     death = oldest_go(method, model.config.num_hidden_layers, prompt_length, length)
-    assert real is not None
     assert torch.equal(real.death[:, 0, 0], death)
     assert (death < NEVER).any() == method.evicts
 
@@ -168,12 +167,10 @@ class NeedsAll(CorrectionCallback):
     def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
         self.seen.append(len(part))
         assert isinstance(module, SparseGRPO)
-        assert part.weights is not None
         noise = torch.rand(part.weights.shape, device=module.device)
         part.weights = part.weights * (1 + 0.1 * noise) * self.log_ratio(part).exp()
         part.advantages = module.advantages(part.rewards)
         module.log("mine", part.weights.sum())
-        assert part.evictions is not None
         assert part.evictions.death.shape[1:] == (len(part), part.evictions.num_heads, part.sequences.shape[1])
         part.keep[:] &= part.completion_mask & (module.policy.config.vocab_size > 0)  # type: ignore[index]
 

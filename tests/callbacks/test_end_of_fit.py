@@ -21,7 +21,6 @@ class Elsewhere(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        assert self.lightning_module is not None
         self.lightning_module.double()
 
 
@@ -78,7 +77,6 @@ def test_the_last_evaluation_and_the_export_are_on_the_device(
 ) -> None:
     """On the first GPU the last evaluation was on the CPU."""
     grpo = fit(tmp_path, accelerator, **options)
-    assert isinstance(grpo, Watched)
     assert set(grpo.seen) == {"draws on the device", "exports from the device"}
     if accelerator == "cuda":
         assert place(grpo) == "the host"  # where Lightning leaves it

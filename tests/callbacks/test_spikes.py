@@ -90,14 +90,13 @@ def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
 
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
-    assert guard.watch is not None
     guard.watch.least = 3
     with pytest.warns(
         UserWarning,
         match=r"optimizer step 5 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
     ):
-        trainer = fit(module(lr=1e-4, steps_per_generation=2), 6, [guard, Stale(first=4)], accumulate_grad_batches=2)
-    assert guard.watch.spikes == 2
+        trainer = fit(module(lr=1e-4, steps_per_generation=2), 5, [guard, Stale(first=4)], accumulate_grad_batches=2)
+    assert guard.watch.spikes == 1
     assert guard.ratios == RatioWatch(100.0, told=True)  # with the long step, and not again
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
     assert float(trainer.callback_metrics["top10_token_share"]) > 0.5
@@ -109,7 +108,6 @@ BOUNDED: dict[str, Any] = {"lr": 1e-4, "steps_per_generation": 2, "delta": 2.0}
 def watched(callbacks: list[Any], **options: Any) -> tuple[StepGuard, float]:
     """A guard that has seen steps enough to judge, and the largest ratio of the last step of a stale run."""
     guard = StepGuard()
-    assert guard.watch is not None
     guard.watch.least = 3
     stale = [*callbacks, guard, Stale(first=4)]
     trainer = fit(module(**BOUNDED, **options), 6, stale, accumulate_grad_batches=2)
@@ -124,7 +122,6 @@ def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
             guard, _ = watched(callbacks)
         said = [str(one.message) for one in record if "optimizer step" in str(one.message)]
         assert len(said) == 1
-        assert guard.watch is not None
         assert guard.watch.spikes == 0
         again = StepGuard()
         again.load_state_dict(guard.state_dict())

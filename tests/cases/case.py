@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -196,13 +195,3 @@ def _run(folder: Path, argv: list[str], shown: Path) -> None:
 def json_lines(*rows: Any) -> str:
     """The content of a JSONL file."""
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def replaced(old: str, new: str) -> Callable[[str], str]:
-    """A change of a text that must hold what is replaced."""
-
-    def change(text: str) -> str:
-        assert re.search(old, text), old
-        return re.sub(old, new, text, count=1)
-
-    return change

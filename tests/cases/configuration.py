@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases.case import Case, replaced
+from cases.case import Case
 
 RKV = "model.compressor"
 
@@ -80,7 +80,7 @@ FILES = [
         prepare=lambda folder: (folder / "low.yaml").write_text("trainer: {max_steps: 2}\ntrainer: {max_steps: 3}\n"),
     ),
     Case("tabs in place of spaces", "found character that cannot start any token", 2,
-         text=replaced(r"\n +class_path", "\n\tclass_path")),
+         text=lambda text: text.replace("\n  class_path", "\n\tclass_path", 1)),
     Case(
         "`!!python/object/apply:os.system`", "could not determine a constructor for the tag", 2,
         text=lambda text: text + "x: !!python/object/apply:os.system ['touch PWNED']\n",

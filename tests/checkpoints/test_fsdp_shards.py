@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases.faults import Planted
 from disks import file_size_limit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rank_runs import strategy, train
-from safetensors.torch import load_file
+from test_sharded import end_from_a_folder
 from tiny_grpo import fit, module
 
 from sparse_rl_lightning.checkpoints.fsdp_shards import save_parts
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
-from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
 
@@ -40,40 +40,12 @@ def job(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
     return train(own | ADAM | options, 1, folder)
 
 
-def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: Path) -> None:
-    whole, last = job(tmp_path / "whole", 4), tmp_path / "cut" / "last.ckpt"
-    job(tmp_path / "cut", 2)
-    manifest = read_manifest(last)
-    assert sorted(manifest["files"]) == sorted([*SHARDS, TRAINER, WEIGHTS])
-    assert (manifest["world_size"], manifest["sharding"]) == (1, "FSDP2")
-    assert all(digest(last / name) == known for name, known in manifest["files"].items())
-    saved = files(last)
-    assert saved.keys() == {last / name for name in (*SHARDS, TRAINER, WEIGHTS, "manifest.json")}
-    with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: rank 0: .*File too large"):
-        job(tmp_path / "cut", 3, ckpt_path=str(last))
-    with pytest.warns(UserWarning, match="could not be saved: step 3: 1 weights hold NaN or infinity"):
-        job(tmp_path / "cut", 3, ckpt_path=str(last), spoil=3)
-    assert files(last) == saved
-    assert not list((tmp_path / "cut" / ".incomplete").iterdir())
-    rest = job(tmp_path / "cut", 4, ckpt_path=str(last))
-    assert (rest["global_step"], len(rest["gradients"])) == (4, 2)
-    assert all(torch.equal(rest["weights"][name], value) for name, value in whole["weights"].items())
-    assert all(torch.equal(load_file(last / WEIGHTS)[name], value) for name, value in rest["weights"].items())
+    rest = end_from_a_folder(job, tmp_path, SHARDS, "FSDP2")
     exported = module()
     exported.configure_model()
-    load_policy(exported, last)
+    load_policy(exported, tmp_path / "cut" / "last.ckpt")
     assert all(torch.equal(rest["weights"][name], value) for name, value in exported.policy.named_parameters())
-
-
-class Planted:
-    """Runs code when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("PWNED"),)
 
 
 @pytest.mark.parametrize(

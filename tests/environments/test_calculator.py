@@ -64,7 +64,6 @@ def test_values_are_those_of_an_outside_implementation() -> None:
         left, right = (random.randrange(10 ** random.randrange(1, 7)) for _ in range(2))
         for symbol in "+-*":
             found = evaluate_expression(f"{left}{symbol}{right}")
-            assert found is not None
             value, negative = found[0], f"-{left}{symbol}{right}"
             assert begun().step(f"{left}{symbol}{right}?") == (f"{value};", 0.0)
             assert begun().step(f"{left:07d}{symbol}{right:07d}") == (f"{value};", 0.0)

@@ -31,7 +31,6 @@ def said(environment: Any, turns: TurnOptions = THREADS) -> list[Conversation]:
     grpo = talking(environment, turns=turns)
     grpo.configure_model()
     found = grpo.generator.generate(ROWS).conversations
-    assert found is not None
     return found
 
 

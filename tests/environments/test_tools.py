@@ -7,7 +7,7 @@ import inspect
 import json
 import threading
 import time
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +50,19 @@ class Counter:
         return self.count / 4
 
 
+def as_coroutine(method: Any) -> Any:
+    """The same, later."""
+
+    @wraps(method)
+    async def later(*args: Any, **arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return method(*args, **arguments)
+
+    return later
+
+
 class AsyncCounter(Counter):
-    async def add(self, number: int) -> int:  # type: ignore[override]
-        """Add to the count, later.
-
-        Args:
-            number: What to add.
-        """
-        await asyncio.sleep(0)
-        self.count += number
-        return self.count
-
-    async def fail(self) -> str:  # type: ignore[override]
-        """Raise an error, later."""
-        await asyncio.sleep(0)
-        raise RuntimeError("it 'broke'")
-
-    async def get_reward(self) -> float:  # type: ignore[override]
-        await asyncio.sleep(0)
-        return self.count / 4
+    add, fail, get_reward = (as_coroutine(method) for method in (Counter.add, Counter.fail, Counter.get_reward))
 
 
 def shout(text: str, times: int = 1) -> dict[str, Any]:
@@ -492,22 +486,6 @@ def test_async_tools_that_hang_or_block_the_loop_hold_up_nobody_else() -> None:
 
 def test_a_cut_conversation_is_asked_for_its_reward() -> None:
     """As in TRL, whatever ended it."""
-
-    class Counts:
-        def reset(self, **_: Any) -> None:
-            self.asked = 0
-
-        def look(self) -> str:
-            """Look around.
-
-            Returns:
-                What is seen.
-            """
-            return "nothing"
-
-        def get_reward(self) -> float:
-            return 0.5
-
-    environment = ToolEnvironment(Counts)
-    environment.reset({"prompt": [{"role": "user", "content": "p"}]})
+    environment = ToolEnvironment(Counter)
+    environment.reset(ROWS[2])
     assert environment.cut() == 0.5

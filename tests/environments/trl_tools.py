@@ -39,7 +39,6 @@ class Told(GRPOTrainer):
     def next_turn(self, ids: list[int]) -> list[int]:
         said = self._tokenizer.decode(ids)
         found = re.search(r"Case (\d+)\.", said)
-        assert found is not None
         case, turn = int(found[1]), said.count("<|im_start|>assistant") - 1
         self.read.setdefault(case, {})[turn] = ids
         return list(self._tokenizer(self.scripts[case][turn] + "<|im_end|>", add_special_tokens=False)["input_ids"])

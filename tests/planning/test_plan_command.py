@@ -43,15 +43,28 @@ LENGTH = 2048
 @pytest.fixture
 def tiny(folder: Path) -> str:
     """A folder with a configuration of a tiny model, below the working directory."""
+    return save_tiny()
+
+
+def save_tiny() -> str:
     tiny_model("qwen3", vocab_size=5000, num_layers=3, hidden_size=128).config.save_pretrained("tiny")
     return "tiny"
 
 
+@pytest.fixture(scope="module")
+def proposal(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the command proposes for it, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("proposal"))
+        patch.setattr(sys, "path", [*sys.path])
+        main(["--model", save_tiny(), "--memory", "1.5GB", "--length", str(LENGTH), "--output", "proposed.yaml"])
+        return Path("proposed.yaml").read_text()
+
+
 @pytest.fixture
-def written(tiny: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command proposes for it."""
-    main(["--model", tiny, "--memory", "1.5GB", "--length", str(LENGTH), "--output", "proposed.yaml"])
-    capsys.readouterr()
+def written(tiny: str, proposal: str) -> str:
+    """The file of the proposal."""
+    Path("proposed.yaml").write_text(proposal)
     return "proposed.yaml"
 
 
@@ -129,12 +142,10 @@ def test_the_best_knob_is_found_by_trying(tiny: str) -> None:
     many = job_of(tiny, LENGTH, **own | {"slots": 128, "budget": 256})
     plan = make_plan(many, card_of(memory="24GB"))
     best = best_knob(make_plan(many, card_of(memory=f"{plan.phases['rollout'] / 1e9 - 0.01:.3f}GB")))
-    assert best is not None
     assert best[0].setting == "model.rollout.num_slots=64"
     long = job_of(tiny, LENGTH, **own | {"rows": 4, "slots": 8})
     plan = make_plan(long, card_of(memory="24GB"))
     best = best_knob(make_plan(long, card_of(memory=f"{plan.peak / 1e9 - 0.01:.3f}GB")))
-    assert best is not None
     assert best[0].setting == f"model.learner.micro_batch_tokens={2 * LENGTH}"
 
 
@@ -158,23 +169,24 @@ def test_strategies_by_name(strategy: str, devices: Any, expected: Sharding) -> 
     assert sharding_of(trainer) == expected
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", "auto"), ("auto", -1), ("auto", "-1")])
-def test_all_gpus_that_there_are_is_no_number(strategy: str, devices: Any) -> None:
-    """It was counted as one: eight cards under DDP had no second copy of the gradients."""
-    with pytest.raises(UserError, match="a plan has to know how many GPUs"):
-        sharding_of(Namespace(num_nodes=1, devices=devices, strategy=strategy))
+MANY, NONE = "a plan has to know how many GPUs", "at least one GPU, got trainer.devices=.* and trainer.num_nodes="
 
 
-@pytest.mark.parametrize(("devices", "num_nodes"), [(0, 1), ("0", 1), ([], 1), (4, 0), (2, -1)])
-def test_no_gpu_is_no_plan(devices: Any, num_nodes: int) -> None:
-    with pytest.raises(UserError, match=rf"at least one GPU, got trainer.devices=.* and trainer.num_nodes={num_nodes}"):
-        sharding_of(Namespace(num_nodes=num_nodes, devices=devices, strategy="ddp"))
-
-
-@pytest.mark.parametrize("name", ["fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2", "sparse_rl_deepspeed", "ddp_2"])
-def test_other_strategies_are_not_planned_as_if_they_were_ddp(name: str) -> None:
-    with pytest.raises(UserError, match=f"stage_1 to 3 by name, not {name}"):
-        sharding_of(Namespace(num_nodes=1, devices=2, strategy=name))
+@pytest.mark.parametrize(
+    ("strategy", "devices", "num_nodes", "message"),
+    [
+        ("ddp", "auto", 1, MANY), ("auto", -1, 1, MANY), ("auto", "-1", 1, MANY), ("ddp", 0, 1, f"{NONE}1"),
+        ("ddp", "0", 1, f"{NONE}1"), ("ddp", [], 1, f"{NONE}1"), ("ddp", 4, 0, f"{NONE}0"), ("ddp", 2, -1, f"{NONE}-1"),
+        *[(name, 2, 1, f"stage_1 to 3 by name, not {name}")
+          for name in ("fsdp", "sparse_rl_fsdp2", "deepspeed_stage_2", "sparse_rl_deepspeed", "ddp_2")],
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_be_counted_and_other_strategies_are_refused(
+    strategy: str, devices: Any, num_nodes: int, message: str
+) -> None:
+    """All GPUs that there are were counted as one, and other strategies planned as if they were DDP."""
+    with pytest.raises(UserError, match=message):
+        sharding_of(Namespace(num_nodes=num_nodes, devices=devices, strategy=strategy))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "dense", "replay", "retrieval", "recipes/dapo", "sparrow/qwen3-1.7b"])
@@ -219,7 +231,6 @@ def test_the_page_shows_what_its_command_prints(folder: Path, capsys: pytest.Cap
     assert len(shown) > 500
     assert shown in capsys.readouterr().out
     compared = re.search(r"\(`plan (--config [^`]+)`\)", page)
-    assert compared is not None
     main(compared[1].split())
     said = capsys.readouterr().out
     assert re.search(r"^total +21\.6", said, re.MULTILINE)
@@ -381,15 +392,16 @@ def test_names_are_quoted_where_they_would_read_as_something_else() -> None:
         ({"hidden_act": "sigmoidal"}, "no model is described by 'bad'.*sigmoidal"),
         ({"model_type": "nothing"}, "config.json of 'bad' cannot be read.*nothing"),
         ({"quantization_config": {"quant_method": "gptq"}}, "holds quantized weights"),
+        *[(text, "config.json") for text in ("[]", "{", "3", "null")],
     ],
 )
 def test_sizes_that_no_model_has_are_refused_before_they_are_counted(
-    changed: dict[str, Any], expected: str, tiny: str
+    changed: dict[str, Any] | str, expected: str, tiny: str
 ) -> None:
     """Some made transformers build lists of as many layers, others ended in the middle of a product."""
     content = json.loads(Path(tiny, "config.json").read_text())
     Path("bad").mkdir()
-    Path("bad/config.json").write_text(json.dumps(content | changed))
+    Path("bad/config.json").write_text(changed if isinstance(changed, str) else json.dumps(content | changed))
     read_config.cache_clear()
     with pytest.raises(UserError, match=expected):
         propose("bad", card_of(memory="24GB"), 512)
@@ -404,15 +416,6 @@ def test_sizes_of_every_causal_model_of_transformers_are_none_of_these() -> None
     assert len(configs) > 50
     for name, sizes in configs.items():
         check_numbers(sizes, name)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "3", "null"])
-def test_a_config_that_is_no_object_is_refused(text: str, folder: Path) -> None:
-    Path("bad").mkdir()
-    Path("bad/config.json").write_text(text)
-    read_config.cache_clear()
-    with pytest.raises(UserError, match=r"config.json"):
-        propose("bad", card_of(memory="24GB"), 512)
 
 
 @pytest.mark.parametrize("length", [0, -1, 511, 99999999999999, 10**30])

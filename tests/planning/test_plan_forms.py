@@ -149,7 +149,6 @@ def test_the_record_of_evictions_is_that_of_a_real_rollout(folder: str) -> None:
     sampler = RolloutSampler(real(given).eval(), given.compressor)
     sampler.end_token_ids = []
     rollout = sampler.generate([[5] * given.prompt] * 2, replace(given.sampling, seed=0))
-    assert rollout.evictions is not None
     own = rollout.evictions.positions.nbytes
     counted = make_plan(given, card_of()).parts["eviction record"]
     assert counted == (2 * counted[1], counted[1], 0)
@@ -175,7 +174,6 @@ def test_layers_of_both_kinds_are_counted(name: str, tmp_path: Path) -> None:
     given = layered(name, tmp_path)
     sampler = RolloutSampler(family(name), given.compressor, num_slots=3)
     sampler.generate([[5] * given.prompt] * 2, replace(given.sampling, seed=0))
-    assert sampler.cache is not None
     assert replace(given.geometry, device=torch.device("cpu")) == sampler.cache.geometry
     if sampler.cache.geometry.windows:
         with pytest.raises(UserError, match=rf"what sliding windows \(of '{name}'\) take in the learner"):

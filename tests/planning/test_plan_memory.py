@@ -235,7 +235,6 @@ def test_slots_are_those_of_the_sampler(folder: str, compressor: Any) -> None:
     sampler = RolloutSampler(real(given).eval(), compressor, num_slots=3)
     params = replace(given.sampling, num_generations=4, seed=0)
     sampler.generate([[5] * given.prompt], params)
-    assert sampler.cache is not None
     past = 0 if compressor.evicts else steps_past_end(torch.device("cuda"))  # the host looks later on a GPU
     assert 3 * slot_size(given).pool == sampler.cache.pool_bytes * (LENGTH + past) // LENGTH
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_grpo
 import torch
 from lightning.pytorch import Trainer
-from tiny_grpo import ALPHABET, Rows, likes_a
+from tiny_grpo import ALPHABET, likes_a
 from torch import Tensor
 
 from sparse_rl_lightning import RolloutSampler, SamplingParams
@@ -51,10 +52,7 @@ def fit(module: PolicyModule, steps: int = 20, **options: Any) -> list[str]:
     """Warnings of a run, about rounded steps."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Trainer(
-            accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, **options,
-        ).fit(module, datamodule=Rows(prompts_per_rollout=4))  # fmt: skip
+        tiny_grpo.fit(module, steps, **options)
     return [str(one.message) for one in said if "rounds small steps" in str(one.message)]
 
 
@@ -160,7 +158,6 @@ def test_the_share_is_that_of_adding_the_step(dtype: torch.dtype, rate: float) -
     share = float(stuck.double().mean())
     assert 0.02 < share < 0.98
     said = told(weights, lr=rate)
-    assert said is not None
     assert abs(float(said.split("%")[0].rpartition(" ")[2]) / 100 - share) < 0.01
 
 
@@ -176,12 +173,10 @@ def test_what_is_not_rounded_is_not_told() -> None:
     assert told(torch.ones(3), lr=1e-6) is None
     assert told(torch.ones(3, dtype=HALF), lr=0.1) is not None
     said = told(torch.ones(3, dtype=HALF), torch.optim.SGD, lr=1e-6)  # whose steps are no size of the rate alone
-    assert said is not None
     assert "Most of them may not move" in said
     warm = torch.optim.AdamW([torch.nn.Parameter(torch.full((8,), 1e-3, dtype=HALF))], lr=1e-2)
     torch.optim.lr_scheduler.LinearLR(warm, 1e-6)  # a warm-up: the rate that counts is the one it leads to
     found = lost_steps([warm])
-    assert found is not None
     assert " 0.0% of them do not move by a step of the learning rate, lr=0.01." in found
 
 
