@@ -113,8 +113,7 @@ class Adaptive(BudgetRule):
     """
 
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
-        if floor is not None and floor < 0:
-            raise UserError(f"Adaptive: floor is a number of tokens and must not be negative, got floor={floor}.")
+        check_number("floor", floor, least=0, owner="Adaptive", or_none=True)
         self.floor = floor
         self.layers = layers or Uniform()
 

@@ -31,33 +31,20 @@ GROWTH_OF_ONE = Fraction(5, 4)  # factor that raises a schedule with a single bu
 class LengthSchedule:
     """Budget as a step function of a sequence's length, prompt included: ``budgets[i]`` from ``starts[i]`` tokens on.
 
-    The last budget has no end. Give ``starts`` and ``budgets``, or ``pairs`` of both.
+    The last budget has no end.
 
     Args:
         starts: Lengths in tokens at which a budget begins, ascending, the first 0.
         budgets: Tokens per layer and KV head, one for each start.
-        pairs: Pairs of a start and a budget, ``[[0, 512], [2000, 1024]]``, instead of the other two.
 
     Example::
 
         RKV(budget=LengthSchedule(starts=[0, 2000, 4000], budgets=[512, 1024, 1536]), buffer=256)
     """
 
-    def __init__(
-        self, starts: list[int] | None = None, budgets: list[int] | None = None, pairs: list[list[int]] | None = None
-    ) -> None:
-        if pairs is not None:
-            if starts is not None or budgets is not None or any(len(pair) != 2 for pair in pairs):
-                raise UserError(
-                    f"LengthSchedule: pairs must be pairs of a start and a budget, without starts and budgets beside "
-                    f"them, got pairs={pairs}, starts={starts}, budgets={budgets}."
-                )
-            starts, budgets = [start for start, _ in pairs], [budget for _, budget in pairs]
-        self.starts = tuple(starts or ())
-        self.budgets = tuple(budgets or ())
-        self._check()
-
-    def _check(self) -> None:
+    def __init__(self, starts: Sequence[int] = (), budgets: Sequence[int] = ()) -> None:
+        self.starts = tuple(starts)
+        self.budgets = tuple(budgets)
         given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
         if not self.starts or len(self.starts) != len(self.budgets):
             raise UserError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
@@ -81,7 +68,7 @@ class LengthSchedule:
 
     @classmethod
     def from_file(cls, path: str | Path) -> LengthSchedule:
-        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as :meth:`save` writes it, or pairs.
+        """Read a YAML or JSON file: a mapping of ``starts`` and ``budgets``, as :meth:`save` writes it.
 
         Raises:
             ValueError: If there is no such file, or no schedule in it.
@@ -94,11 +81,9 @@ class LengthSchedule:
             raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
         if isinstance(found, dict):
             found = found.get("init_args", found)
-        if isinstance(found, list):
-            found = {"pairs": found}
-        if not isinstance(found, dict) or not {"starts", "budgets", "pairs"} & found.keys():
-            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets, or a list of pairs.")
-        return LengthSchedule(found.get("starts"), found.get("budgets"), found.get("pairs"))
+        if not isinstance(found, dict) or not {"starts", "budgets"} <= found.keys():
+            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets.")
+        return LengthSchedule(found["starts"], found["budgets"])
 
     def save(self, path: str | Path, comment: str = "") -> None:
         """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
@@ -159,14 +144,12 @@ class LengthSchedule:
 
         The largest grows by its difference from the second largest; a single budget grows by a quarter.
         """
-        if steps < 0:
-            raise UserError(f"LengthSchedule: steps must not be negative, got steps={steps}.")
         if steps == 0:
-            return LengthSchedule(list(self.starts), list(self.budgets))
+            return LengthSchedule(self.starts, self.budgets)
         levels = sorted(set(self.budgets))
         top = 2 * levels[-1] - levels[-2] if len(levels) > 1 else ceil(levels[-1] * GROWTH_OF_ONE)
         following = dict(pairwise([*levels, top]))
-        return LengthSchedule(list(self.starts), [following[budget] for budget in self.budgets]).raised(steps - 1)
+        return LengthSchedule(self.starts, [following[budget] for budget in self.budgets]).raised(steps - 1)
 
     def __str__(self) -> str:
         if self.is_constant:
@@ -192,7 +175,7 @@ class ScheduleFile(LengthSchedule):
 
     def __init__(self, path: str) -> None:
         found = self.from_file(path)
-        super().__init__(list(found.starts), list(found.budgets))
+        super().__init__(found.starts, found.budgets)
 
 
 class PublishedSchedule(LengthSchedule):
@@ -220,7 +203,7 @@ class PublishedSchedule(LengthSchedule):
                 stacklevel=2,
             )
         steps = self.of_bins([budget + reserved for budget in budgets], found["bin_size"])
-        super().__init__(list(steps.starts), list(steps.budgets))
+        super().__init__(steps.starts, steps.budgets)
         self.name = name
 
 

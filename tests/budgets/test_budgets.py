@@ -241,31 +241,23 @@ def test_what_is_no_schedule_is_refused() -> None:
         ({"starts": [0, 5, 5], "budgets": [1, 2, 3]}, "and ascend"),
         ({"starts": [0, 5], "budgets": [4.5, 6]}, "whole numbers"),
         ({"starts": [0, 5], "budgets": [1, 0]}, "positive number of tokens everywhere"),
-        ({"pairs": [[0, 1, 2]]}, "pairs of a start and a budget"),
-        ({"pairs": [[0, 1]], "starts": [0], "budgets": [1]}, "without starts and budgets beside"),
     ]:
         with pytest.raises(ValueError, match=message):
             LengthSchedule(**wrong)
-    with pytest.raises(ValueError, match="steps=-1"):
-        LengthSchedule.constant(3).raised(-1)
 
 
 def test_files(tmp_path: Path) -> None:
-    want = LengthSchedule(pairs=[[0, 12], [30, 20]])
+    want = LengthSchedule([0, 30], [12, 20])
     path = tmp_path / "schedule.yaml"
     want.save(path, "measured\nby hand")
     assert path.read_text().startswith("# measured\n# by hand\n")
     assert LengthSchedule.from_file(path) == ScheduleFile(str(path)) == want
-    for text in (
-        "[[0, 12], [30, 20]]",
-        "starts: [0, 30]\nbudgets: [12, 20]",
-        json.dumps({"pairs": [[0, 12], [30, 20]]}),
-    ):
+    for text in ("starts: [0, 30]\nbudgets: [12, 20]", json.dumps({"starts": [0, 30], "budgets": [12, 20]})):
         path.write_text(text)
         assert LengthSchedule.from_file(path) == want
     with pytest.raises(ValueError, match=r"there is no schedule at .*gone.*sparse-rl calibrate"):
         LengthSchedule.from_file(tmp_path / "gone")
-    for text in ("12", "budget: 3"):
+    for text in ("12", "budget: 3", "[[0, 12], [30, 20]]"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"schedule\.yaml holds no schedule"):
             LengthSchedule.from_file(path)
@@ -316,7 +308,7 @@ def test_a_schedule_that_shrinks_is_allowed_with_a_warning() -> None:
 
 def test_wrappers_take_the_schedule_of_their_parts() -> None:
     rising, sizes = LengthSchedule([0, 40], [12, 20]), {"buffer": 4, "num_sinks": 1}
-    wrapped = Combined([KNorm(rising, **sizes), SnapKV(LengthSchedule(pairs=[[0, 12], [40, 20]]), **sizes)])
+    wrapped = Combined([KNorm(rising, **sizes), SnapKV(LengthSchedule([0, 40], [12, 20]), **sizes)])
     assert wrapped.schedule == rising
     assert Combined([RKV(rising, **sizes)], across_heads="max").budget == 20
     with pytest.raises(ValueError, match=r"same budget, but KNorm has budget=LengthSchedule\(.* and RKV has budget=20"):
@@ -333,7 +325,7 @@ def test_copies_are_equal() -> None:
     rising = LengthSchedule([0, 40], [12, 20])
     assert copy.deepcopy(rising) == rising
     assert rising != LengthSchedule([0, 41], [12, 20])
-    assert len({rising, LengthSchedule(pairs=[[0, 12], [40, 20]])}) == 1
+    assert len({rising, LengthSchedule([0, 40], [12, 20])}) == 1
 
 
 # ---------------------------------------------------------------- slots of different budgets
@@ -368,7 +360,10 @@ def test_a_schedule_in_yaml(folder: Path) -> None:
     pasted = yaml.safe_load(Path("schedule.yaml").read_text())
     ways = [
         pasted,
-        {"class_path": "sparse_rl_lightning.budgets.LengthSchedule", "init_args": {"pairs": [[0, 10], [16, 12]]}},
+        {
+            "class_path": "sparse_rl_lightning.budgets.LengthSchedule",
+            "init_args": {"starts": [0, 16], "budgets": [10, 12]},
+        },
         {"class_path": "ScheduleFile", "init_args": {"path": "schedule.yaml"}},
     ]
     for way in ways:
