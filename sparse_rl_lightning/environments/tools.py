@@ -109,7 +109,7 @@ class ToolEnvironment(Environment):
         try:
             return tool(**call.arguments)
         except (Exception, SystemExit) as error:
-            return _failed(error)
+            return {"error": str(error)}
 
 
 def as_factory(environment: Any) -> EnvironmentFactory:
@@ -185,23 +185,9 @@ def _read(text: str) -> ToolCall:
 def _answer(calls: Sequence[ToolCall], results: Sequence[Any]) -> tuple[list[dict[str, Any]], None]:
     messages = []
     for call, result in zip(calls, results, strict=True):
-        message = {"role": "tool", "name": call.name, "content": _text(result)}
+        message = {"role": "tool", "name": call.name, "content": str(result)}
         messages.append(message if call.id is None else message | {"tool_call_id": call.id})
     return messages, None
-
-
-def _text(result: Any) -> str:
-    try:
-        return str(result)
-    except Exception as error:  # its own __str__ raises
-        return str(_failed(error))
-
-
-def _failed(error: BaseException) -> dict[str, str]:
-    try:
-        return {"error": str(error)}
-    except Exception:
-        return {"error": type(error).__name__}
 
 
 def _then(found: Any, function: Callable[[Any], Any]) -> Any:
@@ -222,4 +208,4 @@ async def _outcome(result: Any) -> Any:
     try:
         return await result if inspect.isawaitable(result) else result
     except (Exception, SystemExit) as error:
-        return _failed(error)
+        return {"error": str(error)}

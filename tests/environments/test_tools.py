@@ -220,31 +220,16 @@ def test_no_turn_raises(pieces: list[str]) -> None:
     assert all(isinstance(one["content"], str) for one in observation or [])
 
 
-def test_tools_that_misbehave_are_answered() -> None:
-    class Rude(Exception):
-        def __str__(self) -> str:
-            raise ValueError
-
-    class Mute:
-        __str__ = Rude.__str__
-
+def test_tools_that_end_the_program_are_answered() -> None:
     def leave() -> None:
         raise SystemExit("bye")
-
-    def rude() -> None:
-        raise Rude
-
-    def mute() -> Mute:
-        return Mute()
 
     async def leave_later() -> None:
         raise SystemExit("bye")
 
-    own = ToolEnvironment(tools=[leave, rude, mute, leave_later])
-    heard, reward = converse(own, ROWS[0], [call("leave") + call("rude") + call("mute") + call("leave_later"), ""])
-    assert [one["content"] for one in heard] == [
-        "{'error': 'bye'}", "{'error': 'Rude'}", "{'error': ''}", "{'error': 'bye'}"
-    ]  # fmt: skip
+    own = ToolEnvironment(tools=[leave, leave_later])
+    heard, reward = converse(own, ROWS[0], [call("leave") + call("leave_later"), ""])
+    assert [one["content"] for one in heard] == ["{'error': 'bye'}", "{'error': 'bye'}"]
     assert reward is None
 
 
