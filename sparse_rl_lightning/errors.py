@@ -82,7 +82,7 @@ def sizes_known(value: object) -> str:
     return f" (0, or of a size from {LEAST:.2g} to {MOST:.2g}: float32)" if is_finite and not is_float32(value) else ""
 
 
-def check_choice(name: str, value: object, choices: Any, owner: str = "") -> None:
+def check_choice(name: str, value: object, choices: Any, owner: str = "", or_none: bool = False) -> None:
     """Refuse a value that is none of a ``Literal``'s.
 
     Args:
@@ -90,12 +90,13 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "") -> Non
         value: Value that was given for it.
         choices: The ``Literal``.
         owner: Class whose argument it is, where the name alone does not tell.
+        or_none: Whether None is allowed too.
 
     Raises:
         ValueError: If it is none of them.
     """
     allowed = get_args(choices)
-    if value not in allowed:
+    if value not in allowed and not (or_none and value is None):
         owner = f"{owner}: " if owner else ""
         given = f"{name.rpartition('.')[2]}={value!r}"
         raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {given}.")

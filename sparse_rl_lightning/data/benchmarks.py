@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from sparse_rl_lightning.data.base import PromptDataModule, Row, in_order
 from sparse_rl_lightning.data.files import data_file, is_local, read_json_lines, read_table
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED, Published, own_benchmark, question
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.files import whole_file
 from sparse_rl_lightning.rewards.math import AnswerKind, audit_golds
 from sparse_rl_lightning.rollout.prompts import Prompt, valid_unicode
@@ -37,19 +37,14 @@ def render(problem: str, prompt_format: PromptFormat) -> Prompt:
         problem: Text of a problem as it is in its file.
         prompt_format: ``plain`` as in the paper's evaluation; ``qwen``, text in the ChatML format that the Qwen base
             models are trained with; ``llama``, the same as chat messages for the tokenizer's own template.
-
-    Raises:
-        ValueError: If there is no such format.
     """
     if prompt_format == "plain":
         return problem + PLAIN_SUFFIX
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem + SUFFIX}]
     if prompt_format == "llama":
         return messages
-    if prompt_format == "qwen":
-        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        return f"{text}<|im_start|>assistant\n"
-    raise UserError(f"prompt_format must be plain, qwen or llama, got prompt_format={prompt_format!r}.")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return f"{text}<|im_start|>assistant\n"
 
 
 @dataclass
@@ -119,7 +114,7 @@ class MathBenchmarks(PromptDataModule):
             if unknown:
                 raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
         check_number("max_rows", max_rows, least=1, owner="MathBenchmarks", or_none=True)
-        render("", prompt_format)  # raises for an unknown format
+        check_choice("prompt_format", prompt_format, PromptFormat)
         self.folder = folder
         self.train = train
         self.prompt_format = prompt_format

@@ -96,8 +96,7 @@ class JsonlPrompts(PromptDataModule):
         self.prompt_template = prompt_template
         self.as_chat = as_chat
         self.system_prompt = system_prompt
-        if final_assistant is not None:
-            check_choice("final_assistant", final_assistant, FinalAssistant)
+        check_choice("final_assistant", final_assistant, FinalAssistant, or_none=True)
         self.final_assistant = final_assistant
         self.config = config
         self.split = split

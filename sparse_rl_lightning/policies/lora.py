@@ -48,8 +48,7 @@ class LoraPolicy(PolicySource):
         seed: int | None = None,
     ) -> None:
         check_adapter(r, lora_alpha, seed)
-        if quantization is not None:
-            check_choice("quantization", quantization, Quantization, "LoraPolicy")
+        check_choice("quantization", quantization, Quantization, "LoraPolicy", or_none=True)
         check_number("lora_dropout", lora_dropout, least=0, below=1)
         self.base = resolve_policy(policy).as_stored()
         self.attn_implementation = self.base.attn_implementation
