@@ -53,11 +53,10 @@ class PromptDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        numbers = {"prompts_per_rollout": prompts_per_rollout, "val_batch_size": val_batch_size}
-        if max_val_prompts is not None:
-            numbers["max_val_prompts"] = max_val_prompts
-        for name, value in numbers.items():
-            check_number(name, value, least=1, owner=type(self).__name__)
+        owner = type(self).__name__
+        check_number("prompts_per_rollout", prompts_per_rollout, least=1, owner=owner)
+        check_number("val_batch_size", val_batch_size, least=1, owner=owner)
+        check_number("max_val_prompts", max_val_prompts, least=1, owner=owner, or_none=True)
         check_seed(seed, "data.seed")
         self.prompts_per_rollout = prompts_per_rollout
         self.val_batch_size = val_batch_size
@@ -73,10 +72,6 @@ class PromptDataModule(LightningDataModule):
         if self._resolved is None:
             self._resolved = seed_of(self._seed)
         return self._resolved
-
-    @seed.setter
-    def seed(self, seed: int | None) -> None:
-        self._seed, self._resolved = seed, None
 
     def setup(self, stage: str) -> None:
         """Take the seed of the process if none was given, and forget the rows of another."""
@@ -112,7 +107,7 @@ class PromptDataModule(LightningDataModule):
             batch_size=self.prompts_per_rollout,
             sampler=sampler,
             num_workers=0,
-            collate_fn=as_list,
+            collate_fn=list,
             drop_last=True,
             generator=torch.Generator(),
         )
@@ -187,9 +182,4 @@ def in_order(rows: Sequence[Row], batch_size: int) -> DataLoader[list[Row]]:
     global generator at the end of an epoch would be missing in a run that resumes from a checkpoint there.
     """
     dataset = cast("Dataset[list[Row]]", rows)
-    return DataLoader(dataset, batch_size=batch_size, num_workers=0, collate_fn=as_list, generator=torch.Generator())
-
-
-def as_list(rows: Sequence[Row]) -> list[Row]:
-    """Collate rows into a plain list, unchanged."""
-    return list(rows)
+    return DataLoader(dataset, batch_size=batch_size, num_workers=0, collate_fn=list, generator=torch.Generator())

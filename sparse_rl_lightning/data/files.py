@@ -6,6 +6,7 @@ import csv
 import glob
 import io
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -30,7 +31,7 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> Ta
     Raises:
         ValueError: If there is no such file or dataset, it is of another kind, or a row cannot be read (names it).
     """
-    path = _from_home(path)
+    path = os.path.expanduser(path)
     if not is_local(path):
         _check_kind(path)
         return _read_with_datasets(path, config, split)
@@ -52,14 +53,10 @@ def data_file(path: str) -> str:
     Raises:
         ValueError: If there is no such file.
     """
-    path = _from_home(path)
+    path = os.path.expanduser(path)
     if not Path(path).is_file():
         raise UserError(f"There is no data file {path!r} (looked in {Path.cwd()}). Check the path.")
     return path
-
-
-def _from_home(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def read_json_lines(path: str) -> Table:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import freeze
-from sparse_rl_lightning.policies.pretrained import check_finite, check_there, load_pretrained
+from sparse_rl_lightning.policies.pretrained import check_finite, load_pretrained
 from sparse_rl_lightning.policies.quantized import dequantize
 
 
@@ -83,7 +83,6 @@ class PretrainedPolicy(PolicySource):
                 "(peft: PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(...)), or train it "
                 "on from Python: LoadedPolicy(PeftModel.from_pretrained(model, folder, is_trainable=True), tokenizer)."
             )
-        check_there(self.path)
         return load_pretrained(path, "float32" if self._widens else self.dtype, self.attn_implementation)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from sparse_rl_lightning.report.measures import CACHES
 from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, reward_panel
@@ -110,14 +111,9 @@ def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
 def _thinned(panel: Panel, values: Points, most: int) -> Points:
     """At most ``most`` points: neighbors become one, at their middle, with their mean or minimum."""
     size = max(1, math.ceil(len(values) / most))
-    pick: Callable[[list[float]], float] = min if panel.smallest else _mean
+    pick: Callable[[list[float]], float] = min if panel.smallest else fmean
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     return [(group[len(group) // 2][0], pick([y for _, y in group])) for group in groups]
-
-
-def _mean(values: list[float]) -> float:
-    """The mean of at least one value, without overflow at the end of float's range."""
-    return math.fsum(value / len(values) for value in values)
 
 
 def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:

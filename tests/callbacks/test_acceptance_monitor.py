@@ -189,4 +189,4 @@ def test_the_training_flag_comes_back() -> None:
 def test_a_module_that_does_not_roll_out_is_refused() -> None:
     warmup = SupervisedWarmup(module().policy_source)
     with pytest.raises(ValueError, match="SupervisedWarmup does not roll out"):
-        AcceptanceMonitor().setup(None, warmup, "fit")
+        AcceptanceMonitor().on_fit_start(None, warmup)

@@ -52,7 +52,7 @@ REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (MathBenchmarks, {"benchmarks": ["gsm9k"]}, "benchmarks must be among gsm8k, math500"),
     (MathBenchmarks, {"val_benchmarks": ["gsm8k_train"]}, "val_benchmarks must be among"),
     (MathBenchmarks, {"max_rows": 0}, "max_rows must be at least 1"),
-    (MathBenchmarks, {"prompt_format": "chatml"}, "prompt_format must be plain, qwen or llama"),
+    (MathBenchmarks, {"prompt_format": "chatml"}, "prompt_format must be one of plain, qwen, llama"),
     (sampler, {"count": 1}, "1 prompts do not fill one block: 2 prompts per rollout on each of 1 rank"),
     (sampler, {"count": 3, "num_replicas": 2}, "3 prompts do not fill one block"),
     (sampler, {"block_size": 0}, "block_size=0"),

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data import JsonlPrompts, MathBenchmarks
 from sparse_rl_lightning.data import jsonl as jsonl_module
-from sparse_rl_lightning.data.base import as_list
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -181,7 +180,7 @@ def test_rows_of_any_data_module_and_loader_are_checked(row: dict[str, Any], mes
     data.extra = row
     with pytest.raises(ValueError, match=message):
         fit(module(), 20, data=data)
-    loader = DataLoader(data.train_rows(), batch_size=4, collate_fn=as_list)  # type: ignore[arg-type]
+    loader = DataLoader(data.train_rows(), batch_size=4, collate_fn=list)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         quiet(9).fit(module(), loader)
 
@@ -189,7 +188,7 @@ def test_rows_of_any_data_module_and_loader_are_checked(row: dict[str, Any], mes
 def test_a_loader_of_ones_own_skips_nothing() -> None:
     rows = [*Rows().train_rows()[:3], {"prompt": LONG, "answer": ""}]
     with pytest.raises(ValueError, match="'skip' needs a data module of prompts"):
-        quiet(1).fit(module(on_long_prompt="skip"), DataLoader(rows, batch_size=4, collate_fn=as_list))  # type: ignore[arg-type]
+        quiet(1).fit(module(on_long_prompt="skip"), DataLoader(rows, batch_size=4, collate_fn=list))  # type: ignore[arg-type]
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -200,7 +199,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def test_a_stream_is_checked_as_it_is_read() -> None:
     def run(**options: Any) -> Trainer:
         trainer = quiet(2)
-        trainer.fit(module(**options), DataLoader(Stream(), batch_size=4, collate_fn=as_list))
+        trainer.fit(module(**options), DataLoader(Stream(), batch_size=4, collate_fn=list))
         return trainer
 
     with pytest.raises(ValueError, match="prompt 3 has 600 tokens"):

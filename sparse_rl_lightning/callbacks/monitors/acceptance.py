@@ -117,11 +117,6 @@ class AcceptanceMonitor(RolloutCallback):
 
     # ---------------------------------------------------------------- request to the sampler
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse modules that do not roll out."""
-        if stage == "fit":
-            rollout_module(pl_module, self)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Request the report already now, so that a dry run of the worst case includes it."""
         self._ask(rollout_module(pl_module, self), wanted=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 from collections.abc import Iterator
 from typing import Any
 
+import lightning
 import torch
+import transformers
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning import __version__
@@ -17,8 +18,6 @@ from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_callbacks
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
-
-PACKAGES = ("lightning", "transformers")
 
 
 def default_title(module: RolloutModule) -> str:
@@ -104,23 +103,19 @@ def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
 
 def package_versions() -> dict[str, str]:
     """The versions of Python and of packages."""
-    found = {
+    return {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "sparse-rl-lightning": __version__,  # a checkout on the path of Python has no metadata
         "torch": torch.__version__,  # with +cpu, +cu130
+        "lightning": lightning.__version__,
+        "transformers": transformers.__version__,
     }
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def versions(module: RolloutModule) -> dict[str, str]:
     """The versions of packages and Python, and the hardware."""
     is_gpu = module.device.type == "cuda"
     device = torch.cuda.get_device_name(module.device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
-    found = package_versions()
-    python = found.pop("python")  # after the packages
-    return found | {"python": f"{python}, {os.cpu_count()} cores", "device": device}
+    packages = package_versions()
+    python = packages.pop("python")  # after the packages
+    return packages | {"python": f"{python}, {os.cpu_count()} cores", "device": device}

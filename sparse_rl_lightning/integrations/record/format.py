@@ -67,11 +67,6 @@ class SampledRecord:
         return {name: getattr(self, name) for name in ARRAYS}
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of what says which tokens were evicted."""
-        return self.evictions.nbytes + self.num_runs.nbytes + self.runs.nbytes
-
-    @property
     def completion_tokens(self) -> Tensor:
         """The ids of all tokens that were drawn, request after request."""
         lengths = self.lengths.long()

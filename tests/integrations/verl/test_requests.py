@@ -103,7 +103,7 @@ def test_a_real_model() -> None:
     ]
     record = SampledRecord.cat([SampledRecord.of(future.result(WAIT)) for future in drawn])
     assert check_record(record, model).largest < 1e-4
-    assert record.nbytes > 0
+    assert len(record.evictions) > 0
 
 
 def test_one_that_comes_later_joins_those_that_run(
