@@ -55,7 +55,8 @@ nitpick_ignore_regex = [
     ("py:class", r"sparse_rl_lightning\..*\._\w+"),
     ("py:obj", r"typing\.Literal\[.*"),
     # what parts hand over, and bases
-    ("py:class", r"sparse_rl_lightning\..*\.(SlotSelection|EvictionPlan|LearnerBytes|MicroBatch)"),
+    ("py:class", r"sparse_rl_lightning\..*\.(SlotSelection|EvictionPlan|LearnerBytes|MicroBatch|Rewards)"),
+    ("py:class", r"sparse_rl_lightning\..*\.(Pass|Results)"),  # type variables
     (
         "py:class",
         r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ScoreNetwork|StorageKind|Wrapped)",

@@ -123,6 +123,10 @@ def pick_slots(g: torch.Generator, slots: int) -> Tensor:
     return chosen
 
 
+MODULES = {"rms_norm": "body", "silu_mul": "body"}
+"""Modules of ops that share one."""
+
+
 def op_of(case: str) -> str:
     """The op that a case of :data:`CASES` calls."""
     return case.split()[0]
@@ -302,6 +306,6 @@ def recorded(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[An
         seen.append(args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[f"sparse_rl_lightning.ops.{op_of(name)}"], "call", note)
+        patch.setattr(sys.modules[f"sparse_rl_lightning.ops.{MODULES.get(op_of(name), op_of(name))}"], "call", note)
         case.calls()[name]()
     return seen[0]

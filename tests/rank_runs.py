@@ -70,7 +70,7 @@ class Recorded(SparseGRPO):
         super().setup(stage)
         self.generator.roll_out = self.recorded  # type: ignore[method-assign]
 
-    def recorded(self, rows: list[dict[str, Any]], index: int, *_: Any) -> ScoredRollout:
+    def recorded(self, rows: list[dict[str, Any]], index: int, **_: Any) -> ScoredRollout:
         known, size = self.record[index], self.generator.sampling.num_generations
         groups = torch.tensor([known["prompts"].index(row["prompt"]) for row in rows])
         members = (groups[:, None] * size + torch.arange(size)).flatten()

@@ -251,7 +251,8 @@ class RolloutSession:
         Raises:
             ValueError: If the sequence is not paused.
         """
-        self._turn_scheduler.finish(self._paused_turn(sequence)[0], cut)
+        slot, _ = self._paused_turn(sequence)
+        self._turn_scheduler.finish(slot, cut)
 
     @property
     def _turn_scheduler(self) -> TurnScheduler:

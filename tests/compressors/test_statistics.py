@@ -136,7 +136,7 @@ def test_the_command_teaches_the_network_of_learned_scores(
     assert re.search(r"a network that explains -?\d+% of .* of 40 tokens of 1 texts", capsys.readouterr().out)
     model = tiny_model(vocab_size=15, initializer_range=0.2)
     learned = LearnedScore(**SIZES, weights="network.safetensors")
-    learned.build(model_sizes(model, CacheGeometry.of(model)))
+    learned.check_model(model_sizes(model, CacheGeometry.of(model)))
     given[2:] = ["s.safetensors", "--method=SnapKV"]
     assert "LearnedScore" in str(run_console(monkeypatch, "statistics", *given)) + capsys.readouterr().err
 
@@ -144,9 +144,9 @@ def test_the_command_teaches_the_network_of_learned_scores(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no file 'texts.jsonl'"),
-        ("", "texts.jsonl is empty"),
-        ('{"prompt": "1"}\noops\n', "texts.jsonl, line 2: expected a JSON object with a prompt"),
+        (None, "There is no data file 'texts.jsonl'"),
+        ("", "there is no text"),
+        ('{"prompt": "1"}\noops\n', "texts.jsonl, line 2 is not JSON"),
         ('{"text": "1"}\n', "texts.jsonl, line 1: .*'prompt'"),
         ('{"prompt": ""}\n', "texts.jsonl, line 1: .*empty prompt"),
     ],

@@ -98,7 +98,10 @@ def test_a_checkpoint_must_have_what_training_needs_and_be_of_this_model() -> No
         ({"policy.a": two}, "0 unknown, 0 missing and 1 weights of another shape, for example 'policy.a'"),
         ({"policy.b": one}, "1 unknown, 1 missing and 0 weights of another shape, for example 'policy.b'"),
         ({}, "0 unknown, 1 missing and 0 weights of another shape, for example 'policy.a'"),
-        ({"policy.a": one, "network.w": one}, "of another compressor's network, for example 'network.w'"),
+        (
+            {"policy.a": one, "policy.b": one},
+            "1 unknown, 0 missing and 0 weights of another shape, for example 'policy.b'",
+        ),
         ({"policy.a": one / 0}, "this checkpoint"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -64,7 +64,7 @@ def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
     ]  # fmt: skip
 
 
-NUMBER = 27
+NUMBER = 26
 every_method = pytest.mark.parametrize("index", range(NUMBER))
 
 
