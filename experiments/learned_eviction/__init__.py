@@ -4,7 +4,7 @@ After arXiv 2604.18002. A module, a compressor and a loss of their own outside o
 names them. On a real model they did not help (``docs/results.md``).
 """
 
-from experiments.learned_eviction.drawn import Drawn
+from experiments.learned_eviction.drawn import Drawn, NewScore
 from experiments.learned_eviction.module import LearnedEvictionGRPO
 
-__all__ = ["Drawn", "LearnedEvictionGRPO"]
+__all__ = ["Drawn", "LearnedEvictionGRPO", "NewScore"]

@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (ArithmeticTasks, {"num_val": -1}, "num_val must be at least 0"),
     (lambda **given: ArithmeticTasks(**given).train_rows(), {"num_terms": 2, "digits": 1, "num_train": 100},
      r"num_train=100 questions were asked for, but sum .* raise num_terms or digits"),
-    *[(ArithmeticTasks, {name: 0}, f"ArithmeticTasks: {name} must be at least 1, got {name}=0")
+    *[(ArithmeticTasks, {name: 0}, f"ArithmeticTasks: {name} must be at least 1.*, got {name}=0")
       for name in ("prompts_per_rollout", "val_batch_size", "max_val_prompts")],
     (MathBenchmarks, {"benchmarks": ["gsm9k"]}, "benchmarks must be among gsm8k, math500"),
     (MathBenchmarks, {"val_benchmarks": ["gsm8k_train"]}, "val_benchmarks must be among"),
