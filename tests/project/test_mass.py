@@ -21,13 +21,13 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_891,
-    "statements of the spine": 7_542,
-    "classes of the rollout half": 93,
-    "blank names in ten thousand": 691,
-    "lines of tests": 60_800,
-    "statements of experiments": 2_732,
-    "statements of docs": 978,
+    "statements of the package": 21_921,
+    "statements of the spine": 7_298,
+    "classes of the rollout half": 89,
+    "blank names in ten thousand": 588,
+    "lines of tests": 56_950,
+    "statements of experiments": 1_503,
+    "statements of docs": 964,
 }
 SLACK = 0.01
 
@@ -68,7 +68,9 @@ def counts() -> dict[str, int]:
         "classes of the rollout half": sum(isinstance(node, ast.ClassDef) for tree in half for node in ast.walk(tree)),
         "blank names in ten thousand": round(10_000 * sum(names) / len(names)),
         "lines of tests": sum(text.count("\n") for _, text, _ in trees("tests")),
-        "statements of experiments": sum(statements(tree) for *_, tree in trees("experiments")),
+        "statements of experiments": sum(
+            statements(tree) for path, _, tree in trees("experiments") if not path.startswith("learned_eviction/")
+        ),
         "statements of docs": sum(statements(tree) for *_, tree in trees("docs")),
     }
 
