@@ -1,17 +1,19 @@
-"""EvictionRecord: when every token left the cache, stored only for the tokens that did.
+"""When every token left the cache: the log that the cache writes, and the record that stays of it.
 
-A sequence is compressed a few times, and each compression removes many tokens at once. So a death step is written
-once per compression and sequence, and a head's dead tokens follow as bare positions, compression by compression:
-about two bytes per dead token, where the dense form takes four per token, dead or alive, and pads every sequence.
+EvictionLog is on the device, for every token and slot. EvictionRecord is stored only for the tokens that died. A
+sequence is compressed a few times, and each compression removes many tokens at once. So a death step is written once
+per compression and sequence, and a head's dead tokens follow as bare positions, compression by compression: about two
+bytes per dead token, where the dense form takes four per token, dead or alive, and pads every sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError
@@ -135,10 +137,6 @@ class EvictionRecord:
         moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]  # mypy expects integers, which are not among them
 
-    def state(self) -> dict[str, Any]:
-        """The arguments of the constructor, as a dictionary of tensors and integers."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 def _sequence(death: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, counts and steps of one sequence's deaths (L x H, T)."""
@@ -169,3 +167,47 @@ def _take(flat: Tensor, sizes: Tensor, rows: Tensor) -> Tensor:
     taken = sizes[rows]
     shift = (_starts(sizes)[rows] - _starts(taken)).repeat_interleave(taken)
     return flat[shift + torch.arange(len(shift), device=flat.device)]
+
+
+class EvictionLog:
+    """The deaths of all tokens in all slots, while sequences run.
+
+    A token's death is the number of a compression of its slot, narrower than a step, and each compression has its step
+    once. Letters as in records.py; E events.
+
+    Args:
+        shape: Layers, slots, KV heads and longest sequence in tokens.
+        dtype: Type that numbers the events of a slot, as in ops/pools.py.
+        device: Where the cache is.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        _, num_slots, _, self.max_length = shape
+        self.never = torch.iinfo(dtype).max
+        self.death = torch.full(shape, self.never, dtype=dtype, device=device)  # (L, S, H, T) number of the event
+        events = (num_slots, min(self.max_length, self.never))
+        self.steps = torch.full(events, NEVER, dtype=torch.int32, device=device)  # (S, E) tokens fed before each event
+
+    def begin(self, slots: Tensor) -> None:
+        """Forget the deaths in these slots (B,)."""
+        self.death.index_fill_(1, slots, self.never)
+        self.steps.index_fill_(0, slots, NEVER)
+
+    def of_slot(self, slot: int, end: int = NEVER) -> Tensor:
+        """The death steps (L, H, T), int32, of the tokens in a slot up to index ``end``, without evictions after it."""
+        steps = self.steps[slot]
+        # the slot may have gone on for a few steps before the host noticed the end: those deaths are undone
+        steps = F.pad(steps.masked_fill(steps > end, NEVER), (0, 1), value=NEVER)
+        events = self.death[:, slot, :, : end + 1].clamp(max=len(steps) - 1)
+        return steps.index_select(0, events.flatten().to(torch.int32)).view(events.shape)
+
+    def restore(self, slot: int, death: Tensor) -> None:
+        """Number death steps (L, H, T) of :meth:`of_slot`; a slot has as many numbers as a sequence has events."""
+        last = self.max_length + 1  # behind all steps
+        step = death.clamp(max=last).long()
+        occurs = torch.zeros(last + 1, dtype=torch.bool, device=step.device)
+        occurs.index_fill_(0, step.flatten(), True)
+        self.steps[slot] = torch.nonzero_static(occurs[:last], size=self.steps.shape[1], fill_value=NEVER).squeeze(1)
+        number = occurs.cumsum(0) - 1
+        number[last:].fill_(self.never)
+        self.death[:, slot] = number.to(self.death.dtype)[step]

@@ -222,20 +222,16 @@ class Rollout:
 
     def __getitem__(self, index: Tensor | slice) -> Rollout:
         """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
-        own = ((f.name, getattr(self, f.name)) for f in fields(self))
-        values: dict[str, Any] = {name: None if value is None else value[index] for name, value in own}
+        values: dict[str, Any] = {n: None if value is None else value[index] for n, value in vars(self).items()}
         return Rollout(**values)
 
     def trimmed(self) -> Rollout:
         """The rollout without the padding that all of its sequences have."""
         length = int(self.lengths.max()) if len(self) else 0
-        changes: dict[str, Any] = {}
-        for own in fields(self):
-            value = getattr(self, own.name)
-            if isinstance(value, EvictionRecord):
-                changes[own.name] = replace(value, length=length)  # dead tokens lie within their sequences
-            elif isinstance(value, Tensor) and value.ndim > 1:
-                changes[own.name] = value[:, :length]
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.ndim > 1}
+        changes: dict[str, Any] = {name: value[:, :length] for name, value in tensors.items()}
+        if self.evictions is not None:  # dead tokens lie within their sequences
+            changes["evictions"] = replace(self.evictions, length=length)
         return replace(self, **changes)
 
     def parts(self, count: int) -> list[Rollout]:
@@ -257,7 +253,9 @@ class Rollout:
 
     def state(self) -> dict[str, Any]:
         """Plain dictionaries of tensors and integers, fit for a checkpoint that is read with ``weights_only``."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) is not None}
+        inner = (EvictionRecord, KVUsage)
+        named = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: dict(vars(value)) if isinstance(value, inner) else value for name, value in named.items()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -343,20 +341,8 @@ class LossOutput:
     metrics: dict[str, Tensor]  # each ()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, EvictionRecord):
-        return value.state()
-    if isinstance(value, KVUsage):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    return value
-
-
-def tensors_to(state: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+def tensors_to(state: Any, device: torch.device | str) -> Any:
     """The same dictionary with every tensor on ``device``, including inner dictionaries."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, dict):
-            return tensors_to(value, device)
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    return {name: moved(value) for name, value in state.items()}
+    if isinstance(state, dict):
+        return {name: tensors_to(value, device) for name, value in state.items()}
+    return state.to(device) if isinstance(state, Tensor) else state

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.cache.arenas import Arenas
-from sparse_rl_lightning.cache.deaths import EvictionLog
 from sparse_rl_lightning.cache.linear_states import LinearStates
 from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.evictions import EvictionLog, EvictionRecord
 from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import EVENT_TYPES, MOST_EVENTS, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.records import EvictionRecord
 
 StorageKind = TypeVar("StorageKind", bound=SlotStorage)
 _PER_LAYER = ("lengths", "queries", "head_state")
