@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
@@ -158,13 +157,13 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
 
 def columns(numbers: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Running numbers (S, H, N, C) by name, views of (S, H, N)."""
-    return {name: numbers[..., index] for index, name in enumerate(names)}
+    return dict(zip(names, numbers.unbind(-1), strict=True))
 
 
 def head_columns(numbers: Tensor, fields: Sequence[tuple[str, int]]) -> dict[str, Tensor]:
     """Numbers (S, H, C) per head by name, views of (S, H, C')."""
-    ends = [0, *accumulate(width for _, width in fields)]
-    return {name: numbers[..., start:end] for (name, _), (start, end) in zip(fields, pairwise(ends), strict=True)}
+    names, widths = [name for name, _ in fields], [width for _, width in fields]
+    return dict(zip(names, torch.split(numbers, widths, -1), strict=True))
 
 
 # ---------------------------------------------------------------- private

@@ -169,51 +169,51 @@ class SlotCache:
         self.sequence_keys = torch.zeros_like(self.seen)
         # entries of all layers of full attention and heads together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
-        self.others: list[SlotStorage] = []
+        self.storages: list[SlotStorage] = []
         if size.per_head:
-            self.others.append(Arenas(self.pools, self.state_pool, self.seen, length))
+            self.storages.append(Arenas(self.pools, self.state_pool, self.seen, length))
         if g.window:
-            self.others.append(WindowCache(g, self.seen, length, self.pools.errors))
+            self.storages.append(WindowCache(g, self.seen, length, self.pools.errors))
         if g.linear is not None:
-            self.others.append(LinearStates.allocate(g.linear, slots + 1, device))
+            self.storages.append(LinearStates.allocate(g.linear, slots + 1, device))
 
-    def other(self, kind: type[StorageKind]) -> StorageKind | None:
-        """The storage of this kind among the others, None if the model needs none."""
-        return next((other for other in self.others if isinstance(other, kind)), None)
+    def storage(self, wanted: type[StorageKind]) -> StorageKind | None:
+        """The storage of this class, None if the model needs none."""
+        return next((storage for storage in self.storages if isinstance(storage, wanted)), None)
 
     def parts(self) -> dict[str, list[Tensor]]:
         """Every tensor of this cache by its purpose: the memory plan counts their bytes."""
         p = self.pools
-        places = [p.positions, p.offsets, p.capacities, p.lengths]
-        own = [self.tokens, self.seen, self.prompt_lengths, self.prompt_keys, self.sequence_keys, self.held]
-        found = {
+        positions = [p.positions, p.offsets, p.capacities, p.lengths]
+        counters = [self.tokens, self.seen, self.prompt_lengths, self.prompt_keys, self.sequence_keys, self.held]
+        tensors = {
             "keys and values": [p.keys, p.values],
-            "positions": places,
+            "positions": positions,
             "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
             "queries": [self.queries],
             "the eviction record": [self.deaths.death, self.deaths.steps],
             "attention probabilities": [self._probabilities],
-            "tokens and counters": own if p.errors is None else [*own, p.errors],
+            "tokens and counters": counters if p.errors is None else [*counters, p.errors],
         }
-        for other in self.others:
-            found[other.purpose] = [*found.get(other.purpose, []), *other.tensors]
-        return found
+        for storage in self.storages:
+            tensors[storage.purpose] = [*tensors.get(storage.purpose, []), *storage.tensors]
+        return tensors
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of keys and values, all capacities times the bytes per entry."""
-        return self.pools.nbytes + sum(other.pool_bytes for other in self.others)
+        return self.pools.nbytes + sum(storage.pool_bytes for storage in self.storages)
 
     def full_bytes(self, length: int) -> int:
         """Bytes of keys and values of as many slots, each with a full cache of so many tokens."""
         g = self.geometry
-        entries = g.num_layers * length + sum(other.full_entries(length) for other in self.others)
+        entries = g.num_layers * length + sum(storage.full_entries(length) for storage in self.storages)
         return self.size.num_slots * g.num_kv_heads * entries * g.bytes_per_entry
 
     @property
     def most_read(self) -> int:
         """The most entries of a head that attention may read in a step."""
-        return max([*self.most_entries, *(other.most_read for other in self.others)])
+        return max([*self.most_entries, *(storage.most_read for storage in self.storages)])
 
     @property
     def can_capture(self) -> bool:
@@ -294,8 +294,8 @@ class SlotCache:
         """
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
         slots, lengths = prompts.places, prompts.counts(heads)
-        for other in self.others:
-            other.make_room(layer, slots, prompts.is_long, prompts.room, torch.minimum(budgets, lengths))
+        for storage in self.storages:
+            storage.make_room(layer, slots, prompts.is_long, prompts.room, torch.minimum(budgets, lengths))
         # the staged prompts as pools of their own: head h begins h times the staged rows further on
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
@@ -375,8 +375,8 @@ class SlotCache:
         longest = max(lengths)
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         places, counts, keys, tokens = upload([slots, lengths, prompt_keys, padded], self.tokens.device)
-        for other in self.others:
-            other.begin(places)
+        for storage in self.storages:
+            storage.begin(places)
         self.deaths.begin(places)
         self.lengths.index_fill_(1, places, 0)
         self.head_state.index_fill_(1, places, 0)
@@ -403,8 +403,8 @@ class SlotCache:
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
             self.deaths.death, self.state_pool, held=self.held[:-1], event_steps=self.deaths.steps,
         )  # fmt: skip
-        for other in self.others:
-            other.compact(chosen.places, room, chosen.width)
+        for storage in self.storages:
+            storage.compact(chosen.places, room, chosen.width)
 
     def save(self, slot: int, length: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Copy everything that a slot holds after ``length`` tokens, for :meth:`restore`.
@@ -417,14 +417,14 @@ class SlotCache:
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
         content["death"] = self.deaths.of_slot(slot)  # as steps: caches may differ in how they number events
-        for other in self.others:
-            content |= other.save(slot, length)
+        for storage in self.storages:
+            content |= storage.save(slot, length)
         return content
 
     def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
         """Fill a slot with the content from :meth:`save`; ``held`` as there."""
-        for other in self.others:  # first: a layout of heads determines the rows that the entries go to
-            other.restore(slot, content)
+        for storage in self.storages:  # first: a layout of heads determines the rows that the entries go to
+            storage.restore(slot, content)
         rows = self._live_rows(slot, content["lengths"], held)
         for name, pool in self._entry_pools().items():
             pool[rows] = content[name]
@@ -436,8 +436,8 @@ class SlotCache:
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy slots (B,) to as many others: prompts to their samples. No slot is in both."""
-        for other in self.others:
-            other.fork(sources, destinations)
+        for storage in self.storages:
+            storage.fork(sources, destinations)
         # the op copies entries, queries and deaths; the small per-slot tensors follow
         ops.fork(self.pools, sources, destinations, self.queries, self.deaths.death, self.state_pool)
         self.head_state[:, destinations] = self.head_state[:, sources]
@@ -448,7 +448,7 @@ class SlotCache:
 
     def content_bytes(self, content: dict[str, Tensor]) -> int:
         """Bytes of keys, values and states of a saved slot."""
-        names = ["keys", "values", *(name for other in self.others for name in other.content)]
+        names = ["keys", "values", *(name for storage in self.storages for name in storage.content)]
         return sum(content[name].nbytes for name in names if name in content)
 
     def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:

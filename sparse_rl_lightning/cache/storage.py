@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SlotStorage:
-    """What a :class:`~sparse_rl_lightning.cache.slots.SlotCache` calls of each of its ``others``."""
+    """What a :class:`~sparse_rl_lightning.cache.slots.SlotCache` calls of each of its ``storages``."""
 
     purpose: str
     """Its name in the memory plan."""

@@ -7,7 +7,6 @@ All layers and heads of a slot are as full as its sequence is long, which ``seen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -44,6 +43,7 @@ class WindowCache(SlotStorage):
         self.pools = replace(KVPools.ragged(every_head, g.head_dim, g.kv_dtype, g.device), errors=errors)
         shape = (*heads, self.width, g.head_dim)
         self.keys, self.values = self.pools.keys.view(shape), self.pools.values.view(shape)
+        self._rings = dict(zip(RINGS, (self.keys, self.values), strict=True))
         self.held = torch.zeros(heads[1:], dtype=torch.int32, device=g.device)  # (S, H) entries, the step's included
         # of each layer: where a step writes, its lengths are the places, and what it reads
         self._written = [self.pools.layer(layer) for layer in range(heads[0])]
@@ -107,12 +107,9 @@ class WindowCache(SlotStorage):
 
     def save(self, slot: int, length: int) -> dict[str, Tensor]:
         """Copy the entries of a slot that has seen ``length`` tokens."""
-        return {name: ring[:, slot, :, :length].clone() for name, ring in self._rings()}
+        return {name: ring[:, slot, :, :length].clone() for name, ring in self._rings.items()}
 
     def restore(self, slot: int, content: dict[str, Tensor]) -> None:
         """Fill a slot with the content from :meth:`save`."""
-        for name, ring in self._rings():
+        for name, ring in self._rings.items():
             ring[:, slot, :, : content[name].shape[2]] = content[name]
-
-    def _rings(self) -> Iterator[tuple[str, Tensor]]:
-        return zip(RINGS, (self.keys, self.values), strict=True)

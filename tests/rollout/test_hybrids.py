@@ -41,7 +41,7 @@ def full_states(model: PreTrainedModel, text: Tensor) -> LinearStates:
 
 
 def last_states(sampler: RolloutSampler) -> LinearStates:
-    states = sampler.cache.other(LinearStates)
+    states = sampler.cache.storage(LinearStates)
     assert states is not None
     return states
 

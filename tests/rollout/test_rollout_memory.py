@@ -59,7 +59,7 @@ def allocated(*things: dict[str, Any]) -> int:
 def attributes(cache: SlotCache) -> dict[str, Any]:
     """What the cache owns: not the model's rotary frequencies."""
     parts: dict[str, Any] = {"": cache, "deaths of ": cache.deaths}
-    parts |= {f"{other.purpose} of ": other for other in cache.others}
+    parts |= {f"{other.purpose} of ": other for other in cache.storages}
     own = {of + name: v for of, part in parts.items() for name, v in vars(part).items() if name != "geometry"}
     if isinstance(cache, PagedCache):
         own |= {"limits_at": vars(cache.limits_at)}

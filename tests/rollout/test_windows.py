@@ -253,7 +253,7 @@ def test_a_window_that_the_configuration_hides_is_refused() -> None:
 def test_a_ring_is_no_longer_than_a_sequence() -> None:
     geometry = CacheGeometry.of(mixed(sliding_window=4096))
     cache = CacheSize(2, (20, 20), 4, 50).allocate(geometry)
-    windows = cache.other(WindowCache)
+    windows = cache.storage(WindowCache)
     assert windows.width == 50
 
 

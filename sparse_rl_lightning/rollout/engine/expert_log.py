@@ -54,11 +54,11 @@ class RecordingEngine(Engine):
     ) -> None:
         super().__init__(model, key, cache, decoder, shares_memory_with)
         self.routers, size = Routers(model), key.size
-        log = self.cache.other(ExpertLog)  # engines on the same cache share it
+        log = self.cache.storage(ExpertLog)  # engines on the same cache share it
         if log is None:
             choices = self.routers.shape.empty(size.num_slots + 1, size.max_length, device=key.geometry.device)
             log = ExpertLog(choices)
-            self.cache.others.append(log)
+            self.cache.storages.append(log)
         self.choices = self.logs.fed["routing"] = log.choices
 
     def take_weights(self, model: PreTrainedModel, geometry: CacheGeometry) -> None:

@@ -81,8 +81,8 @@ class MixedPass:
 
     def __init__(self, full: FullPass) -> None:
         self.full, self.geometry = full, full.cache.geometry
-        self._windows: WindowCache | None = full.cache.other(WindowCache)
-        self._linear: LinearStates | None = full.cache.other(LinearStates)
+        self._windows: WindowCache | None = full.cache.storage(WindowCache)
+        self._linear: LinearStates | None = full.cache.storage(LinearStates)
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, keys and values that the next chunk can see
         if self._windows is not None and full.kind == "step":
             self._windows.begin_step()
