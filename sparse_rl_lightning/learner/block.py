@@ -151,7 +151,7 @@ class RolloutBlock:
         """The next micro-batch, no wider than its longest, and the denominators of its step, counted once per step."""
         turn = self.cursor % self.plan.accumulate
         if self._step is None or turn == 0:
-            self._step = self._begin(self.cursor - turn)
+            self._step = self._begin()
         shares, denominators = self._step
         self.cursor += 1
         self.served = shares[turn]
@@ -159,9 +159,7 @@ class RolloutBlock:
 
     def last_window(self) -> Rollout:
         """The sequences of the optimizer step that the last micro-batch served belongs to."""
-        start = (self.cursor - 1) // self.plan.accumulate * self.plan.accumulate
-        size, order = self.plan.micro_batch, self.plan.order(self.index, self.seed, self.rollout.sequences.device)
-        return self.rollout[order[start * size : (start + self.plan.accumulate) * size]]
+        return self.rollout[self._rows(self.cursor - 1)]
 
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
@@ -174,11 +172,16 @@ class RolloutBlock:
         """The block with this :meth:`state`."""
         return cls(plan, Rollout.from_state(state["rollout"]), state["index"], seed, count, state["cursor"])
 
-    def _begin(self, start: int) -> tuple[list[Tensor], Denominators]:
-        """The sequences of every micro-batch of the optimizer step that begins at ``start``, and its denominators."""
-        size, order = self.plan.micro_batch, self.plan.order(self.index, self.seed, self.rollout.sequences.device)
-        rows = order[start * size : (start + self.plan.accumulate) * size]
+    def _begin(self) -> tuple[list[Tensor], Denominators]:
+        """The sequences of every micro-batch of the optimizer step that comes next, and its denominators."""
+        rows = self._rows(self.cursor)
         window = self.rollout[rows]
         if self.plan.packs or self.plan.shares:
             return self.plan.arranged(rows, window), self._count(window)
-        return list(torch.split(rows, size)), self._count(window)
+        return list(torch.split(rows, self.plan.micro_batch)), self._count(window)
+
+    def _rows(self, micro_batch: int) -> Tensor:
+        """The sequence indices of the optimizer step that has this micro-batch."""
+        order = self.plan.order(self.index, self.seed, self.rollout.sequences.device)
+        steps = torch.split(order, self.plan.micro_batch * self.plan.accumulate)
+        return steps[micro_batch // self.plan.accumulate]

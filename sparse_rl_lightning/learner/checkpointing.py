@@ -43,12 +43,11 @@ def check_checkpointing(value: object) -> None:
         )
 
 
-def on_host() -> AbstractContextManager[Any]:
-    """A store in the host's memory, page-locked where there is a GPU."""
-    return save_on_cpu(pin_memory=True)
+ON_HOST = partial(save_on_cpu, pin_memory=True)
+"""A store in the host's memory, page-locked where there is a GPU."""
 
 
-def checkpoint_layers(policy: PreTrainedModel, how: Checkpointing, store: Store = on_host) -> None:
+def checkpoint_layers(policy: PreTrainedModel, how: Checkpointing, store: Store = ON_HOST) -> None:
     """Let the layers keep less, in the form that needs no gradient of the embeddings (frozen under LoRA).
 
     Args:

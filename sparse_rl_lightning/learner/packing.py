@@ -52,13 +52,7 @@ def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Returns:
         Indices of the sequences of every part, the longest sequences first.
     """
-    parts: list[list[int]] = []
-    for index in _longest_first(lengths):
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return parts
+    return _filled(_longest_first(lengths), lambda part, _: (len(part) + 1) * lengths[part[0]] <= max_tokens)
 
 
 def token_counts(rollout: Rollout) -> list[int]:
@@ -78,13 +72,9 @@ def pack_prompts(
         prompt_lengths: Number of tokens of every sequence's prompt.
         num_bins: Number of bins, at most that of the sequences.
     """
-    most, units = len(prompts) // num_bins, list[list[int]]()
-    for index, prompt in enumerate(prompts):
-        if units and prompts[units[-1][0]] == prompt and len(units[-1]) < most:
-            units[-1].append(index)
-        else:
-            units.append([index])
-    tokens = [prompt_lengths[own[0]] + sum(lengths[i] - prompt_lengths[i] for i in own) for own in units]
+    most, indices = len(prompts) // num_bins, range(len(prompts))
+    units = _filled(indices, lambda unit, index: prompts[unit[0]] == prompts[index] and len(unit) < most)
+    tokens = [prompt_lengths[unit[0]] + sum(lengths[i] - prompt_lengths[i] for i in unit) for unit in units]
     return [[index for unit in members for index in units[unit]] for members in pack(tokens, num_bins)]
 
 
@@ -105,13 +95,8 @@ def split_prompts(rollout: Rollout, max_tokens: int) -> list[list[int]]:
         completion = max(lengths[i] for i in part) - shortest
         return len({groups[i] for i in part}) * longest + len(part) * completion
 
-    parts = list[list[int]]()
-    for index in sorted(range(len(lengths)), key=lambda index: (groups[index], -lengths[index])):
-        if parts and size([*parts[-1], index]) <= max_tokens:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return parts
+    order = sorted(range(len(lengths)), key=lambda index: (groups[index], -lengths[index]))
+    return _filled(order, lambda part, index: size([*part, index]) <= max_tokens)
 
 
 def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -142,3 +127,14 @@ def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tupl
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])
+
+
+def _filled(order: Sequence[int], fits: Callable[[list[int], int], bool]) -> list[list[int]]:
+    """Parts of these indices in their order: each goes into the last part if it fits, else it begins one."""
+    parts: list[list[int]] = []
+    for index in order:
+        if parts and fits(parts[-1], index):
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
