@@ -206,7 +206,7 @@ def token_logprobs(
         return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
 
     dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else product_dtype(hidden)
-    found: tuple[Tensor, Tensor] = in_one_call(
+    both: tuple[Tensor, Tensor] = in_one_call(
         lm_head,
         lambda hidden, targets: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, lm_head.weight, lm_head.bias, targets, temperature, chunk_size, dtype, scaling
@@ -214,7 +214,7 @@ def token_logprobs(
         hidden,
         targets,
     )
-    return found
+    return both
 
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
@@ -244,29 +244,18 @@ def _checkpointed(
     scaling: LogitScaling,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, chunk by chunk, through a head of any kind."""
-    call = partial(_call_in_float32 if head_in_float32 else _call, lm_head)
 
-    def found_by(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        chunks = [
-            checkpoint(call, rows, ids, temperature, scaling, use_reentrant=False, preserve_rng_state=False)
-            for rows, ids in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-        ]
+    def of_chunk(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        product_of = _head(lm_head, False, head_in_float32)
+        return logprobs_of_logits(scaling(product_of(rows)), ids, temperature)[:2]
+
+    def of_all(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
+        chunks = [checkpoint(of_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
         logprobs, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         return logprobs, entropy
 
-    return in_one_call(lm_head, found_by, hidden, targets)
-
-
-def _call(
-    lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, scaling: LogitScaling
-) -> tuple[Tensor, Tensor]:
-    return logprobs_of_logits(scaling(lm_head(hidden)), targets, temperature)[:2]
-
-
-def _call_in_float32(
-    lm_head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, scaling: LogitScaling
-) -> tuple[Tensor, Tensor]:
-    return _call(_head(lm_head, False, head_in_float32=True), hidden, targets, temperature, scaling)
+    return in_one_call(lm_head, of_all, hidden, targets)
 
 
 def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[Tensor], Tensor]:

@@ -85,7 +85,7 @@ def flex_death_attention(
     blocks = death_blocks(dies, group, alive_later if first else alive, first, ends)
     flex: Any = flex_attention
     if compiled:
-        flex = _compiled_flex()
+        flex = compile_flex()
         for tensor in (query, key, value, dies, *blocks.as_tuple()):
             if isinstance(tensor, Tensor):  # or a batch of as many sequences as there are heads would be another case
                 torch._dynamo.mark_static(tensor, 1)
@@ -128,6 +128,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(dim=-1).to(torch.int32), order.to(torch.int32)
 
 
+@cache
 def compile_flex(backend: Any = "inductor") -> Any:
     """FlexAttention as kernels, one for one sequence and one for more, of each type and with gradients or without.
 
@@ -135,8 +136,3 @@ def compile_flex(backend: Any = "inductor") -> Any:
     """
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
     return torch._dynamo.config.patch(recompile_limit=MAX_COMPILES)(compiled)
-
-
-@cache
-def _compiled_flex() -> Any:
-    return compile_flex()

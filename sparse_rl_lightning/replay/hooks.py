@@ -7,7 +7,7 @@ mask interface does not know gets no mask at all: each function here brings its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,14 +55,12 @@ def register(name: str, keyword: str, attend: Attend) -> None:
     AttentionInterface.register(name, attention)
 
 
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+def attention_implementation(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
     """Run the model with another attention function, and restore its own whatever happens.
 
     What gradient checkpointing computes again in the backward pass uses the attention of this context too.
     """
-    with recomputed_within(model, lambda: named_attention(model, name)):
-        yield
+    return recomputed_within(model, lambda: named_attention(model, name))
 
 
 @contextmanager
@@ -92,16 +90,10 @@ def attention_inputs(model: PreTrainedModel, catch: Callable[[Tensor], None]) ->
             hook.remove()
 
 
-def _under_deaths(
-    death: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
-) -> Tensor:
-    return death_attention(query, key, value, death[layer], scale, sinks)
-
-
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Torch's own causal attention (B, Hq, T, D)."""
     return torch_attention(query, key, value, None, scale, sinks, enable_gqa=True)
 
 
-register(REPLAY, "death", _under_deaths)
-register(CAUSAL, "causal", lambda _, layer, *given: plain_attention(*given))
+register(REPLAY, "death", lambda death, layer, q, k, v, *others: death_attention(q, k, v, death[layer], *others))
+register(CAUSAL, "causal", lambda _, layer, *inputs: plain_attention(*inputs))

@@ -89,11 +89,7 @@ def _unfolded(row: Tensor, places: Tensor) -> Tensor:
     return found.view(len(found), *places.shape, -1).transpose(0, 1)
 
 
-def _attend(shared: SharedPrompts, *given: Any) -> Tensor:
-    return shared.attend(*given)
-
-
-register(SHARED, "shared", _attend)
+register(SHARED, "shared", SharedPrompts.attend)
 
 
 def check_shares(model: PreTrainedModel, retriever: object = None) -> None:

@@ -115,7 +115,7 @@ def compile_for(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have FlexAttention compiled by a backend that needs no GPU."""
     torch._dynamo.reset()
     compiled = death_module.compile_flex(backend)
-    monkeypatch.setattr(death_module, "_compiled_flex", lambda: compiled)
+    monkeypatch.setattr(death_module, "compile_flex", lambda: compiled)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 

@@ -169,14 +169,7 @@ def _linear(model: PreTrainedModel) -> list[nn.Linear]:
     return [module for module in model.get_decoder().modules() if type(module) is nn.Linear]
 
 
-def _in_rollout(
-    attention: Callable[..., Tensor], layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return attention(layer, query, key, value, scale, sinks)
-
-
-register(ROLLOUT, "rollout_attention", _in_rollout)
+register(ROLLOUT, "rollout_attention", lambda attention, *inputs: attention(*inputs))
 
 
 def run_of(module: Any, own: Callable[..., Tensor]) -> Run:

@@ -11,6 +11,7 @@ one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -39,7 +40,7 @@ class Projection:
         """Update copies of weights after an optimizer step."""
 
 
-class Copied(Projection):
+class Copied(Projection, ABC):
     """One product with a copy of the modules' weights side by side, in the compute type."""
 
     def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
@@ -62,11 +63,13 @@ class Copied(Projection):
                 self._bias[span] = module.bias.detach()
         self._take([module.weight.detach() for module in self._linear])
 
+    @abstractmethod
     def _take(self, weights: list[Tensor]) -> None:
-        raise NotImplementedError
+        """Copy weights side by side."""
 
+    @abstractmethod
     def _product(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Multiply inputs of the compute type with the copy."""
 
 
 class Packed(Copied):
