@@ -154,7 +154,8 @@ def calibrated_weights(
         threshold: Bound on exp(eps), minus 1.
         floor: Least 1 - p, near the resolution of the log-probabilities.
     """
-    _check_thresholds(threshold, floor)
+    check_number("threshold", threshold, least=0)
+    check_number("floor", floor, least=0)
     unsure = -torch.expm1(old_logprobs.detach().masked_fill(~mask, 0.0))
     capped = _ratio(log_ratio.detach()).minimum(1 + threshold * unsure.clamp(min=floor))
     return torch.where(mask, capped, 0.0)
@@ -223,12 +224,6 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 @cache  # what has passed is not checked again
-def _check_thresholds(threshold: float, floor: float) -> None:
-    check_number("threshold", threshold, least=0)
-    check_number("floor", floor, least=0)
-
-
-@cache
 def _check_mode(mode: str, clip_min: float | None, clip_max: float | None) -> None:
     check_choice("mode", mode, WeightMode)
     check_number("clip_min", clip_min, least=0, or_none=True)

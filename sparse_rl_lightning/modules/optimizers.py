@@ -78,7 +78,6 @@ def lost_steps(optimizers: Iterable[Optimizer]) -> str | None:
     if not trained:
         return None
     dtype, rate = trained[0][0].dtype, max(rate for _, rate, _ in trained)
-    share = ""
     if all(moves_by_rate for *_, moves_by_rate in trained):
         stuck = sum(int(_is_stuck(values, rate).sum()) for values, rate, _ in trained)
         share = f" {stuck / max(1, sum(values.numel() for values, *_ in trained)):.1%} of them do not move by a step of"

@@ -26,7 +26,7 @@ from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.quality.mismatch import Mismatch
 from sparse_rl_lightning.records import Rollout, Rows
 from sparse_rl_lightning.rollout import RolloutOptions, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, note_first
 from sparse_rl_lightning.rollout.prompts import encode_prompts
 from sparse_rl_lightning.rollout.teacher_forcing import force
 
@@ -165,7 +165,7 @@ class Bench:
         params = replace(self.params, max_completion_length=int(part.completion_lengths.max()), num_generations=1)
 
         def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
-            logs.record_end(slots, at, at == last[slots])
+            note_first(logs.end, slots, at, at == last[slots])
 
         start = now(self.model.device)
         force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)

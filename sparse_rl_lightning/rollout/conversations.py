@@ -189,8 +189,7 @@ class Conversations:
             is_last = sequence in self.ending
             try:
                 answer = (None, call.result()) if is_last else call.result()
-                observation, reward = _checked(answer)
-                episode.conversation.reward = _sum(episode.conversation.reward, reward)
+                observation, episode.conversation.reward = _checked(answer, episode.conversation.reward)
             except CallFailure as failure:
                 where = "" if failure.__cause__ else users_function(call.function)
                 self._fail(sequence, failure, where)
@@ -345,32 +344,25 @@ def _common_prompt(
     return prompts[0] if prompts else row["prompt"]
 
 
-def _checked(answer: Any) -> tuple[Observation | None, float]:
-    """What ``step`` returned.
+def _checked(answer: Any, before: float) -> tuple[Observation | None, float]:
+    """The observation that ``step`` returned, and the reward with what there was ``before``.
 
     Raises:
-        CallFailure: If it is not an observation and a finite number.
+        CallFailure: If it is not an observation and a number, or the sum is not finite, as float32.
     """
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise CallFailure(f"returned {shown(answer)}, not an observation (or None) and a reward (or None)")
     observation, reward = answer
     if not (observation is None or isinstance(observation, str | list)):
         raise CallFailure(f"returned the observation {shown(observation)}, not text, chat messages or None")
+    number: float | None = None
     with suppress(Exception):  # of others' numbers
-        if not isinstance(reward, str | bytes):
-            return observation, 0.0 if reward is None else float(reward)
-    raise CallFailure(f"returned the reward {shown(reward)}, not a number or None")
-
-
-def _sum(before: float, reward: float) -> float:
-    """The reward so far.
-
-    Raises:
-        CallFailure: If it is not finite, as float32.
-    """
-    if not abs(before + reward) <= torch.finfo(torch.float32).max:
-        raise CallFailure(f"returned the reward {reward}, which added to {before} is not finite")
-    return before + reward
+        number = 0.0 if reward is None else float(reward)
+    if number is None or isinstance(reward, str | bytes):
+        raise CallFailure(f"returned the reward {shown(reward)}, not a number or None")
+    if not abs(before + number) <= torch.finfo(torch.float32).max:
+        raise CallFailure(f"returned the reward {number}, which added to {before} is not finite")
+    return observation, before + number
 
 
 def _note_failure(episode: Episode, failure: CallFailure, where: str = "") -> None:

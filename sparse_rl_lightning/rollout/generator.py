@@ -322,7 +322,8 @@ class Generator:
     @cached_property
     def _described(self) -> dict[str, Any]:
         """The arguments of the chat template."""
-        return with_tools(self.options.chat_template_kwargs, self._tools)
+        tools = () if self.environment is None else self.environment().tools
+        return with_tools(self.options.chat_template_kwargs, tools)
 
     def decode(
         self, rollout: Rollout, rows: Rows, index: int, start: float, talks: list[Conversation] | None = None
@@ -343,10 +344,6 @@ class Generator:
         """The prompts of a rollout as the policy read them, special tokens included."""
         pairs = zip(rollout.sequences, rollout.prompt_lengths.tolist(), strict=True)
         return self.tokenizer.batch_decode([ids[:length].tolist() for ids, length in pairs])
-
-    @cached_property
-    def _tools(self) -> list[Callable[..., Any]]:
-        return [] if self.environment is None else list(self.environment().tools)
 
     def _sequence_ids(
         self, index: int, prompts: int, generations: int, places: Sequence[int] | None, first: int | None

@@ -9,6 +9,7 @@ import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -55,7 +56,8 @@ def encode_observation(
     """
     if is_chat:
         special = _special_tokens(tokenizer)
-        suffix = _behind_turn(_renderer(tokenizer, template or {}), _as_messages(observation, special), special)
+        render = partial(_rendered, tokenizer, template or {})
+        suffix = _behind_turn(render, _as_messages(observation, special), special)
         ids = [token for text in suffix.split(_BREAK) for token in encode_behind(tokenizer, text)]
         return ids[1:] if ids[:1] == [end_token] else ids
     if not isinstance(observation, str):
@@ -138,12 +140,12 @@ def _as_messages(observation: Observation, special: re.Pattern[str]) -> list[dic
     ]
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> _Render:
-    def render(messages: list[dict[str, Any]], goes_on: bool) -> str:
-        whole = [{"role": "user", "content": "dummy"}, *messages]
-        return str(tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=goes_on, **template))
-
-    return render
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], messages: list[dict[str, Any]], goes_on: bool
+) -> str:
+    """Messages behind one of the user, as the template writes them."""
+    whole = [{"role": "user", "content": "dummy"}, *messages]
+    return str(tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=goes_on, **template))
 
 
 def _behind_turn(render: _Render, messages: list[dict[str, Any]], special: re.Pattern[str]) -> str:

@@ -59,7 +59,8 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, valid_unicode(prompt))
     else:
-        ids = _encode_messages(tokenizer, prompt, chat_template_kwargs or {})
+        text = _rendered(tokenizer, prompt, chat_template_kwargs or {})
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise UserError(f"empty prompt: {prompt!r} has no tokens. Drop the row or fill in its prompt.")
     return ids
@@ -137,14 +138,6 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     bos = tokenizer.bos_token_id
     normally_set = bos is not None and tokenizer(text)["input_ids"][:1] == [bos]
     return [bos, *ids] if normally_set and ids[:1] != [bos] else ids
-
-
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> list[int]:
-    text = _rendered(tokenizer, messages, arguments)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:

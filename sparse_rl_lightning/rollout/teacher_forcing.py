@@ -22,7 +22,7 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.engine import Engine, EngineKey
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Scheduler
-from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs
+from sparse_rl_lightning.rollout.engine.sequences import SequenceLogs, note_first
 from sparse_rl_lightning.rollout.engine.turns import Spans, TeacherForcedTurns
 
 Note = Callable[[SequenceLogs, Tensor, Tensor, Tensor], None]
@@ -44,7 +44,7 @@ class ForcedEngine(Engine):
         slots, at = places[used], at[used]
         self.cache.tokens[slots, at] = self.texts[slots, at]
         wide = logits[used].float()
-        self.logs.record_broken(slots, at, ~wide.logsumexp(dim=-1).isfinite())
+        note_first(self.logs.broken, slots, at, ~wide.logsumexp(dim=-1).isfinite())
         self.note(self.logs, slots, at, wide)
 
 
@@ -132,7 +132,7 @@ def forced_rollout(
     def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
         logs.logprobs[slots, at] = logprobs.gather(-1, texts[slots, at][:, None]).squeeze(-1)
-        logs.record_end(slots, at, at == last[slots])
+        note_first(logs.end, slots, at, at == last[slots])
 
     longest = int(prompt_lengths.max()) + params.max_completion_length
     compression = Compression(compressor, CacheGeometry.of(model, longest=longest).num_layers)

@@ -78,7 +78,8 @@ def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPro
     """Read a long prompt in chunks of nearly equal length; only the last one has the logits that are needed."""
     chunks = _Chunks(engine, prompt)
     attend = engine.with_all_layers(chunks)
-    for start, stop in _cuts(len(prompt.tokens), max_tokens):
+    length, count = len(prompt.tokens), -(-len(prompt.tokens) // max_tokens)
+    for start, stop in pairwise(length * index // count for index in range(count + 1)):
         chunks.take(start, stop)
         ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
         hidden = engine.run(ids, positions, attend)
@@ -95,13 +96,6 @@ def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:
         pack.append(prompt)
     if pack:
         yield pack
-
-
-def _cuts(length: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Split a length into nearly equal chunks."""
-    count = -(-length // max_tokens)
-    borders = [length * i // count for i in range(count + 1)]
-    return list(pairwise(borders))
 
 
 def _rows(texts: list[list[int]], first: int = 0) -> list[list[int]]:

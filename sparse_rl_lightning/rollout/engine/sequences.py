@@ -66,21 +66,13 @@ class SequenceLogs:
             end_ids: Tokens (E,) that end a sequence.
         """
         self.logprobs[slots, at] = drawn.logprobs
-        self.record_broken(slots, at, drawn.logprobs.isnan())
+        note_first(self.broken, slots, at, drawn.logprobs.isnan())
         if self.behavior is not None and drawn.behavior is not None:
             self.behavior[slots, at] = drawn.behavior
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
             self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
-        self.record_end(slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
-
-    def record_broken(self, slots: Tensor, at: Tensor, is_broken: Tensor) -> None:
-        """Log that tokens at ``at`` (n,) were drawn, some of them from logits that are NaN or infinite."""
-        _note_first(self.broken, slots, at, is_broken)
-
-    def record_end(self, slots: Tensor, at: Tensor, is_end: Tensor) -> None:
-        """Log that tokens at ``at`` (n,) were drawn, some of them end tokens; the first end counts."""
-        _note_first(self.end, slots, at, is_end)
+        note_first(self.end, slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
     def finish_flags(self, errors: Tensor | None) -> Tensor:
         """A copy (3, S + 1) of what the host looks at: first end tokens, first broken tokens, errors of kernels."""
@@ -246,8 +238,8 @@ def _without_evictions(geometry: CacheGeometry, fed: Tensor) -> tuple[Tensor, Te
     return fed - share * (fed - limited), total - share * (total - limited_total)
 
 
-def _note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:
-    """Lower ``first`` (S + 1,) of these slots (n,) to the indices ``at`` (n,) where it ``happened`` (n,)."""
+def note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> None:
+    """Lower ``first`` (S + 1,) of these slots (n,) to the indices ``at`` (n,) of tokens where it ``happened`` (n,)."""
     first.scatter_reduce_(0, slots, torch.where(happened, at, UNLIMITED), "amin")
 
 
