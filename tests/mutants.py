@@ -337,7 +337,7 @@ def page(results: list[tuple[Mutant, str]], seed: int) -> str:
         "of these checks and refusals": [(sentence, outcome) for mutant, sentence, outcome in drawn if mutant.is_check],
         "all others": [(sentence, outcome) for mutant, sentence, outcome in drawn if not mutant.is_check],
     }
-    rows = [_row(name, judgements) for name, judgements in [*sorted(areas.items()), *sums.items()]]
+    rows = [_row(name, verdicts) for name, verdicts in [*sorted(areas.items()), *sums.items()]]
     lines = [
         f"- `{mutant.name}` ({outcome}): {sentence}" for mutant, sentence, outcome in drawn if outcome not in CAUGHT
     ]
@@ -357,13 +357,13 @@ def page(results: list[tuple[Mutant, str]], seed: int) -> str:
 CAUGHT = ("caught", "too slow")
 
 
-def _row(name: str, judgements: list[tuple[str, str]]) -> str:
-    same = sum(sentence.startswith("equivalent") for sentence, _ in judgements)
-    caught = sum(outcome in CAUGHT for _, outcome in judgements)
-    since = sum(sentence.startswith("caught since") for sentence, _ in judgements)
-    count = len(judgements) - same
+def _row(name: str, verdicts: list[tuple[str, str]]) -> str:
+    same = sum(sentence.startswith("equivalent") for sentence, _ in verdicts)
+    caught = sum(outcome in CAUGHT for _, outcome in verdicts)
+    since = sum(sentence.startswith("caught since") for sentence, _ in verdicts)
+    count = len(verdicts) - same
     shares = _share(caught, count), _share(caught + since, count)
-    return f"| {name} | {len(judgements)} | {same} | {caught} | {shares[0]} | {since} | {shares[1]} |"
+    return f"| {name} | {len(verdicts)} | {same} | {caught} | {shares[0]} | {since} | {shares[1]} |"
 
 
 def _share(caught: int, count: int) -> str:
