@@ -228,8 +228,8 @@ def test_a_compression_event_waits_where_it_is_known_to() -> None:
 def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     captured = {name.split(":")[1] for name in reached(sources(STEP), STEP)}
     assert captured >= {
-        "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.record_end", "penalize",
-        "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
+        "Engine.draw", "draw", "truncate", "keyed_uniform", "hash_bits", "SequenceLogs.record", "note_first",
+        "penalize", "SlotCache.append_and_attend", "SlotCache.entries_held", "append", "decode_attention",
         "page_attention", "select_pages", "summarize_pages", "PagedCache._attend", "PagedCache.begin_step",
         "PagedCache._refresh", "Decoder.logits", "rms_norm", "silu_mul", "Joined._product", "list_pages",
     }  # fmt: skip
@@ -248,8 +248,8 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
         ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[rows.used]"),
         ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[[1, 2]]"),
         (
-            "rollout/engine/sequences.py", "_note_first(self.end, slots, at, is_end)",
-            "bool(is_end.any()) and _note_first(self.end, slots, at, is_end)",
+            "rollout/engine/sequences.py", "note_first(self.broken, slots, at, drawn.logprobs.isnan())",
+            "bool(at.any()) and note_first(self.broken, slots, at, drawn.logprobs.isnan())",
         ),
         ("rollout/engine/sampling.py", "held = torch.arange(", "held = torch.tensor([1]) + torch.arange("),
         (
