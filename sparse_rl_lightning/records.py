@@ -222,13 +222,13 @@ class Rollout:
 
     def __getitem__(self, index: Tensor | slice) -> Rollout:
         """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
-        values: dict[str, Any] = {n: None if value is None else value[index] for n, value in vars(self).items()}
+        values: dict[str, Any] = {n: None if value is None else value[index] for n, value in _values(self).items()}
         return Rollout(**values)
 
     def trimmed(self) -> Rollout:
         """The rollout without the padding that all of its sequences have."""
         length = int(self.lengths.max()) if len(self) else 0
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.ndim > 1}
+        tensors = {n: value for n, value in _values(self).items() if isinstance(value, Tensor) and value.ndim > 1}
         changes: dict[str, Any] = {name: value[:, :length] for name, value in tensors.items()}
         if self.evictions is not None:  # dead tokens lie within their sequences
             changes["evictions"] = replace(self.evictions, length=length)
@@ -254,8 +254,8 @@ class Rollout:
     def state(self) -> dict[str, Any]:
         """Plain dictionaries of tensors and integers, fit for a checkpoint that is read with ``weights_only``."""
         inner = (EvictionRecord, KVUsage)
-        named = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: dict(vars(value)) if isinstance(value, inner) else value for name, value in named.items()}
+        named = {name: value for name, value in _values(self).items() if value is not None}
+        return {name: _values(value) if isinstance(value, inner) else value for name, value in named.items()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
@@ -339,6 +339,11 @@ class LossOutput:
 
     loss: Tensor  # ()
     metrics: dict[str, Tensor]  # each ()
+
+
+def _values(record: Rollout | EvictionRecord | KVUsage) -> dict[str, Any]:
+    """What the fields of a record hold by their names, without attributes that somebody has added to it."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def tensors_to(state: Any, device: torch.device | str) -> Any:

@@ -32,9 +32,10 @@ class Results:
         read_results(path, settings, self._take, "Choose another --output, or remove it.")
 
     def _take(self, content: dict[str, Any]) -> None:
-        if not is_of([*content["lengths"], *content["completions"]], list[int]):
-            raise TypeError("lengths are no numbers")
-        self.lengths, self.completions = content["lengths"], content["completions"]
+        lengths, completions = content["lengths"], content["completions"]
+        if not is_of([*lengths, *completions], list[int]) or len(lengths) != 2 * bool(completions):
+            raise TypeError("lengths are missing, or no numbers")
+        self.lengths, self.completions = lengths, completions
         cells = [from_json(Cell, values) for values in content["cells"]]
         self.cells = {(cell.method, cell.budget): cell for cell in cells}
 

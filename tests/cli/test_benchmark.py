@@ -217,7 +217,8 @@ def test_a_killed_run_goes_on(policy: str, folder: Path, monkeypatch: pytest.Mon
     content = json.loads(before)
     first, *_ = content["cells"]
     for change in (
-        {"lengths": None}, {"lengths": ["9", 9]}, {"completions": ["a"]}, {"cells": [None]},
+        {"lengths": None}, {"lengths": ["9", 9]}, {"lengths": [9]}, {"lengths": []}, {"completions": ["a"]},
+        {"completions": []}, {"cells": [None]},
         {"cells": [first | {"tail": "0.9"}]},
         {"cells": [first | {"intervals": {"tail": [None, 1.0]}}]}, {"cells": [first | {"budget": [1]}]},
     ):  # fmt: skip

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_870,
-    "statements of the spine": 7_247,
+    "statements of the package": 21_876,
+    "statements of the spine": 7_252,
     "classes of the rollout half": 88,
     "blank names in ten thousand": 579,
-    "lines of tests": 56_930,
+    "lines of tests": 56_950,
     "statements of experiments": 1_503,
     "statements of docs": 964,
 }

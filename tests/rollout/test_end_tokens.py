@@ -210,6 +210,17 @@ def find(tokenizer: Any, strings: list[str], prompt: list[str], completion: list
     return None if found is None else found - start
 
 
+def test_a_string_of_the_prompt_is_not_looked_for_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays in the text that is decoded around the newest tokens, as many as there are."""
+    tokenizer, decoded = sentencepiece(LLAMA), list[int]()
+    decode = StopStrings._decode
+    monkeypatch.setattr(StopStrings, "_decode", lambda self, ids: (decoded.append(len(ids)), decode(self, ids))[1])
+    stop, ids = StopStrings(["yes"], tokenizer), tokenizer.convert_tokens_to_ids(["▁yes", *["x"] * 40])
+    decoded.clear()
+    assert stop.find(ids, 0, 1, 1) is None
+    assert len(decoded) <= 4
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("prompt", [["<s>"], ["<s>", "▁no"], ["▁no", "s"], ["x"] * 20])
 def test_a_leading_space_is_seen_at_the_start_of_a_completion(kind: str, prompt: list[str]) -> None:

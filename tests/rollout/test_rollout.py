@@ -83,6 +83,14 @@ def test_sequence_is_the_same_in_any_batch_slot_order_and_chunk(
         assert_same(whole[torch.tensor([number])].trimmed(), single)
 
 
+def test_what_a_callback_hangs_on_a_rollout_stays_there() -> None:
+    rollout = roll_out(model(), EVICTING[0], params=SamplingParams(max_completion_length=4))
+    rollout.note = "seen"  # type: ignore[attr-defined]
+    for copied in (rollout[torch.tensor([0])], rollout.trimmed(), rollout.to("cpu")):
+        assert not hasattr(copied, "note")
+    assert "note" not in rollout.state()
+
+
 @pytest.mark.parametrize("compressor", EVICTING, ids=IDS)
 def test_memory_is_bounded_and_counted(compressor: Compressor) -> None:
     policy = model(eos_token_id=None)

@@ -128,8 +128,10 @@ class StopStrings:
             return None
         begin = len(self._settled(tokens[: max(0, start - first)]))
         settled = len(self._settled(tokens[: fresh - first]))
+        if not self._completes(tokens, begin, settled):  # it stands in the prompt, or among tokens searched before
+            return None
         ends = range(fresh - first + 1, len(tokens) + 1)
-        return next((first + end - 1 for end in ends if self._completes(tokens[:end], begin, settled)), None)
+        return next(first + end - 1 for end in ends if self._completes(tokens[:end], begin, settled))
 
     def _completes(self, tokens: list[int], begin: int, settled: int) -> bool:
         """Whether the text has a stop string that begins at ``begin`` or later and ends behind ``settled``."""
