@@ -106,7 +106,7 @@ def policy_loss(
     if loss_type == "cispo":
         objective = ratio.clamp(max=epsilon_high).detach() * advantages[:, None] * logprobs
     else:
-        objective = _clipped(ratio, advantages[:, None], epsilon, epsilon_high, delta)
+        objective = clipped_objective(ratio, advantages[:, None], epsilon, epsilon_high, delta)
     if weights is not None:
         objective = objective * torch.where(kept, weights, 0.0).detach()
     loss = aggregate(-objective, mask, kept, loss_type, denominator, max_completion_length, num_items)
@@ -227,7 +227,7 @@ def count_items(
     return (kept if denominator == "kept" else mask).sum()
 
 
-def _clipped(
+def clipped_objective(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float | None, delta: float | None
 ) -> Tensor:
     """min(w A, clip(w) A), the first w bounded by ``delta`` (two-sided clip of INTELLECT-2, arXiv 2505.07291)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.losses import MAX_LOG_RATIO, Denominator, LossType, aggregate
+from sparse_rl_lightning.losses import MAX_LOG_RATIO, Denominator, LossType, aggregate, clipped_objective
 from sparse_rl_lightning.records import LossOutput
 
 
@@ -53,14 +53,12 @@ def eviction_loss(
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     side = advantages[:, None, None, None]
     high = None if loss_type == "cispo" else epsilon_high
-    bound = epsilon if high is None else high
-    clipped = ratio.clamp(1 - epsilon, 1 + bound) * side
-    least = torch.minimum((ratio if delta is None else ratio.clamp(max=delta)) * side, clipped)
-    objective = torch.where(counted, least, 0.0).sum(dim=(1, 2, 3))  # (B,)
+    clipped = clipped_objective(ratio, side, epsilon, high, delta)
+    objective = torch.where(counted, clipped, 0.0).sum(dim=(1, 2, 3))  # (B,)
     # at any token that counts: the next one fed may be of a tool's answer, which does not
     per_token = objective.new_zeros(mask.shape).scatter(1, last, objective[:, None])
     loss = aggregate(-per_token, mask, None, loss_type, denominator, max_completion_length, num_items)
-    beyond = ((ratio < 1 - epsilon) & (side < 0)) | ((ratio > 1 + bound) & (side > 0))
+    beyond = ((ratio < 1 - epsilon) & (side < 0)) | ((ratio > 1 + (epsilon if high is None else high)) & (side > 0))
     total = counted.sum().clamp(min=1)
     metrics = {
         "draws/logprob": torch.where(counted, logprobs, 0.0).detach().sum() / total,

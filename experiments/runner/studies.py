@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(ABC):
     """Arms under a cache, by one recipe, in several seeds; each task has a subclass that says what its runs share."""
 
     method: str
@@ -67,9 +68,9 @@ class Study:
         """Name of its folder, which studies with the same compressor and recipe share."""
         return re.sub(r"[^a-z0-9]+", "-", f"{self.method} {self.recipe}".lower())
 
+    @abstractmethod
     def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
         """What an arm's run of a seed has in common with the others."""
-        raise NotImplementedError
 
     def prepare(self, where: Where) -> None:
         """Make what the runs need and is not there yet: a policy that is warmed up."""

@@ -116,9 +116,8 @@ class SparseGRPO(PolicyModule):
             compressor, rollout.drawn(sampling), rollout, retriever, steps_per_generation, rank_zero_info, environment
         )
         self.group_size = sampling.num_generations  # of training; the generator may draw more
-        self.generator.version = partial(
-            getattr, self, "global_step"
-        )  # not a lambda: must be picklable, and a copy must read its own step
+        # not a lambda: must be picklable, and a copy must read its own step
+        self.generator.version = partial(getattr, self, "global_step")
         self.rewards = Rewards(reward_funcs, reward_weights, rollout.reward_timeout, rank_zero_warn, bool(environment))
         self.rewards.failure_limit = rollout.reward_failure_limit
         self.learner = Learner(learner, sampling.temperature, retriever)

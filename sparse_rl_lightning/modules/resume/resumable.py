@@ -48,7 +48,7 @@ class ResumableRollouts(ResumableModule, RolloutModule, Protocol):
     """A LightningModule whose run of rollouts can be gone on with, such as SparseGRPO."""
 
     num_sequences: int
-    """Sequences drawn on all ranks since the start of training, None if a checkpoint does not say."""
+    """Sequences drawn on all ranks since the start of training."""
     old_logprobs: OldLogprobs
 
     @property

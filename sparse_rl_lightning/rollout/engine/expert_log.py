@@ -72,9 +72,8 @@ class RecordingEngine(Engine):
             hidden = super().run(ids, positions, attend)
         experts = chosen()
         assert experts is not None
-        self.choices[self._slots(attend.full if isinstance(attend, MixedPass) else attend, len(ids)), positions] = (
-            experts
-        )
+        full = attend.full if isinstance(attend, MixedPass) else attend
+        self.choices[self._slots(full, len(ids)), positions] = experts
         return hidden
 
     def _slots(self, full: FullPass, count: int) -> Tensor:
