@@ -306,6 +306,11 @@ def test_a_file_changes_what_it_names(policy: str, folder: Path, capsys: pytest.
     assert stored("none") == []
 
 
+def remove_tables() -> None:
+    for name in ("table.json", "table.md"):
+        Path("out", name).unlink()
+
+
 @pytest.mark.slow
 def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> None:
     """That of LearnedScore, on other completions; a second run takes the file."""
@@ -315,7 +320,7 @@ def test_a_network_is_taught_where_none_is_given(policy: str, folder: Path) -> N
     assert learned.replay_difference < 1e-4
     (file,) = Path("out").glob("weights-*.safetensors")
     written = file.stat().st_mtime_ns
-    Path("out/table.json").unlink()
+    remove_tables()
     (*_, again) = main(["LearnedScore", *options(policy)])
     assert file.stat().st_mtime_ns == written
     assert (again.tail, again.kl) == (learned.tail, learned.kl)
@@ -334,7 +339,7 @@ def test_a_changed_reward_and_another_policy_are_measured_again(policy: str, tin
     model = tiny_model(vocab_size=len(tokenizer), num_layers=2, initializer_range=0.2, seed=1)
     for part in (model, tokenizer):
         part.save_pretrained("other")
-    Path("out/table.json").unlink()
+    remove_tables()
     *_, mixed = main([*arguments, *options("other")])
     *_, alone = main([*arguments, *options("other", "--output", "alone")])
     assert (mixed.tail, mixed.accuracy) == (alone.tail, alone.accuracy)
