@@ -45,7 +45,7 @@ class Samples:
     variants: ClassVar[tuple[Variant, ...]] = VARIANTS
     rewards: ClassVar[tuple[Any, ...]] = (arithmetic_reward, worked_steps_reward)
     longest: ClassVar[int] = 48  # tokens of a completion
-    learner: ClassVar[LearnerOptions | None] = None
+    learner: ClassVar[LearnerOptions] = LearnerOptions()
 
     def problems(self, count: int) -> Rows:
         """So many training problems."""

@@ -18,6 +18,7 @@ from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
@@ -122,9 +123,10 @@ class Course(Notebook):
 
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
-        data = copy(trainer.datamodule)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self.problems_seed is not None:
-            data.seed, data.num_val = self.problems_seed, self.num_problems
+            count, seed = self.num_problems, self.problems_seed
+            data = ArithmeticTasks(data.tasks, data.num_terms, data.digits, num_val=count, seed=seed)
         rows = data.val_rows()[: self.num_problems]
         prompts, rewards = module.generator.encode(rows), {}
         for name, cache in (self.caches | learned(module.generator.compressor)).items():
