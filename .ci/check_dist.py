@@ -97,7 +97,8 @@ def check_release(content: bytes) -> None:
         "files that git does not have as they are": bool(_git("status", "--porcelain") or _ignored()),
         f"no tag {tag} on this commit": tag not in _git("tag", "--points-at", "HEAD").split(),
         f"{metadata.version} is no release": not metadata.version or metadata.version.is_prerelease,
-        "no address: python -m docs.address URL": not metadata.project_urls or "git clone ADDRESS" in content.decode(),
+        "no address, see CONTRIBUTING.md, A release": not metadata.project_urls
+        or "git clone ADDRESS" in content.decode(),
     }
     if any(wrong.values()):
         sys.exit(f"error: not to be published: {'; '.join(fault for fault, is_so in wrong.items() if is_so)}")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_language import LINK, by_hand
 from test_readme import find_blocks
 
 from benchmarks import REAL
 from benchmarks.common.pages import END, mark
-from docs import language
 from docs.quoted import measured
 from experiments.real.__main__ import PROGRAM as REAL_STUDY
 from experiments.runner.studies import Where
@@ -184,10 +184,10 @@ NUMBER = re.compile(
 
 def prose(text: str) -> str:
     """A page without blocks of code, tables that programs write, and targets of links, in one line."""
-    text = language.by_hand(text)
+    text = by_hand(text)
     for block in find_blocks(text):
         text = text.replace(block.code, "")
-    text = language.LINK.sub(r"\1", text)
+    text = LINK.sub(r"\1", text)
     return " ".join(re.sub(r"```[\w{}]*|[*`]", "", text).split())
 
 

@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-CHECK_DIST = Path(__file__).resolve().parents[2] / ".ci" / "check_dist.py"
+ROOT = Path(__file__).resolve().parents[2]
+CHECK_DIST = ROOT / ".ci" / "check_dist.py"
 
 
 def metadata(version: str = "1.2.0", url: str = "Repository, https://example.org/some/name") -> bytes:
@@ -54,3 +56,13 @@ def test_a_file_that_git_does_not_have_is_refused(name: str, checkout: Path) -> 
     (checkout / name).write_text("")
     with pytest.raises(SystemExit, match="files that git does not have as they are"):
         check(checkout, metadata())
+
+
+def test_templates_and_citation_can_be_read() -> None:
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) == 3
+    for form in map(yaml.safe_load, map(Path.read_text, forms)):
+        assert {"name", "description", "body"} <= form.keys()
+        assert all(field["attributes"]["label"] for field in form["body"])
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
