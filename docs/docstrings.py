@@ -20,7 +20,7 @@ class Argument:
     """One argument of a class, as a configuration sets it."""
 
     name: str
-    kind: str  # its type
+    values: str  # its type
     default: str  # as YAML writes it; "required" where there is none
     meaning: str
 
@@ -43,20 +43,19 @@ def arguments(thing: Any) -> list[Argument]:
     Raises:
         ValueError: If an argument is not described.
     """
-    said, found = _described(thing), []
-    for parameter in inspect.signature(thing).parameters.values():
+    described, listed = _described(thing), []
+    for name, parameter in inspect.signature(thing).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        name = parameter.name
         base = next((base for base in _bases(thing) if name in _described(base)), None)
-        if name not in said and base is None:
+        if name not in described and base is None:
             raise ValueError(f"{thing.__qualname__}: the argument {name} is not described.")
-        if name not in said and parameter.default == inspect.signature(base).parameters[name].default:
+        if name not in described and parameter.default == inspect.signature(base).parameters[name].default:
             continue
         default = "required" if parameter.default is parameter.empty else _yaml(parameter.default)
-        meaning = said.get(name) or _described(base)[name]
-        found.append(Argument(name, _kind(parameter.annotation, thing), default, meaning))
-    return found
+        meaning = described.get(name) or _described(base)[name]
+        listed.append(Argument(name, _words_of(parameter.annotation, thing), default, meaning))
+    return listed
 
 
 def _bases(thing: Any) -> tuple[type, ...]:
@@ -65,7 +64,7 @@ def _bases(thing: Any) -> tuple[type, ...]:
 
 def markdown(text: str) -> str:
     """The little of reStructuredText that docstrings use: literals, roles, literal blocks, simple tables."""
-    text = ROLE.sub(lambda found: f"`{found[1].rsplit('.', 1)[-1]}`", text)
+    text = ROLE.sub(lambda role: f"`{role[1].rsplit('.', 1)[-1]}`", text)
     text = re.sub(r"``(.+?)``", r"`\1`", text)
     blocks = re.split(r"\n{2,}", text.strip("\n")) if text.strip() else []
     out: list[str] = []
@@ -82,33 +81,27 @@ def markdown(text: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of a simple table inside a docstring, its header left out."""
-    lines = inspect.cleandoc(text).splitlines()
-    rules = [number for number, line in enumerate(lines) if RULE.match(line)]
-    found = []
-    for first in range(0, len(rules) - 2, 3):
-        cells = _columns(lines[rules[first]])
-        found += [[line[a:b].strip() for a, b in cells] for line in lines[rules[first + 1] + 1 : rules[first + 2]]]
-    return found
+    """The rows of the simple tables inside a docstring, their headers left out."""
+    blocks = (block.splitlines() for block in re.split(r"\n{2,}", inspect.cleandoc(text)))
+    return [row for lines in blocks if RULE.match(lines[0]) for row in _cells(lines)[1:]]
 
 
 def _table(lines: list[str]) -> str:
-    cells = _columns(lines[0])
-    content = [[line[a:b].strip() for a, b in cells] for line in lines if not RULE.match(line)]
-    head, *rest = ["| " + " | ".join(row) + " |" for row in content]
-    return "\n".join([head, "|" + "---|" * len(cells), *rest])
+    head, *rest = ["| " + " | ".join(row) + " |" for row in _cells(lines)]
+    return "\n".join([head, "|" + "---|" * head.count(" | ") + "---|", *rest])
 
 
-def _columns(rule: str) -> list[tuple[int, int | None]]:
-    """Where the columns of a simple table begin and end; the last one has no end."""
-    starts = [found.start() for found in re.finditer("=+", rule)]
-    return list(zip(starts, [*starts[1:], None], strict=True))
+def _cells(lines: list[str]) -> list[list[str]]:
+    """The rows of a simple table, whose first line rules where the columns begin; the last one has no end."""
+    starts = [column.start() for column in re.finditer("=+", lines[0])]
+    columns = list(zip(starts, [*starts[1:], None], strict=True))
+    return [[line[begin:end].strip() for begin, end in columns] for line in lines if not RULE.match(line)]
 
 
 def _sections(thing: Any) -> dict[str, str]:
     """The parts of a docstring by the name of their section, what is before the first under no name."""
     first, *rest = SECTION.split(inspect.cleandoc(thing.__doc__ or ""))
-    return {"": first.strip(), **{name: text for name, text in zip(rest[::2], rest[1::2], strict=True)}}
+    return {"": first.strip(), **dict(zip(rest[::2], rest[1::2], strict=True))}
 
 
 def _described(thing: Any) -> dict[str, str]:
@@ -117,14 +110,14 @@ def _described(thing: Any) -> dict[str, str]:
     return {name: " ".join(markdown(text).split()) for name, text in zip(pairs[::2], pairs[1::2], strict=True)}
 
 
-def _kind(annotation: Any, thing: Any) -> str:
+def _words_of(annotation: Any, thing: Any) -> str:
     """A type in words of YAML; names of a choice are replaced by what there is to choose."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     names = vars(sys.modules[(thing.__init__ if inspect.isclass(thing) else thing).__module__])
     for name in re.findall(r"\w+", text):
         if get_origin(names.get(name)) is Literal:
             text = text.replace(name, " | ".join(map(str, get_args(names[name]))))
-    text = re.sub(r"Literal\[([^\]]*)\]", lambda found: re.sub("[\"']", "", found[1]).replace(", ", " | "), text)
+    text = re.sub(r"Literal\[([^\]]*)\]", lambda choice: re.sub("[\"']", "", choice[1]).replace(", ", " | "), text)
     text = re.sub(r"Callable\[\.\.\., list\[float \| None\]\]", "function", text)
     return re.sub(r"\bNone\b", "null", text).replace(" | Path", "")
 
@@ -134,7 +127,7 @@ def _yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if is_dataclass(value) and not isinstance(value, type):
         changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
-        return "{" + ", ".join(f"{name}: {_yaml(own)}" for name, own in changed.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_yaml(value)}" for name, value in changed.items()) + "}"
     if callable(value):
         return summary(value).rstrip(".")
     if isinstance(value, (list, tuple)):

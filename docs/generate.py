@@ -2,11 +2,9 @@
 
 Names of pages behind it, as in ``python -m docs.generate settings.md methods.md``, write or compare only those.
 
-``settings.md`` and ``callbacks.md`` come from signatures and docstrings, most of ``metrics.md`` from docstrings, the
-tables of ``papers.md`` and ``one_card.md`` from configurations and their plans, those of ``models.md`` from published
-sizes, that of ``when.md`` from the cost model, ``methods.md`` from docstrings, formulas and a run of ``sparse-rl
-benchmark``, all others from what was measured. The files are committed, so that a
-code host shows them.
+``settings.md`` and ``callbacks.md`` come from signatures and docstrings. Tables of ``papers.md`` and ``one_card.md``
+come from configurations and their plans, those of ``models.md`` from published sizes, those of ``when.md`` from the
+cost model, all others from what was measured. The files are committed, so that a code host shows them.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common.pages import END, mark, replaced
-from docs import docstrings, listing, logged, method_pages
+from docs import docstrings, listing, method_tables
 from docs.crossing import crossing_table
 from docs.docstrings import Argument
 from docs.families import models_table
@@ -30,7 +28,6 @@ from docs.quoted import (
     gpu_larger_table,
     gpu_modeled_table,
     memory_table,
-    real_table,
     some_columns,
     trainer_table,
 )  # fmt: skip
@@ -46,11 +43,11 @@ def page(name: str) -> str:
 def written(page: str, parts: dict[str, Callable[[], str]]) -> str:
     """A page with what stands between its marks replaced, by what the mark adds to its name."""
     text = (FOLDER / page).read_text("utf-8")
-    for name, part in parts.items():
+    for name, table in parts.items():
         begin = mark("docs.generate", name)
         if END not in text.partition(begin)[2]:
             raise ValueError(f"there is no {begin} ... {END} in docs/{page} to write between.")
-        text = replaced(text, begin, part())
+        text = replaced(text, begin, table())
     return text
 
 
@@ -76,7 +73,7 @@ def argument_table(arguments: list[Argument]) -> str:
     """One row per argument; nothing where there is none."""
     if not arguments:
         return ""
-    rows = [f"| `{a.name}` | {cell(a.meaning)} | {default(a)} | {cell(a.kind)} |" for a in arguments]
+    rows = [f"| `{a.name}` | {cell(a.meaning)} | {default(a)} | {cell(a.values)} |" for a in arguments]
     return "\n".join(["| key | meaning | default | type |", "|---|---|---|---|", *rows])
 
 
@@ -118,26 +115,16 @@ def finished(parts: list[str]) -> str:
     return "\n\n".join([note, *filter(None, parts)]) + "\n"
 
 
-def metric_tables() -> str:
-    """All keys with unit, meaning and healthy range."""
-    parts = []
-    for title, rows in logged.tables().items():
-        lines = [f"| `{k}` | {unit} | {cell(said)} | {logged.HEALTHY.get(k, '')} |" for k, unit, said in rows]
-        parts += [f"## {title}", "\n".join(["| key | unit | meaning | healthy |", "|---|---|---|---|", *lines])]
-    return "\n\n".join(parts)
-
-
-WHOLE: dict[str, Callable[[], str]] = {
-    "settings.md": settings_page,
-    "callbacks.md": callbacks_page,
-    "methods.md": method_pages.page,
-}
+WHOLE: dict[str, Callable[[], str]] = {"settings.md": settings_page, "callbacks.md": callbacks_page}
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "metrics.md": {"": metric_tables},
+    "methods.md": {
+        **{part: partial(method_tables.part_table, part) for part in method_tables.TITLES},
+        "runs": method_tables.runs_table,
+    },
     "models.md": {"families": models_table, "decoders": partial(some_columns, "decoders-cpu", "Decoders")},
     "papers.md": {"": recipe_tables},
     "one_card.md": {"file": one_card_file, "cards": cards_table},
-    "choosing.md": {"real": real_table, "budgets": budgets_table, "compressors": compressors_table},
+    "choosing.md": {"real": method_tables.chosen_table, "budgets": budgets_table, "compressors": compressors_table},
     "when.md": {"512": partial(crossing_table, 512), "2048": partial(crossing_table, 2048)},
     "measured/gpu.md": {
         "": partial(
@@ -172,8 +159,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     if unknown := sorted({*args.pages} - {*PAGES}):
         parser.error(f"{', '.join(unknown)} is not generated; generated are {', '.join(PAGES)}")
-    found = {FOLDER / name: page(name) for name in args.pages or PAGES}
-    different = [(path, text) for path, text in found.items() if not path.exists() or path.read_text("utf-8") != text]
+    texts = {FOLDER / name: page(name) for name in args.pages or PAGES}
+    different = [(path, text) for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
     for path, text in different:
         if not args.check:
             path.write_text(text, "utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from benchmarks.common.tables import Table
 from benchmarks.compressors import records
 from benchmarks.compressors.pages import ACCURACY, HALF, SPEED, TAIL, by_budget
 from benchmarks.rollout.modeled import Steps, modeled
-from sparse_rl_lightning.quality.cells import Cell
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks" / "results"
@@ -71,25 +69,6 @@ def compressors_table() -> str:
     table = Table("", head)
     for name in COMPARED:
         table.add(name, *(measure.text(by_budget(own, name, protected=False)[HALF]) for measure, own in columns))
-    return table.untitled
-
-
-def real_table() -> str:
-    """Every compressor on a real model at 96 tokens, the closest to the full cache first."""
-    kept = json.loads((RESULTS / "methods.json").read_text("utf-8"))["parts"]["all"]["cells"]
-    known = [Cell(**own) for own in kept if own["kl"] is not None]
-    cells = sorted(known, key=lambda cell: cell.kl or 0.0)
-    table = Table("", ("compressor", "KL", "agreement", "tail", "rejected", "length of completions"))
-    for cell in cells:
-        low, high = cell.intervals["length"]
-        length = "1" if cell.budget is None else f"{cell.length:.2f} [{low:.2f}, {high:.2f}]"
-        shares = (
-            f"{max(cell.kl or 0.0, 0.0):.3f}",
-            f"{cell.agreement:.3f}",
-            f"{cell.tail:.3f}",
-            f"{cell.rejected:.1%}",
-        )
-        table.add(cell.method, *shares, length)
     return table.untitled
 
 

@@ -37,43 +37,37 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, seconds: int = SECOND
     # without folders of kernel specs, python3 is the interpreter that runs this, whatever else is installed
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     client = NotebookClient(
-        notebook, km=manager, timeout=seconds, resources={"metadata": {"path": str(folder)}}, record_timing=False
-    )
+        notebook, km=manager, timeout=seconds, resources={"metadata": {"path": str(folder)}}, record_timing=False,
+        coalesce_streams=True,
+    )  # fmt: skip
     client.owns_km = True  # ends the kernel, which holds most of a gigabyte
     client.execute()
 
 
-def without_logs(outputs: Iterable[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookNode]:
-    """The outputs but for stderr, lines of logs, and what is empty without them."""
+def shown(outputs: Iterable[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookNode]:
+    """The outputs but for stderr, lines of logs, what is empty without them, and numbers of execution."""
     for output in outputs:
         if output.output_type == "stream":
             output.text = "" if output.name == "stderr" else LOGGED.sub("", output.text)
-        if output.get("text") != "":
-            yield output
+            if output.text:
+                yield output
+            continue
+        output.metadata = {}
+        if output.output_type == "execute_result":
+            output.execution_count = None
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = with_few_colors(output.data["image/png"])
+        if "text/html" in output.get("data", {}):
+            output.data["text/plain"] = ""  # the same once more
+        yield output
 
 
 def tidied(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """The notebook as it is stored."""
     for cell in notebook.cells:
         cell.metadata = {}
-        if cell.cell_type != "code":
-            continue
-        cell.execution_count = None
-        kept: list[nbformat.NotebookNode] = []
-        for output in without_logs(cell.outputs):
-            if output.output_type != "stream":
-                output.metadata = {}
-            if output.output_type == "execute_result":
-                output.execution_count = None
-            if kept and output.output_type == "stream" == kept[-1].output_type:
-                kept[-1].text += output.text
-            else:
-                kept.append(output)
-            if "image/png" in output.get("data", {}):
-                output.data["image/png"] = with_few_colors(output.data["image/png"])
-            if "text/html" in output.get("data", {}):
-                output.data["text/plain"] = ""  # the same once more
-        cell.outputs = kept
+        if cell.cell_type == "code":
+            cell.execution_count, cell.outputs = None, list(shown(cell.outputs))
     notebook.metadata.language_info = {"name": "python"}
     return notebook
 
@@ -83,9 +77,9 @@ def with_few_colors(picture: str) -> str:
     image = Image.open(io.BytesIO(base64.b64decode(picture)))
     if image.mode == "P":
         return picture
-    kept = io.BytesIO()
-    image.convert("RGB").quantize(256).save(kept, "PNG", optimize=True)
-    return base64.b64encode(kept.getvalue()).decode() + "\n"
+    small = io.BytesIO()
+    image.convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+    return base64.b64encode(small.getvalue()).decode() + "\n"
 
 
 def main(names: list[str]) -> None:

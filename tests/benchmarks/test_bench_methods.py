@@ -1,28 +1,27 @@
-"""The run behind the methods' pages: every compressor is in it, its tables are kept, and pages say what they say."""
+"""The run behind the page of methods: every compressor is in it, and its tables are kept."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import methods
-from docs import listing, method_pages
+from docs.listing import METHODS, WRAPPERS
 from sparse_rl_lightning.cli.benchmark import FLOOR, FULL, Method
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
-from sparse_rl_lightning.quality.cells import Cell
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
+EVERY = {method.__name__ for method in [*METHODS, *WRAPPERS]}
 CALIBRATED = {"QFilters", "TriAttention", "LearnedScore"}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def test_every_method_is_measured_and_has_a_page(tmp_path: Path) -> None:
+def test_every_method_is_measured(tmp_path: Path) -> None:
     named = {method.name: method for method in map(Method.of, methods.methods("all", tmp_path))}
     kinds = {name.partition(", ")[0] for name in named}
-    assert kinds | {"FullKV"} == method_pages.KIND.keys() == method_pages.SAID.keys()
+    assert kinds | {"FullKV"} == EVERY
     assert set(methods.BEST) <= named.keys()
     for name in named.keys() - CALIBRATED:
         compressor = named[name].compressor({**methods.SIZES, "budget": 127})
@@ -52,7 +51,7 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     kept = json.loads((tmp_path / "methods.json").read_text())
     assert list(kept["parts"]) == ["all", "kept"]
     cells = {cell["method"]: cell for cell in kept["parts"]["all"]["cells"]}
-    assert {name.partition(", ")[0] for name in cells} - {FULL.name} == set(method_pages.KIND) - {"FullKV"}
+    assert {name.partition(", ")[0] for name in cells} - {FULL.name} == EVERY - {"FullKV"}
     assert {name: cell["reason"] for name, cell in cells.items() if cell["reason"]}.keys() <= {FLOOR.name}
     assert len(kept["parts"]["kept"]["completions"]) == 2, "the long prompt is left out"
     assert kept["policy"] == "policy"
@@ -60,17 +59,3 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = json.loads((tmp_path / "methods.json").read_text())["parts"]
     assert again["all"]["machine"] == "another machine"
     assert again["kept"] == kept["parts"]["kept"], "parts of other runs stay"
-
-
-def test_the_page_holds_formula_source_rows_and_use() -> None:
-    page = method_pages.page()
-    parts = json.loads(method_pages.RESULTS.read_text("utf-8"))["parts"]
-    names = re.findall(r"^## (\w+)$", page, re.MULTILINE)  # `import re` at the top
-    assert names == sorted(method_pages.KIND, key=str.lower)
-    for name, following in zip(names, [*names[1:], None], strict=True):
-        section = page.partition(f"\n## {name}\n")[2].partition(f"\n## {following}\n")[0]
-        assert all(part in section for part in ("```math\n", "**When to use it.** ", "**Source.** ")), name
-    for cell in (Cell(**cell) for part in parts.values() for cell in part["cells"]):
-        assert bool(cell.reason) or f"| {cell.tail:.3f} " in page
-    assert "https://arxiv.org/abs/2404.14469" in page
-    assert [kind.__name__ for kind in listing.WRAPPERS] == ["Combined"]

@@ -13,12 +13,22 @@ from lightning.pytorch.loggers import Logger
 from test_docs import DOCS
 from tiny_grpo import fit, module
 
+from docs import docstrings, generate
 from exact_answers.checker import COUNTERS
-from sparse_rl_lightning.callbacks import AcceptanceMonitor, MismatchSplit, SparsityAwareRejection, TailGuard
+from sparse_rl_lightning.callbacks import (
+    AcceptanceMonitor,
+    MismatchSplit,
+    SparsityAwareRejection,
+    StepTimes,
+    TailGuard,
+    ZeroSharding,
+)
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.downsampling import MaxVariance
+from sparse_rl_lightning.metrics import conversations, rollout
 from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseAdapter, SupervisedWarmup
 from sparse_rl_lightning.policies import TinyPolicy
+from sparse_rl_lightning.rollout.partial import PartialRollouts
 
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
 LIGHTNINGS = {"epoch"}
@@ -92,6 +102,17 @@ def test_what_is_on_the_page_is_logged(logged: set[str]) -> None:
         pytest.skip("DistillSparse needs peft")
     claimed = [key for key in page_keys() if not key.startswith(ELSEWHERE)]
     assert [key for key in claimed if not any(pattern(key).fullmatch(name) for name in logged)] == []
+
+
+@pytest.mark.parametrize(
+    "source", [rollout, conversations, StepTimes, AcceptanceMonitor, ZeroSharding, PartialRollouts]
+)
+def test_what_docstrings_say_of_keys_is_on_the_page(source: Any) -> None:
+    text = (DOCS / "metrics.md").read_text("utf-8")
+    rows = docstrings.rows(source.__doc__)
+    written = [f"| `{key}` | {unit} | {generate.cell(docstrings.markdown(meaning))} |" for key, unit, meaning in rows]
+    assert written
+    assert [row for row in written if row not in text] == []
 
 
 def test_every_key_has_a_unit() -> None:

@@ -1,4 +1,4 @@
-"""What docs/methods.yaml and docs/choosing.md say of the tables of a real model, held to the tables."""
+"""What docs/methods.md and docs/choosing.md say of the tables of a real model, held to the tables."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import re
 import pytest
 
 from benchmarks import ROOT
-from docs import method_pages
+from docs import docstrings, method_tables
+from docs.listing import METHODS, WRAPPERS
 from sparse_rl_lightning.quality.cells import Cell
 
-PARTS = json.loads(method_pages.RESULTS.read_text("utf-8"))["parts"]
+PAGE = (ROOT / "docs" / "methods.md").read_text("utf-8")
 BY_AGE, CHANCE = "H2O, by age", "RandomEviction"
 
 
 def cells(part: str) -> dict[tuple[str, int | None], Cell]:
-    return {(cell.method, cell.budget): cell for cell in method_pages.cells_of({"parts": PARTS}, part)}
+    return {(cell.method, cell.budget): cell for cell in method_tables.cells_of(part)}
 
 
 def at(part: str, method: str, budget: int = 96) -> Cell:
@@ -114,7 +115,32 @@ def test_a_protected_prompt_helps_neither_chance_nor_the_others() -> None:
 
 
 def test_replay_is_as_exact_as_the_results_say() -> None:
-    every = [cell.replay_difference or 0.0 for part in PARTS for cell in cells(part).values()]
+    every = [cell.replay_difference or 0.0 for part in method_tables.TITLES for cell in cells(part).values()]
+    assert f"the largest difference is {max(every):.0e}." in " ".join(PAGE.split())
     page = (ROOT / "docs/results.md").read_text("utf-8")
     (said,) = re.findall(r"differ from the sampler's by at most (\S+), in\s+float32", page)
     assert max(every) <= float(said) < 1.5 * max(every)
+
+
+def test_every_method_has_a_section_with_what_its_class_says() -> None:
+    """Its first line, a formula, when to use it, and where it is from, in the order of the alphabet."""
+    sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", PAGE.partition("## Letters")[2], re.M | re.S))
+    methods = sorted([*METHODS, *WRAPPERS], key=lambda method: method.__name__.lower())
+    assert list(sections) == [method.__name__ for method in methods]
+    for method in methods:
+        section, summary = sections[method.__name__], docstrings.summary(method)
+        numbers = re.findall(r"\b\d{4}\.\d{5}\b", f"{summary} {docstrings.body(method)}")
+        papers = [f"[arXiv {number}](https://arxiv.org/abs/{number})" for number in dict.fromkeys(numbers)]
+        settings = f"[settings](settings.md#{method.__name__.lower()})"
+        source = ", ".join([*papers, f"`{method.__module__}.{method.__name__}`", settings])
+        assert section.startswith(f"{summary}\n\n```math\n"), method
+        assert re.search(r"\n```\n\n\*\*When to use it\.\*\* \S", section), method
+        assert section.rstrip().endswith(f"**Source.** {source}."), method
+
+
+def test_all_that_was_measured_is_on_the_page() -> None:
+    run = json.loads(method_tables.RESULTS.read_text("utf-8"))
+    assert run["parts"].keys() == method_tables.TITLES.keys()
+    assert f"`sparse-rl benchmark` for {run['policy']} on questions" in PAGE
+    for part, title in method_tables.TITLES.items():
+        assert f"## {title}\n\n<!-- written by docs.generate: {part} -->\n" in PAGE
