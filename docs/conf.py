@@ -72,8 +72,8 @@ def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object,
     """Napoleon takes what a property's docstring says before a colon for its type; put it back."""
     kept, prefix = [line for line in lines if not line.startswith(":type: ")], ":type: "
     if len(kept) < len(lines):
-        said = next(line for line in lines if line.startswith(prefix)).removeprefix(prefix)
-        lines[:] = [f"{said}: {kept[0]}", *kept[1:]]
+        type_text = next(line for line in lines if line.startswith(prefix)).removeprefix(prefix)
+        lines[:] = [f"{type_text}: {kept[0]}", *kept[1:]]
 
 
 def read_source(app: Sphinx, page: str, source: list[str]) -> None:
@@ -84,11 +84,11 @@ def read_source(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = source[0].replace("](../notebooks/", "](notebooks/")
 
 
-def outside(found: re.Match[str]) -> str:
+def outside(match: re.Match[str]) -> str:
     """The name of a file in place of a link to it, unless it is a page after all."""
-    text, path = found.groups()
+    text, path = match.groups()
     if (Path(__file__).parent / path).exists():
-        return found[0]
+        return match[0]
     return f"`{path}`" if text == path else f"{text} (`{path}`)"
 
 

@@ -27,7 +27,7 @@ def crossing_table(budget: int) -> str:
         "2x from",
     )  # fmt: skip
     rows = [row(model, card, budget) for model in MODELS for card in CARDS]
-    return Table("", header, rows=[one for one in rows if one]).untitled
+    return Table("", header, rows=[cells for cells in rows if cells]).untitled
 
 
 def row(model: str, card: str, budget: int) -> tuple[str, ...]:
@@ -52,8 +52,8 @@ def start(model: str, card: str, budget: int) -> str:
 def speed(model: str, card: str, budget: int, length: int) -> float:
     """Tokens per second with slots over those with a full cache, each with as many sequences as it holds."""
     costs = CostModel(ModelShape.of(model), card_of(card).hardware)
-    own, full = sparse_batch(model, card, budget, length), dense_batch(model, card, length)
-    return costs.speedup(SnapKV(budget, buffer=BUFFER), Work(own, PROMPT, length), Work(full, PROMPT, length))
+    sparse, full = sparse_batch(model, card, budget, length), dense_batch(model, card, length)
+    return costs.speedup(SnapKV(budget, buffer=BUFFER), Work(sparse, PROMPT, length), Work(full, PROMPT, length))
 
 
 def room(model: str, card: str) -> float:

@@ -34,6 +34,6 @@ def _shown(output: Any) -> list[str]:
 
 def _fenced(text: str, language: str) -> str:
     """A block whose fence is longer than any in it."""
-    longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
+    longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

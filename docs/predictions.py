@@ -91,12 +91,12 @@ def figures(plan: str) -> list[str]:
         r"Fits: ([\d.]+) GB", r"The cache of .* takes ([\d.]+) GB, a full cache would take ([\d.]+) GB",
         r".* tokens: rollout (.*), rescoring .*, learner (.*);$", r".* ([\d.]+) hours for all",
     )  # fmt: skip
-    said: list[str] = []
+    values: list[str] = []
     for pattern in patterns:
-        found = re.search(rf"^(?:# )?{pattern}", plan, re.MULTILINE)
-        assert found, pattern
-        said += found.groups()
-    return said
+        match = re.search(rf"^(?:# )?{pattern}", plan, re.MULTILINE)
+        assert match, pattern
+        values += match.groups()
+    return values
 
 
 def card_row(model: str, memory: str, path: Path) -> list[str]:
@@ -115,6 +115,6 @@ def card_row(model: str, memory: str, path: Path) -> list[str]:
 
 if __name__ == "__main__":  # predict all again: a quarter of an hour
     with TemporaryDirectory() as folder:
-        found = [card_row(*row[:2], Path(folder) / f"{place}.yaml") for place, row in enumerate(kept_cards())]
+        rows = [card_row(*row[:2], Path(folder) / f"{number}.yaml") for number, row in enumerate(kept_cards())]
     head = "".join(line for line in CARDS.read_text("utf-8").splitlines(keepends=True) if line.startswith("#"))
-    CARDS.write_text(head + "".join(f"- {json.dumps(row)}\n" for row in found), "utf-8")
+    CARDS.write_text(head + "".join(f"- {json.dumps(row)}\n" for row in rows), "utf-8")

@@ -19,7 +19,7 @@ COMPARED = (
 )  # fmt: skip
 PAPER = "Sparse-RL (paper)"
 CORRECTED = ("dense", "naive", PAPER, "replay")
-TASKS = ("sums", "reductions", "countdown", "stories")
+TASKS = ("sums", "reductions", "countdown")
 Row = dict[str, str]
 
 
@@ -27,10 +27,10 @@ def measured(page: str, heading: str = "Measured") -> list[Row]:
     """The rows of the first table below a heading, cells by the column's title; the first column's may be empty."""
     behind = re.split(rf"^#+ {re.escape(heading)}$", (FOLDER / page).read_text("utf-8"), flags=re.MULTILINE)[1]
     section = re.split(r"^#", behind, maxsplit=1, flags=re.MULTILINE)[0]
-    found = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)
-    if found is None:
+    table = re.search(r"^\|.*(?:\n\|.*)+", section, re.MULTILINE)
+    if table is None:
         raise ValueError(f"there is no table below {heading} in docs/{page}.")
-    titles, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in _padded(found[0])]
+    titles, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in _padded(table[0])]
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
@@ -52,23 +52,22 @@ def some_columns(page: str, heading: str, *head: str) -> str:
 
 def budgets_table() -> str:
     """Accuracy with the full cache by budget and arm, and what the paper's correction rejects."""
-    found = {(row["budget"], row["–"]): row for row in measured("measured/arms.md", "Budgets and replay")}
+    by_arm = {(row["budget"], row["–"]): row for row in measured("measured/arms.md", "Budgets and replay")}
     rows: list[tuple[str, ...]] = []
-    for budget in dict.fromkeys(budget for budget, _ in found):
-        accuracies = [found[budget, arm]["full cache"] for arm in CORRECTED]
-        rows.append((budget, *accuracies, found[budget, PAPER]["sequences rejected"]))
+    for budget in dict.fromkeys(budget for budget, _ in by_arm):
+        accuracies = [by_arm[budget, arm]["full cache"] for arm in CORRECTED]
+        rows.append((budget, *accuracies, by_arm[budget, PAPER]["sequences rejected"]))
     return Table("", ("budget", *CORRECTED, f"rejected by {PAPER}"), rows=rows).untitled
 
 
 def compressors_table() -> str:
     """Some compressors by accuracy, tail and cost at half of the length, where they differ most."""
     kept = records.read(RESULTS / "compressors.jsonl")
-    sums, reductions, countdown, stories = (kept[task].qualities for task in TASKS)
-    head = ("compressor", *TASKS[:3], "stories, tail", "stories, events per second")
-    columns = ((ACCURACY, sums), (ACCURACY, reductions), (ACCURACY, countdown), (TAIL, stories), (SPEED, stories))
-    table = Table("", head)
+    table = Table("", ("compressor", *TASKS, "stories, tail", "stories, events per second"))
     for name in COMPARED:
-        table.add(name, *(measure.text(by_budget(own, name, protected=False)[HALF]) for measure, own in columns))
+        halves = {task: by_budget(kept[task].qualities, name, protected=False)[HALF] for task in (*TASKS, "stories")}
+        accuracies = (ACCURACY.text(halves[task]) for task in TASKS)
+        table.add(name, *accuracies, TAIL.text(halves["stories"]), SPEED.text(halves["stories"]))
     return table.untitled
 
 
@@ -113,6 +112,6 @@ def trainer_table() -> str:
         ("48", "48 new tokens"), ("512", "512 new tokens"), ("1,024", "1,024 new tokens"),
         ("256 after a prompt of 1,024", "256 new tokens behind prompts of 1,024"),
     ):  # fmt: skip
-        found = measured("../benchmarks/results/trainer-cpu.md", title)
-        rows += [(tokens, *(row[name] for name in head)) for row in found if row["trainer"] != "plain loop"]
+        measured_rows = measured("../benchmarks/results/trainer-cpu.md", title)
+        rows += [(tokens, *(row[name] for name in head)) for row in measured_rows if row["trainer"] != "plain loop"]
     return Table("", ("new tokens", *head), rows=rows).untitled

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GENERATED = ("settings.md", "callbacks.md", "metrics.md", "methods.md", "reference.md")  # the last is a list of pages
-BY_HAND = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)
+LISTS = ("settings.md", "callbacks.md", "metrics.md", "methods.md", "reference.md")  # to look things up in
+BY_HAND = sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in LISTS)
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "MIGRATION", "SECURITY")]
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "cuda_ext", "experiments")]
 PAGES += [*BY_HAND, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
