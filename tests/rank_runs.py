@@ -24,8 +24,6 @@ from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from experiments.learned_eviction import Drawn, LearnedEvictionGRPO
-from experiments.learned_eviction.drawn import NewScore
 from sparse_rl_lightning import modules
 from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
@@ -252,11 +250,6 @@ class Told(RolloutCallback):
         self.warnings.append(text)
 
 
-def letters(completions: list[str], **_: Any) -> list[float | None]:
-    """A reward that differs from text to text."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
-
-
 def counted(completions: list[str], **_: Any) -> list[float | None]:
     """A reward whose counter has another name on every rank."""
     return likes_a([], completions)
@@ -336,11 +329,8 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     if int(os.environ.get("RANK", "0")) == world_size - 1:
         job = job | job.get("last_rank", {})
     options = {**SETTINGS, **job.get("settings", {}), **job.get("learner", {})}
-    reward = letters if job.get("letters") else counted if job.get("uneven") else likes_a
+    reward = counted if job.get("uneven") else likes_a
     kind = Recorded if job.get("record") else getattr(modules, job.get("module", "SparseGRPO"))
-    if job.get("learns_evictions"):  # which these files of plain numbers cannot say
-        kind = LearnedEvictionGRPO
-        options["compressor"] = Drawn(NewScore(budget=8, buffer=3, num_sinks=1, window=2), temperature=0.5)
     if job.get("talks"):
         options = {**options, **talk()}
         reward = options.pop("reward")
