@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from benchmark_files import GOLDS, write_benchmarks
 
-from benchmarks import ROOT
 from benchmarks.checker import __main__ as command
 from sparse_rl_lightning.rewards.math import MathChecker
-
-
-@pytest.mark.slow
-def test_a_quick_run_prints_rates_and_percentiles(tmp_path: Path) -> None:
-    call = [sys.executable, "-m", "benchmarks.checker", "--quick", "--save", str(tmp_path)]
-    subprocess.run(call, cwd=ROOT, check=True, capture_output=True, text=True)
-    page = (tmp_path / "checker-cpu.md").read_text(encoding="utf-8")
-    assert "| set | golds | checks/s | checks/core-s | p50 ms | p99 ms | worst ms |" in page
-    rows = re.findall(r"^\| (\w+) \| (\d+) \| [\d,]+ \| [\d,]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
-    assert [(name, count) for name, count, *_ in rows] == [("rationals", "100"), ("symbolic", "2")]
-    assert all(float(p50) <= float(p99) <= float(worst) for *_, p50, p99, worst in rows)
 
 
 def step_of_a_loop() -> float:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.common.pages import END, insert, mark
 from benchmarks.compressors import __main__ as command
 from benchmarks.compressors import forced, methods, pages, quality, records
 from sparse_rl_lightning import RolloutSampler, SamplingParams, compressors
@@ -54,13 +53,6 @@ def test_given_texts_see_what_a_rollout_sees(model: Any, compressor: Compressor)
     events = 0 if isinstance(compressor, FullKV) else 3 * len(range(14, 34, 4))
     if not isinstance(getattr(compressor, "budget_rule", None), Pyramid):
         assert len(given.timed.cuts) == events
-
-
-def test_full_cache_is_the_model(model: Any) -> None:
-    texts = torch.randint(2, 128, (2, 20))
-    given = forced.forced_logits(model, FullKV(), texts, [5, 5])
-    want = model(texts).logits[:, 4:-1]  # index t speaks of token t
-    torch.testing.assert_close(given.logits[:, 5:], want, atol=1e-4, rtol=1e-4)
 
 
 def test_every_shipped_compressor_is_measured(model: Any) -> None:
@@ -124,14 +116,6 @@ def test_lines_of_a_file_are_what_was_measured(tmp_path: Path) -> None:
     assert pages.chance_table({"": found.qualities}).untitled == pages.chance_table({"": own.qualities}).untitled
     assert math.isnan(found.qualities[0].accuracy)
     assert records.read(tmp_path / "none.jsonl") == {}
-
-
-def test_page_is_replaced_between_its_markers(tmp_path: Path) -> None:
-    page, begin = tmp_path / "page.md", mark("benchmarks.x")
-    page.write_text(f"above\n{begin}\nold\n{END}\nbelow\n")
-    for text in ("first", "second"):
-        insert(page, text, begin)
-    assert page.read_text() == f"above\n{begin}\n\nsecond\n\n{END}\nbelow\n"
 
 
 @pytest.mark.slow

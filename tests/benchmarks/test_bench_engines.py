@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.engines import __main__ as command
 from benchmarks.engines import rivals
-from benchmarks.engines.contest import OWN, WORKERS, Contender, Contest, Engine
+from benchmarks.engines.contest import OWN, WORKERS, Contender, Engine
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 TIMES = {
@@ -89,30 +89,6 @@ def test_a_rival_that_does_not_run_is_left_out_with_the_reason(
     assert "vLLM is left out in float32: ended; " in page
     assert "No module named 'vllm'" in page
     assert "| vLLM |" not in page
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.slow
-def test_a_rival_that_fails_between_its_turns_is_left_out_from_then_on(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {
-        rivals.FULL: Engine("ours.py", OWN, policy),
-        "rival": Engine("transformers_generate.py", interpreter(tmp_path), policy),
-    }
-    settings = {"dtype": "float32", "threads": 1, "budget": 16, "buffer": 8}
-    contest = Contest(found, settings, [[3, 4, 5, 6]] * 2, tmp_path, remarks := [])
-    try:
-        assert contest.seconds("rival", 4)
-        process = contest.running["rival"].process
-        process.kill()
-        assert contest.seconds("rival", 4) is None
-        assert list(found) == [rivals.FULL]
-        assert remarks[0].startswith(f"rival is left out in float32: ended; {tmp_path}/transformers_generate-full-")
-        assert process.poll() is not None
-        assert contest.seconds(rivals.FULL, 4)
-    finally:
-        contest.end()
 
 
 def test_what_cannot_be_made_is_left_out(policy: Path, tmp_path: Path) -> None:

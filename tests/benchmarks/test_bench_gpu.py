@@ -10,10 +10,10 @@ import sys
 import sysconfig
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from benchmarks import ROOT
 from benchmarks.gpu import __main__ as command
@@ -39,10 +39,13 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def test_what_has_succeeded_is_not_run_again(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a build, which looks itself at what is there, and what has other sources now."""
     step = python("count", f"print('again', file=open({str(tmp_path / 'count')!r}, 'a'))")
+    build = replace(python("build", f"print('again', file=open({str(tmp_path / 'builds')!r}, 'a'))"), is_needed=True)
     for _ in range(2):
-        assert run_all([step], ledger, minutes=25)
+        assert run_all([build, step], ledger, minutes=25)
     assert (tmp_path / "count").read_text() == "again\n"
+    assert (tmp_path / "builds").read_text() == "again\n" * 2
     monkeypatch.setattr(ledgers, "fingerprint", lambda folders: "other sources")
     assert run_all([step], Ledger(tmp_path, "cpu"), minutes=25)
     assert (tmp_path / "count").read_text() == "again\n" * 2
@@ -77,14 +80,6 @@ def test_nothing_is_run_behind_a_build_that_failed(ledger: Ledger, capsys: pytes
     assert not run_all([broken, later], ledger, minutes=25)
     assert "build: kernels: all other steps need it, so none of them is run." in capsys.readouterr().out
     assert ledger.read(later) == {}
-
-
-def test_a_build_is_asked_for_again_by_every_call(ledger: Ledger, tmp_path: Path) -> None:
-    code = f"print('again', file=open({str(tmp_path / 'count')!r}, 'a'))"
-    step = Step("build: kernels", (sys.executable, "-c", code), 1, is_needed=True)
-    for _ in range(2):
-        assert run_all([step], ledger, minutes=25)
-    assert (tmp_path / "count").read_text() == "again\n" * 2
 
 
 def test_what_a_machine_refuses_is_told_and_no_failure(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,21 +161,6 @@ def test_every_test_for_gpus_is_in_a_group() -> None:
             assert any(marked.search(file.read_text()) for file in files), path
 
 
-def test_collecting_a_test_for_gpus_that_is_in_no_group_is_an_error(tmp_path: Path) -> None:
-    for name in ("conftest.py", "gpu_files.py"):
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "tests" / name).write_bytes((ROOT / "tests" / name).read_bytes())
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['gpu: one']\npythonpath = ['.']\n")
-    lost = tmp_path / "tests" / "lost"
-    lost.mkdir()
-    (lost / "test_lost.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_one(): pass\n")
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(lost)]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "names in no group: tests/lost/test_lost.py" in done.stderr
-
-
 def test_there_is_no_gpu_here_or_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="no nvidia-smi here, so no GPU: --rehearse runs the steps on the CPU"):
@@ -195,27 +175,6 @@ def test_missing_packages_are_named() -> None:
     assert missing == ["no-such-package>=1", "torch>=99"]
     assert "typeshed-client" in found  # by the extra alone
     assert "typeshed-client" not in needs.needed_by(["jsonargparse"])[0]
-
-
-def test_wheels_are_installed_beside_until_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels, into = tmp_path / "wheels", tmp_path / "site"
-    for name, requires in (("outer_of_test", ["inner_of_test"]), ("inner_of_test", [])):
-        source = tmp_path / name
-        source.mkdir()
-        (source / "pyproject.toml").write_text(
-            '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
-            f'[project]\nname = "{name}"\nversion = "1"\ndependencies = {requires}\n'
-            "[tool.setuptools]\npackages = []\n", encoding="utf-8"
-        )  # fmt: skip
-        pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
-        subprocess.run([*pip, str(source)], check=True)
-    monkeypatch.setattr(needs, "wanted", lambda: ["outer-of-test>=1"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    needs.install(wheels, into)
-    assert needs.installed(Requirement("inner-of-test")) is not None
-    monkeypatch.setattr(needs, "wanted", lambda: ["outer-of-test>=2"])
-    with pytest.raises(SystemExit, match=r"Missing: outer-of-test>=2. Fill .* by make gpu-carry and bring it here"):
-        needs.install(wheels, into)
 
 
 def test_a_rise_is_judged_by_its_error() -> None:

@@ -96,22 +96,3 @@ def test_a_run_without_its_fault_is_no_trial(tmp_path: Path) -> None:
     assert (facts["survived"], facts["where"], facts["why"], facts["missed"]) == (False, "rollout", "made up", 2)
     assert len(set(draws)) == 3
     assert (tmp_path / "lost-7").is_dir()
-
-
-ENDS_BADLY = """
-import signal, sys
-from pathlib import Path
-from benchmarks.reliability.forks import Moment, Run
-from benchmarks.reliability.trials import Lost, strike
-try:
-    strike([Run(Path(sys.argv[1]), ["fit", "--config=none.yaml"])], 0, Moment("rollout", 0, 0.0), signal.SIGKILL)
-except Lost as lost:
-    print("LOST", lost.args[1])
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_badly_before_its_fault_is_lost(tmp_path: Path) -> None:
-    """It has no configuration, and never comes to its first rollout."""
-    done = subprocess.run([sys.executable, "-c", ENDS_BADLY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert "LOST before the signal it ended with status [2]" in done.stdout, done.stdout + done.stderr

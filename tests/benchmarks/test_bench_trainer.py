@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.trainer.__main__ import HEADER, QUICK, once, table
 from benchmarks.trainer.contenders import DENSE, PLAIN, SPARSE, TRL, measure
 from benchmarks.trainer.stages import PREPARE, RESCORING, ROLLOUT, Measured, Stages
@@ -80,17 +76,6 @@ def test_trl_runs_once(tmp_path: Path) -> None:
     (tmp_path / "log.txt").unlink()
     assert once(TRL, setting, 1, tmp_path) == run
     assert not (tmp_path / "log.txt").exists()
-
-
-@needs_proc
-@pytest.mark.slow  # five processes that import torch
-def test_a_quick_run_saves_a_table(tmp_path: Path) -> None:
-    needs_trl()
-    command = [sys.executable, "-m", "benchmarks.trainer", "--quick", "--threads=1", f"--save={tmp_path}"]
-    subprocess.run([*command, f"--work={tmp_path}/work"], cwd=ROOT, check=True, capture_output=True, text=True)
-    page = (tmp_path / "trainer-cpu.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (TRL|SparseGRPO, \w+|plain loop) \|.*\|$", page, re.MULTILINE)
-    assert rows == [TRL, DENSE, SPARSE, PLAIN]
 
 
 def needs_trl() -> None:
