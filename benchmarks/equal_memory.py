@@ -13,7 +13,6 @@ backward pass. From that follow the steps of an hour, with all samples learned f
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import REAL
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio
 from examples.stories import Stories
@@ -181,23 +181,17 @@ def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, "equal-memory-cpu.md", threads=2, rounds=2, quick=True)
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="few tokens: numbers without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the table as equal-memory-cpu.md")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    torch.set_num_threads(args.threads)
     model, tokenizer = load_pretrained(str(args.policy), args.dtype)
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in Stories(num_words=20, num_train=64).train_rows()])
     for tables in measured(model, prompts, QUICK if args.quick else USUAL, args.rounds):
         text = f"{machine('cpu')}. {args.policy.name} in {args.dtype}.\n\n" + "\n\n".join(map(str, tables))
-        if args.save:
-            save(args.save, "equal-memory-cpu", "benchmarks.equal_memory", text)
+        save(args.save, "equal-memory-cpu", "benchmarks.equal_memory", text)
     print(text)
 
 

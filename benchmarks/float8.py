@@ -9,13 +9,13 @@ between its markers in design.md.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.common import options
 from benchmarks.common.pages import insert, machine, mark
 from benchmarks.common.tables import Table
 from benchmarks.compressors.texts import default_stories, load
@@ -66,11 +66,10 @@ def measured(case: Case, table: Table) -> None:
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options.parser(__doc__, PAGE)
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
     parser.add_argument("--length", type=int, help="completion tokens, for a quick look")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE}")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     torch.set_num_threads(1)
     columns = ["model", "completion tokens", "keys and values", "k1", "k3", "P5"]
     table = Table("Eight bits", columns, f"{machine('cpu')}.")

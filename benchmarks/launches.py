@@ -11,18 +11,17 @@ often whole rollouts wait is counted with a tiny policy, whose tensors have valu
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from sparse_rl_lightning import RolloutSampler, SamplingParams
@@ -255,14 +254,12 @@ def tables(num_slots: int) -> list[Table]:
 
 def main() -> None:
     """Count, and print or save the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options.parser(__doc__, "launches.md")
     parser.add_argument("--slots", type=int, default=256, help="slots that decode at the same time")
-    parser.add_argument("--save", type=Path, help="folder of results")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     text = "\n\n".join([f"Counted, not timed: {machine('cpu')}.", *map(str, [*tables(args.slots), table_of_waits()])])
     print(text)
-    if args.save:
-        save(args.save, "launches", "What the host asks of a GPU", text)
+    save(args.save, "launches", "What the host asks of a GPU", text)
 
 
 if __name__ == "__main__":

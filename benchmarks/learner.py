@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import ROOT
+from benchmarks.common import options
 from benchmarks.common.memory import forget_peak, resident_bytes
 from benchmarks.common.pages import machine, page_name, save
 from benchmarks.common.tables import Table
@@ -159,17 +160,12 @@ def memory_table(sizes: Sizes) -> Table:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = options.parser(__doc__, "learner-<device>.md", device=options.here(), threads=2, quick=True)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int, default=256, help="of the hidden states; a model's own on a GPU")
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--quick", action="store_true", help="toy sizes: seconds, numbers without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the table as learner-<device>.md")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options.parsed(parser)
     if args.work:
         work(args.work[0], Sizes(**json.loads(args.work[1])))
         return
@@ -177,8 +173,7 @@ def main() -> None:
     sizes = Sizes(vocabulary, tokens, args.width, chunk, args.device, args.dtype, args.threads)
     page = f"{machine(args.device)}\n\n{memory_table(sizes)}"
     print(page)
-    if args.save:
-        save(args.save, page_name("learner", args.device), "benchmarks.learner", page)
+    save(args.save, page_name("learner", args.device), "benchmarks.learner", page)
 
 
 if __name__ == "__main__":

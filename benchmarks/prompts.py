@@ -9,7 +9,6 @@ ratio of multiplications that both ways need: products for every token, causal a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks import REAL
+from benchmarks.common import options
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.common.tables import Table, median_ratio, met
 from sparse_rl_lightning.logprobs import sequence_logprobs
@@ -94,14 +94,9 @@ def measured(policy: PreTrainedModel, case: Case, mixed: bool, rounds: int) -> l
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, PAGE, threads=1, rounds=3, quick=True)
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="few tokens: numbers without meaning")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE}")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options.parsed(parser)
     policy, _ = load_pretrained(str(args.policy), "float32")
     note = f"{machine('cpu')}. {args.policy.name}, medians of {args.rounds} rounds."
     table = Table("Prompts read once", HEADER, note)

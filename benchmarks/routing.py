@@ -9,14 +9,13 @@ markers in models.md.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.common import options
 from benchmarks.common.pages import insert, machine, mark
 from benchmarks.common.tables import Table
 from sparse_rl_lightning import Rollout, RolloutSampler, SamplingParams, replay_logprobs
@@ -82,10 +81,9 @@ def distance(logprobs: torch.Tensor, rollout: Rollout) -> tuple[str, str]:
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = options.parser(__doc__, PAGE)
     parser.add_argument("--length", type=int, default=100, help="completion tokens")
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE}")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     torch.set_num_threads(1)
     table = Table("Routing in 16 bits", COLUMNS, f"{machine('cpu')}.")
     for name in MODELS:

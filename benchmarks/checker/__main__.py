@@ -16,12 +16,12 @@ that are written otherwise, and puts the tables into a page, between its markers
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from random import Random
 
 from benchmarks.checker.conventions import conventions
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from exact_answers import MathChecker, compare, structure, text, values
@@ -84,14 +84,12 @@ def measure(found: Cases, checker: MathChecker) -> tuple[float, float, list[floa
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, "checker-cpu.md", quick=True)
     parser.add_argument("--data", help="folder of the published files")
     parser.add_argument("--workers", type=int, default=1, help="processes for math-verify")
-    parser.add_argument("--quick", action="store_true", help="few answers, to see that it runs")
-    parser.add_argument("--save", type=Path, help="folder for checker-cpu.md")
     parser.add_argument("--outputs", type=Path, help="folder of outputs, as the evaluation of Qwen2.5-Math writes them")
     parser.add_argument("--page", type=Path, help="page that gets the tables of the conventions")
-    arguments = parser.parse_args()
+    arguments = options.parsed(parser)
     if arguments.outputs is not None:
         if arguments.data is None:
             parser.error("--outputs needs --data, the folder of the published benchmarks")
@@ -115,8 +113,7 @@ def main() -> None:
         shown = (times[len(times) // 2], times[int(0.99 * (len(times) - 1))], times[-1])
         table.add(name, str(len(golds)), f"{rate:,.0f}", f"{core_rate:,.0f}", *(f"{value:.2f}" for value in shown))
     print(table)
-    if arguments.save is not None:
-        save(arguments.save, "checker-cpu", "Checking answers", str(table))
+    save(arguments.save, "checker-cpu", "Checking answers", str(table))
 
 
 if __name__ == "__main__":

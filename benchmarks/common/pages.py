@@ -48,9 +48,10 @@ def page_name(what: str, device: str) -> str:
     return f"gpu-{what}" if device == "cuda" else f"{what}-{device}"
 
 
-def save(folder: Path, name: str, title: str, text: str) -> None:
-    """Write a page of tables; whoever is stopped leaves the last page that was whole."""
-    write_whole(folder / f"{name}.md", f"# {title}\n\n{text}\n")
+def save(folder: Path | None, name: str, title: str, text: str) -> None:
+    """Write a page of tables where a folder is given; whoever is stopped leaves the last page that was whole."""
+    if folder is not None:
+        write_whole(folder / f"{name}.md", f"# {title}\n\n{text}\n")
 
 
 def mark(writer: str, block: str = "") -> str:

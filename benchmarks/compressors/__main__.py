@@ -23,9 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from benchmarks import ROOT
+from benchmarks.common import options
 from benchmarks.common.pages import insert, machine, mark, say
 from benchmarks.compressors import records
 from benchmarks.compressors.methods import PYRAMID_BETA
@@ -124,21 +123,17 @@ def page(found: Sequence[Measured]) -> str:
 
 def main() -> None:
     """Measure, and print or save the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, f"{PAGE} and {PICTURE}", threads=2, quick=True)
     parser.add_argument("--policy", type=Path, default=default_policy(), help="the quickstart's policy")
     parser.add_argument("--reductions", type=Path, default=ROOT / "runs" / "warmup_reduction" / "policy")
     parser.add_argument("--countdown", type=Path, default=ROOT / "runs" / "warmup_countdown" / "policy")
     parser.add_argument("--stories", type=Path, default=default_stories(), help="a folder with stories260K")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="random weights, toy sizes: nothing is kept")
     parser.add_argument("--kept", type=Path, default=KEPT, help="a line per task; those measured now are replaced")
     parser.add_argument(
         "--finished", action="store_true", help="measure nothing: write what earlier calls have measured"
     )
-    parser.add_argument("--save", type=Path, help=f"folder of {PAGE} and {PICTURE}")
     parser.add_argument("--remark", default="", help="a sentence about the machine")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options.parsed(parser)
     lines = {} if args.quick else records.read(args.kept)
     found = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
     place = f"{machine('cpu')}. {args.remark}".strip()

@@ -15,10 +15,10 @@ import statistics
 import subprocess
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig
 
 from benchmarks import REAL, ROOT
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio, met
 from benchmarks.engines.contest import Contest, Engine
@@ -108,19 +108,15 @@ def comparisons(dtype: str, tokens: int, name: str, times: Times) -> list[tuple[
 
 def main() -> None:
     """Measure, and print or save the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, "engines-cpu.md", threads=2, rounds=3)
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     parser.add_argument("--types", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--tokens", nargs="+", type=int, help="instead of the usual counts")
     parser.add_argument("--rivals", nargs="*", default=list(RIVALS), choices=list(RIVALS))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "engines", help="environments and exported models"
     )
-    parser.add_argument("--save", type=Path, help="folder for the table as engines-cpu.md")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    given = options.parsed(parser)
     given.work, given.policy = given.work.absolute(), given.policy.absolute()
     given.work.mkdir(parents=True, exist_ok=True)
     found = engines(given.policy, given.work, given.rivals, remarks := list[str]())
@@ -136,8 +132,7 @@ def main() -> None:
             add_rows(table, dtype, tokens, times)
         heading = ", ".join([machine("cpu"), *versions, f"{given.rounds} round(s)."])
         text = "\n\n".join([heading, str(table), *remarks])
-        if given.save:
-            save(given.save, "engines-cpu", "benchmarks.engines", text)
+        save(given.save, "engines-cpu", "benchmarks.engines", text)
     print(text)
 
 

@@ -9,12 +9,11 @@ same, and how far log-probabilities of the same tokens are apart.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table, label
 from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts
@@ -56,19 +55,16 @@ def table(model: str, dtype: torch.dtype, batch: int, new_tokens: int, device: s
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser = options.parser(__doc__, "gpu-invariance.md", device="cuda")
     parser.add_argument("--model", default="1.5B", choices=list(SHAPES))
-    parser.add_argument("--save", type=Path, help="folder of the page gpu-invariance.md")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     batch, new_tokens = (8, 16) if args.model == "tiny" else (256, 128)
     text = machine(args.device)
     for dtype in (torch.float32, torch.bfloat16):
         before = text
         for found in table(args.model, dtype, batch, new_tokens, args.device):
             text = f"{before}\n\n{found}"
-            if args.save:
-                save(args.save, "gpu-invariance", "benchmarks.gpu.invariance", text)
+            save(args.save, "gpu-invariance", "benchmarks.gpu.invariance", text)
     print(text)
 
 

@@ -9,7 +9,6 @@ required. It fails unless the accuracy with the full cache has risen by more tha
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from experiments.runner.runs import CONFIGS, run_in
@@ -57,12 +57,9 @@ def table_of(summary: Mapping[str, Any], run: str) -> Table:
 
 def main() -> None:
     """Warm up, train, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser = options.parser(__doc__, "gpu-train.md", device="cuda", quick=True)
     parser.add_argument("--state", type=Path, default=Path("build/gpu"), help="folder of the runs")
-    parser.add_argument("--save", type=Path, help="folder of the page gpu-train.md")
-    parser.add_argument("--quick", action="store_true", help="a few steps, which need not learn")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     folder = args.state.absolute() / f"learning-{args.device}"
     for run in ("quickstart", "bf16"):
         shutil.rmtree(folder / "runs" / run, ignore_errors=True)
@@ -71,12 +68,11 @@ def main() -> None:
         fit(folder, "warmup", args.device, "--trainer.enable_progress_bar=false", *short)
     graphs = ["--model.rollout.cuda_graphs=require"] if args.device == "cuda" else []
     text, summaries = machine(args.device), dict[str, Any]()
-    for run, options in {"quickstart": (), "bf16": HALF}.items():
-        fit(folder, "quickstart", args.device, *graphs, *options, *short)
+    for run, changes in {"quickstart": (), "bf16": HALF}.items():
+        fit(folder, "quickstart", args.device, *graphs, *changes, *short)
         summaries[run] = json.loads((folder / "runs" / run / SUMMARY).read_text(encoding="utf-8"))["summary"]
         text += f"\n\n{table_of(summaries[run], run)}"
-        if args.save:
-            save(args.save, "gpu-train", "benchmarks.gpu.learning", text)
+        save(args.save, "gpu-train", "benchmarks.gpu.learning", text)
     print(text)
     judged = summaries["quickstart"]
     risen = rise(judged["before"]["dense"], judged["after"]["dense"], judged["held_out_problems"])

@@ -8,15 +8,14 @@ what the second takes longer is the price of compressions.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from benchmarks.rollout.clock import Clock
@@ -83,17 +82,14 @@ def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Tab
 
 def main() -> None:
     """Profile, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser = options.parser(__doc__, "gpu-profile.md", device="cuda")
     parser.add_argument("--model", default="1.5B", choices=list(SHAPES))
-    parser.add_argument("--save", type=Path, help="folder of the page gpu-profile.md")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     num_slots, budget = (8, 64) if args.model == "tiny" else (256, 512)
     text = machine(args.device)
     for table in tables(args.model, num_slots, budget, args.device):
         text += f"\n\n{table}"
-        if args.save:
-            save(args.save, "gpu-profile", "benchmarks.gpu.profile", text)
+        save(args.save, "gpu-profile", "benchmarks.gpu.profile", text)
     print(text)
 
 

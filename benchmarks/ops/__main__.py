@@ -14,13 +14,11 @@ copy, and times are the GPU's own, without the time to launch.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, page_name, save
 from benchmarks.common.tables import label
 from benchmarks.ops.drawing import drawing_rows
@@ -164,15 +162,11 @@ def rows_of(part: str, bench: Bench, dtype: torch.dtype, quick: bool) -> list[Ro
 
 def main() -> None:
     """Measure everything and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = options.parser(
+        __doc__, "ops-cpu.md, gpu-ops.md, or by its parts", device=options.here(), threads=2, rounds=15, quick=True
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="toy sizes of retrieval and draw, without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the table: ops-cpu.md, gpu-ops.md, or by its parts")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options.parsed(parser)
     torch.manual_seed(0)
     bench = Bench(args.device, args.rounds)
     heading, rows = machine(args.device), list[Row]()
@@ -181,8 +175,7 @@ def main() -> None:
         for part in args.parts:
             rows += rows_of(part, bench, dtype, args.quick)
             text = f"{heading}\n\n{comparison(rows).untitled}"
-            if args.save:
-                save(args.save, page_name("-".join(parts), args.device), "benchmarks.ops", text)
+            save(args.save, page_name("-".join(parts), args.device), "benchmarks.ops", text)
     print(text)
 
 

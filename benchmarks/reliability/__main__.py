@@ -16,7 +16,6 @@ import os
 if __name__ == "__main__":  # before torch: this process must have one thread to be copied
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-import argparse
 import json
 import random
 import shutil
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
 from benchmarks.reliability.faulty import STEPS, STRETCHES, write_config
@@ -110,35 +110,33 @@ def tables(trials: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run what is not finished, and print or save the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.parser(__doc__, "reliability-cpu.md")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/reliability"), help="folder of finished trials")
-    parser.add_argument("--save", type=Path, help="folder that gets reliability-cpu.md")
-    options = parser.parse_args()
-    os.environ["XDG_STATE_HOME"] = str(options.work.absolute() / "state")
+    args = options.parsed(parser)
+    os.environ["XDG_STATE_HOME"] = str(args.work.absolute() / "state")
     torch.set_num_threads(1)
-    record = options.work.absolute() / f"trials-{options.seed}.jsonl"
+    record = args.work.absolute() / f"trials-{args.seed}.jsonl"
     trials = [json.loads(line) for line in lines(record)]
     began, before, known = time.monotonic(), len(trials), {}
-    if before < options.faults:
-        known = {ranks: settings(options.work.absolute(), ranks) for ranks in {fault.ranks for fault in ORDER}}
-    for number in range(before, options.faults):
+    if before < args.faults:
+        known = {ranks: settings(args.work.absolute(), ranks) for ranks in {fault.ranks for fault in ORDER}}
+    for number in range(before, args.faults):
         fault = ORDER[number % len(ORDER)]
-        trial = one_trial(number, fault, options.seed, options.work.absolute(), known[fault.ranks])
+        trial = one_trial(number, fault, args.seed, args.work.absolute(), known[fault.ranks])
         trials.append(trial)
         with record.open("a") as file:
             file.write(json.dumps(trial) + "\n")
-        left = (time.monotonic() - began) / (len(trials) - before) * (options.faults - len(trials))
+        left = (time.monotonic() - began) / (len(trials) - before) * (args.faults - len(trials))
         state = "survived" if trial["survived"] else f"LOST: {trial['why']}"
         print(
-            f"{len(trials)}/{options.faults} {trial['fault']} ({trial['where']}): {state}; {left / 60:.0f} min left",
+            f"{len(trials)}/{args.faults} {trial['fault']} ({trial['where']}): {state}; {left / 60:.0f} min left",
             flush=True,
         )
-    text = tables(trials[: options.faults])
+    text = tables(trials[: args.faults])
     print(text)
-    if options.save is not None:
-        save(options.save, "reliability-cpu", "benchmarks.reliability", text)
+    save(args.save, "reliability-cpu", "benchmarks.reliability", text)
 
 
 if __name__ == "__main__":

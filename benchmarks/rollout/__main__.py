@@ -26,10 +26,10 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from benchmarks.common import options
 from benchmarks.common.pages import machine, page_name, save, say
 from benchmarks.common.tables import Table
 from benchmarks.rollout.cells import Grid, cells_table, memory_table
@@ -105,20 +105,16 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
 
 def main() -> None:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options.parser(
+        __doc__, "rollout-cpu.md, gpu-rollout.md", device=options.here(), threads=2, rounds=3, quick=True
+    )
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="shapes of cells, memory and whole")
     parser.add_argument("--long-rival", action="store_true", help="generate runs the other lengths too")
-    parser.add_argument("--quick", action="store_true", help="toy sizes, one round: seconds, numbers without meaning")
-    parser.add_argument("--save", type=Path, help="folder for the tables: rollout-cpu.md, gpu-rollout.md")
     parser.add_argument("--page", help="another name for the page")
-    args = parser.parse_args()
+    args = options.parsed(parser)
     if args.quick:
         args.rounds = 1
-    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
     heading = machine(args.device)
@@ -136,8 +132,7 @@ def main() -> None:
 
 def keep(args: argparse.Namespace, pages: Sequence[str]) -> None:
     """Write the page where one is wanted."""
-    if args.save:
-        save(args.save, args.page or page_name("rollout", args.device), "benchmarks.rollout", "\n\n".join(pages))
+    save(args.save, args.page or page_name("rollout", args.device), "benchmarks.rollout", "\n\n".join(pages))
 
 
 if __name__ == "__main__":

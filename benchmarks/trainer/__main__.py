@@ -26,9 +26,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from benchmarks import ROOT
+from benchmarks.common import options
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio, met
 from benchmarks.trainer.contenders import CONTENDERS, DENSE, PLAIN, SPARSE, TRL, measure
@@ -71,16 +70,11 @@ HEADER = (
 
 def main() -> None:
     """Measure what is not yet measured, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options.parser(__doc__, "trainer-cpu.md", threads=2, rounds=3, quick=True)
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--quick", action="store_true", help="toy sizes, one round: numbers without meaning")
     parser.add_argument("--work", type=Path, default=Path("runs/trainer"), help="folder of what is finished")
-    parser.add_argument("--save", type=Path, help="folder for the tables as trainer-cpu.md")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options.parsed(parser)
     if args.measure:
         name, setting, out = args.measure
         write_whole(Path(out), json.dumps(asdict(measure(name, Setting(**json.loads(setting))))))
@@ -99,8 +93,7 @@ def main() -> None:
     for case in cases:
         pages.append(str(table(case, runs(case, args.rounds, args.threads, args.work))))
         print(f"\n{pages[-1]}", flush=True)
-        if args.save:
-            save(args.save, "trainer-cpu", "benchmarks.trainer", "\n\n".join(pages))
+        save(args.save, "trainer-cpu", "benchmarks.trainer", "\n\n".join(pages))
 
 
 def runs(setting: Setting, rounds: int, threads: int, work: Path) -> dict[str, list[Measured]]:
