@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,9 @@ ONE_KIND = {  # by package: what a file of the kind that it collects defines a c
     "retrievers": {"Retriever"},
 }
 
+SYNTAX = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 PLACES = {"/root", "/work", "/tmp/bash_jobs.0", "/home/me", "/Users/me"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|work|tmp/bash_jobs\S*|home/\w+|Users/\w+)/")
 
@@ -50,9 +54,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def function_lengths(source: str) -> Iterator[tuple[str, int]]:
+def function_lengths(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Name and number of lines of every function's body, its docstring not counted."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -89,20 +93,21 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONG_FILES.get(name, MAX_FILE_LINES)} == {}
 
 
-def bases(path: Path) -> set[str]:
+def bases(tree: ast.Module) -> set[str]:
     """Names of the classes that a file's classes are made of."""
-    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return {ast.unparse(base).split(".")[-1] for node in classes for base in node.bases}
 
 
 def test_a_package_is_of_one_kind_or_small() -> None:
-    unlike: dict[str, int] = {}
-    for path in SOURCES:
-        package = path.parent.relative_to(ROOT).as_posix().removeprefix("sparse_rl_lightning/")
-        is_like = bases(path) & ONE_KIND.get(package, set()) or (package == "ops" and path.stem in SCHEMAS)
-        if path.stem not in ("__init__", "__main__") and not is_like:
-            unlike[package] = unlike.get(package, 0) + 1
-    assert {package: count for package, count in unlike.items() if count > MAX_UNLIKE_FILES} == {}
+    unlike = Counter[str]()
+    for name, tree in SYNTAX.items():
+        folder, _, file = name.removeprefix("sparse_rl_lightning/").rpartition("/")
+        stem = file.removesuffix(".py")
+        is_like = bases(tree) & ONE_KIND.get(folder, set()) or (folder == "ops" and stem in SCHEMAS)
+        if stem not in ("__init__", "__main__") and not is_like:
+            unlike[folder] += 1
+    assert {folder: count for folder, count in unlike.items() if count > MAX_UNLIKE_FILES} == {}
 
 
 def test_no_module_is_named_as_one_of_the_standard_library() -> None:
@@ -110,28 +115,16 @@ def test_no_module_is_named_as_one_of_the_standard_library() -> None:
     assert [name_of(path) for path in own] == []
 
 
-def test_length_of_a_function_is_its_code() -> None:
-    source = 'class C:\n  def f(\n    self,\n  ):\n    """Say\n    it."""\n    def g(): return 1\n\n    return g'
-    assert dict(function_lengths(source)) == {"f": 3, "g": 1}
-
-
 def test_functions_fit_a_screen() -> None:
-    lengths = {
-        f"{name_of(path)}::{name}": length
-        for path in SOURCES
-        for name, length in function_lengths(path.read_text(encoding="utf-8"))
-    }
+    source = 'class C:\n  def f(\n    self,\n  ):\n    """Say\n    it."""\n    def g(): return 1\n\n    return g'
+    assert dict(function_lengths(ast.parse(source))) == {"f": 3, "g": 1}
+    lengths = {f"{path}::{name}": n for path, tree in SYNTAX.items() for name, n in function_lengths(tree)}
     assert {name: n for name, n in lengths.items() if n > LONG_FUNCTIONS.get(name, MAX_FUNCTION_LINES)} == {}
 
 
 def test_public_names_have_docstrings() -> None:
-    bare = [
-        f"{name_of(path)}::{node.name}"
-        for path in SOURCES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if not node.name.startswith("_") and not ast.get_docstring(node)
-    ]
+    public = [(path, node) for path, tree in SYNTAX.items() for node in tree.body if isinstance(node, Definition)]
+    bare = [f"{path}::{node.name}" for path, node in public if node.name[0] != "_" and not ast.get_docstring(node)]
     assert bare == []
 
 
@@ -178,13 +171,15 @@ def test_the_public_hosts_workflow_runs_what_there_is() -> None:
 
 def test_messages_to_users_are_of_their_own_class() -> None:
     """The command line shows a UserError as one line, and a ValueError as the bug that it is."""
-    found = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in (ROOT / "sparse_rl_lightning").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ValueError"
+    calls = [
+        f"{path}:{node.lineno}"
+        for path, tree in SYNTAX.items()
+        for node in ast.walk(tree)
+        if path.startswith("sparse_rl_lightning/")
+        and isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "ValueError"
     ]
-    assert found == [], "raise UserError(message) there"
+    assert calls == [], "raise UserError(message) there"
 
 
 def test_what_needs_a_gpu_is_run_without_one_too() -> None:

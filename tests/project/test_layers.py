@@ -7,6 +7,7 @@ import graphlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,10 +144,11 @@ def find_imports(source: str, module: str, is_package: bool = False) -> list[Imp
     return finder.found
 
 
-IMPORTS = {
-    module: find_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-    for module, path in SOURCES.items()
-}
+def imports_of(files: dict[str, Path]) -> dict[str, list[Import]]:
+    return {m: find_imports(path.read_text("utf-8"), m, path.name == "__init__.py") for m, path in files.items()}
+
+
+IMPORTS = imports_of(SOURCES)
 
 
 def unit(module: str) -> str:
@@ -162,7 +164,13 @@ def resolve(target: str) -> str:
 
 
 def internal(module: str) -> list[tuple[Import, str]]:
-    return [(found, resolve(found.target)) for found in IMPORTS[module] if found.root == PACKAGE]
+    return [(name, resolve(name.target)) for name in IMPORTS[module] if name.root == PACKAGE]
+
+
+def importers(is_wrong: Callable[[str, Import], bool]) -> list[str]:
+    """Modules, lines and names of imports that break a rule."""
+    every = ((module, name) for module, names in IMPORTS.items() for name in names)
+    return [f"{module}:{name.line} imports {name.target}" for module, name in every if is_wrong(module, name)]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +197,11 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_imports_go_down() -> None:
-    upward = [
-        f"{module}:{found.line} imports {target}"
-        for module in SOURCES
-        for found, target in internal(module)
-        if ROWS[unit(target)] < ROWS[unit(module)] and found.target != f"{PACKAGE}.__version__"  # a plain string
-    ]
-    assert upward == []
+    def goes_up(module: str, name: Import) -> bool:
+        is_ours = name.root == PACKAGE and name.target != f"{PACKAGE}.__version__"  # a plain string
+        return is_ours and ROWS[unit(resolve(name.target))] < ROWS[unit(module)]
+
+    assert importers(goes_up) == []
 
 
 def test_no_import_cycles() -> None:
@@ -211,38 +217,34 @@ def test_the_answer_checker_stands_by_itself() -> None:
     """It imports nothing but Python's library and what it computes with, no circle, and the rewards alone import it."""
     paths = [path for path in sorted((FOLDER.parent / ANSWERS).rglob("*.py")) if path.parent.name != "tests"]
     files = {module_name(path): path for path in paths}
-    imports = {
-        module: find_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
-        for module, path in files.items()
-    }
-    roots = {found.root for own in imports.values() for found in own} - set(sys.stdlib_module_names)
-    assert roots == {ANSWERS, "math_verify", "mpmath", "sympy"}
-    assert {one.root for own in imports.values() for one in own if not one.lazy} - set(sys.stdlib_module_names) == {
-        ANSWERS
-    }
-    own = {module: [one.target for one in found if one.root == ANSWERS] for module, found in imports.items()}
+    imports = imports_of(files)
+    every = [name for names in imports.values() for name in names if name.root not in sys.stdlib_module_names]
+    assert {name.root for name in every} == {ANSWERS, "math_verify", "mpmath", "sympy"}
+    assert {name.root for name in every if not name.lazy} == {ANSWERS}
     graph = {
-        module: {max((name for name in files if f"{target}.".startswith(f"{name}.")), key=len) for target in targets}
-        for module, targets in own.items()
-        if module != ANSWERS
-    }
+        module: {
+            max((file for file in files if f"{name.target}.".startswith(f"{file}.")), key=len)
+            for name in names if name.root == ANSWERS
+        }
+        for module, names in imports.items() if module != ANSWERS
+    }  # fmt: skip
     graphlib.TopologicalSorter(graph).prepare()
-    assert {unit(module) for module, found in IMPORTS.items() if any(one.root == ANSWERS for one in found)} == {
-        "rewards"
-    }
+    users = {unit(module) for module, names in IMPORTS.items() if any(name.root == ANSWERS for name in names)}
+    assert users == {"rewards"}
     loaded = "import exact_answers, sys; print({'torch', 'numpy', 'sympy', 'sparse_rl_lightning'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=FOLDER.parent)
     assert done.stdout == "set()\n", done.stderr
 
 
 def test_only_the_upper_parts_know_lightning() -> None:
-    strangers = [
-        f"{module}:{found.line} imports {found.target}"
-        for module, imports in IMPORTS.items()
-        for found in imports
-        if found.root in LIGHTNING and unit(module) not in KNOW_LIGHTNING
-    ]
-    assert strangers == []
+    assert importers(lambda module, name: name.root in LIGHTNING and unit(module) not in KNOW_LIGHTNING) == []
+
+
+def test_heavy_packages_are_imported_inside_functions() -> None:
+    def is_eager(module: str, name: Import) -> bool:
+        return name.root in LAZY and not (name.lazy or name.typing_only or module.startswith(OF_TRL))
+
+    assert importers(is_eager) == []
 
 
 def identifiers(source: str) -> set[str]:
@@ -259,35 +261,12 @@ def identifiers(source: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from transformers import AttentionInterface as A",
-        "from transformers.cache_utils import Cache",
-        "import transformers.masking_utils",
-        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS['x'] = f",
-    ],
-)
-def test_hooks_are_recognized(source: str) -> None:
-    assert identifiers(source) & HOOKS
-
-
 def test_one_file_knows_the_attention_hooks_and_one_the_cache() -> None:
     strangers = {
         module: sorted(identifiers(path.read_text(encoding="utf-8")) & HOOKS - KNOW_HOOKS.get(module, set()))
         for module, path in SOURCES.items()
     }
     assert {module: names for module, names in strangers.items() if names} == {}
-
-
-def test_heavy_packages_are_imported_inside_functions() -> None:
-    eager = [
-        f"{module}:{found.line} imports {found.target}"
-        for module, imports in IMPORTS.items()
-        for found in imports
-        if found.root in LAZY and not (found.lazy or found.typing_only or module.startswith(OF_TRL))
-    ]
-    assert eager == []
 
 
 def test_verl_is_known_to_its_modules_alone() -> None:
