@@ -45,9 +45,9 @@ COMPARISONS: dict[str, tuple[str, Sequence[Study]]] = {
 """Studies whose runs are drawn, and the module that keeps their lines."""
 
 
-def band(others: Sequence[float]) -> tuple[float, float]:
+def band(ends: Sequence[float]) -> tuple[float, float]:
     """Where 95 % of further runs end, by two others or more (Student's t)."""
-    middle, half = statistics.fmean(others), max(interval(others) * math.sqrt(len(others) + 1), LEAST)
+    middle, half = statistics.fmean(ends), max(interval(ends) * math.sqrt(len(ends) + 1), LEAST)
     return middle - half, middle + half
 
 
@@ -60,17 +60,17 @@ def judged(run: Run, again: Record, archive: Archive, runs: Sequence[Run]) -> bo
     """Whether a run that was run again is inside, with each cache, which is told."""
     arm = (run.arm, run.budget, run.settings.method)
     beside = [r for r in runs if (r.arm, r.budget, r.settings.method) == arm and r.seed != run.seed]
-    others = [record for record in map(archive.of, beside) if record is not None]
+    beside_it = [record for record in map(archive.of, beside) if record is not None]
     first, is_good = archive.of(run), True
     for cache in sorted(again.evaluations[-1].keys() - {"rollouts"}):
         before, value = end(first, cache), end(again, cache)
-        low, high = band([end(record, cache) for record in others]) if len(others) > 1 else (before, before)
+        low, high = band([end(record, cache) for record in beside_it]) if len(beside_it) > 1 else (before, before)
         is_inside = abs(value - before) <= LEAST or low <= value <= high
         says = "inside" if is_inside else "OUTSIDE"
         if low <= 0.0 and high >= 1.0:
             says = "which its arm cannot judge"
         name = "full cache" if cache == "dense" else f"budget {cache}"
-        bounds = f"{len(others)} others allow {low:.3f} to {high:.3f}"
+        bounds = f"{len(beside_it)} others allow {low:.3f} to {high:.3f}"
         say(f"{run.key}, {name}: {value:.3f} again, {before:.3f} before; {bounds}: {says}")
         is_good = is_good and is_inside
     return is_good

@@ -29,14 +29,16 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def add_options(parser: argparse.ArgumentParser, name: str, page: str = "") -> None:
+def parser_of(about: str | None, name: str, page: str = "") -> argparse.ArgumentParser:
     """The options of a benchmark that goes on where it was stopped: folders, the file of lines, and its page if any."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, one thread each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="folder of the runs")
     parser.add_argument("--kept", type=Path, default=ROOT / "benchmarks" / "results" / f"{name}.jsonl")
     parser.add_argument("--finished", action="store_true", help="run nothing: write what earlier calls have finished")
     if page:
         parser.add_argument("--save", type=Path, help=f"folder of {page} and its pictures")
+    return parser
 
 
 def known_as(text: str) -> str:

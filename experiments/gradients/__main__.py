@@ -11,7 +11,6 @@ is a line in --kept, a file of the repository, and is not measured again.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -74,10 +73,9 @@ def main(
     trained: Callable[[Path, Sequence[str], int], dict[str, Path]],
 ) -> None:
     """Train, measure, and print every line."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kept.parser_of(about, name)
     parser.add_argument("--weights", nargs="+", choices=weights, default=weights, help="policies to measure at")
     parser.add_argument("--chunks", type=int, default=samples.chunks, help=f"of {samples.prompts} prompts, 8 samples")
-    kept.add_options(parser, name)
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = kept.read(args.kept)

@@ -29,8 +29,8 @@ class Estimate:
     width: float
 
     def __str__(self) -> str:
-        known = math.isfinite(self.value) and math.isfinite(self.width)
-        return f"{self.value:.2f} ± {self.width:.2f}" if known else "–"  # noise left no length to divide by
+        is_finite = math.isfinite(self.value) and math.isfinite(self.width)
+        return f"{self.value:.2f} ± {self.width:.2f}" if is_finite else "–"  # noise left no length to divide by
 
 
 def crossed(products: Tensor) -> Tensor:

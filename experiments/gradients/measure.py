@@ -87,10 +87,10 @@ def lines_of(weights: str, folder: str, samples: Samples, cases: tuple[Case, ...
         lines += [
             {
                 "weights": weights, "method": method, "budget": budget, "variant": variant,
-                **{measure.__name__: asdict(estimate(measure, products, 0, place)) for measure in MEASURES},
+                **{measure.__name__: asdict(estimate(measure, products, 0, number)) for measure in MEASURES},
                 **statistics, "samples": asdict(samples), "machine": machine("cpu"),
             }
-            for place, variant in enumerate((FULL, *compressed))
+            for number, variant in enumerate((FULL, *compressed))
         ]  # fmt: skip
     return lines
 

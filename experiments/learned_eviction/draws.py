@@ -39,13 +39,13 @@ def ordered_logprob(logits: Tensor, order: Tensor) -> Tensor:
         logits: Logits (..., N), -inf for entries that cannot be drawn.
         order: Indices (..., M) of the entries in the order they were drawn, -1 behind the last.
     """
-    drawn, there = order >= 0, logits.clamp(NOWHERE, -NOWHERE)  # finite, so that gradients are
-    own = there.gather(-1, order.clamp(min=0)).masked_fill(~drawn, NOWHERE)
+    drawn, finite = order >= 0, logits.clamp(NOWHERE, -NOWHERE)  # finite, so that gradients are
+    of_drawn = finite.gather(-1, order.clamp(min=0)).masked_fill(~drawn, NOWHERE)
     at = torch.zeros_like(logits, dtype=torch.int32).scatter_add(-1, order.clamp(min=0), drawn.to(torch.int32))
-    rest = there.masked_fill(at > 0, NOWHERE).logsumexp(dim=-1, keepdim=True)
+    rest = finite.masked_fill(at > 0, NOWHERE).logsumexp(dim=-1, keepdim=True)
     # what is left at each draw: those never drawn, those drawn later, and the one drawn
-    left = torch.cat([rest, own.flip(-1)], dim=-1).logcumsumexp(dim=-1)[..., 1:].flip(-1)
-    return torch.where(drawn, own - left, 0.0).sum(dim=-1)
+    left = torch.cat([rest, of_drawn.flip(-1)], dim=-1).logcumsumexp(dim=-1)[..., 1:].flip(-1)
+    return torch.where(drawn, of_drawn - left, 0.0).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class EvictionDraws:
         """All sequences in the order given, with room for the most events and evicted entries of any."""
         events, most = max(p.steps.shape[1] for p in parts), max(p.order.shape[-1] for p in parts)
         steps, orders, logprobs = [], [], []
-        for part in parts:
-            more = events - part.steps.shape[1]
-            steps.append(F.pad(part.steps, (0, more), value=-1))
-            orders.append(F.pad(part.order, (0, most - part.order.shape[-1], 0, 0, 0, 0, 0, more), value=-1))
-            logprobs.append(F.pad(part.logprobs, (0, 0, 0, 0, 0, more)))
+        for draws in parts:
+            more = events - draws.steps.shape[1]
+            steps.append(F.pad(draws.steps, (0, more), value=-1))
+            orders.append(F.pad(draws.order, (0, most - draws.order.shape[-1], 0, 0, 0, 0, 0, more), value=-1))
+            logprobs.append(F.pad(draws.logprobs, (0, 0, 0, 0, 0, more)))
         return cls(torch.cat(steps), torch.cat(orders), torch.cat(logprobs))
 
 
@@ -90,8 +90,8 @@ class Events:
         rows = sequences.repeat_interleave(record.num_steps)
         starts = record.num_steps.cumsum(0) - record.num_steps
         places = torch.arange(len(rows), device=rows.device) - starts[rows]
-        own = record.steps > prompt_lengths[rows]
-        return cls(rows[own], record.steps[own].long(), places[own])
+        behind_prompt = record.steps > prompt_lengths[rows]
+        return cls(rows[behind_prompt], record.steps[behind_prompt].long(), places[behind_prompt])
 
 
 @dataclass
@@ -103,8 +103,8 @@ class _Watch:
     death: Tensor | list[Tensor]  # (B, H, T) of each of the model's layers
     places: dict[int, int]  # of the layers that are evicted from, in the record
     events: Events
-    known: Tensor | None  # (S, L, H, M) positions in the order drawn
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
+    drawn: Tensor | None  # (S, L, H, M) positions in the order drawn
+    orders: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: (S, H), and the order (S, H, M)
     hidden: Tensor | None = None  # (B, T, E) of the layer that runs, if the scores are made of it
 
     def watching(self, model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -119,20 +119,20 @@ class _Watch:
         if layer not in self.places:  # it has a window
             return
         if not len(self.events.rows):
-            self.found.append((query.new_zeros(0, key.shape[1]), self.death[layer].new_zeros(0, key.shape[1], 0)))
+            self.orders.append((query.new_zeros(0, key.shape[1]), self.death[layer].new_zeros(0, key.shape[1], 0)))
             return
         state, died = self._state(layer, query, key, value, scale)
         logits = self.compressor.logits(state)
-        if self.known is None:
+        if self.drawn is None:
             order = _drawn_order(logits.detach(), died, state)
         else:
-            order = _entries_of(self.known[:, self.places[layer]], state)
+            order = _entries_of(self.drawn[:, self.places[layer]], state)
         positions = state.positions.gather(-1, order.clamp(min=0)).masked_fill(order < 0, -1)
-        self.found.append((ordered_logprob(logits, order), positions.to(torch.int32)))
+        self.orders.append((ordered_logprob(logits, order), positions.to(torch.int32)))
 
     def _state(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[LayerState, Tensor]:
         """What the compressor saw at every event, in the form of slots, and which entries (S, H, N) it evicted."""
-        rows, steps, own = self.events.rows, self.events.steps, self.compressor
+        rows, steps, compressor = self.events.rows, self.events.steps, self.compressor
         death = self.death[layer][rows]  # (S, H, T)
         index = torch.arange(death.shape[-1], device=death.device)
         alive = (index < steps[:, None, None]) & (death >= steps[:, None, None])
@@ -141,7 +141,7 @@ class _Watch:
         valid = alive.gather(-1, positions)
         heads = torch.arange(death.shape[1], device=death.device)
         entries = rows[:, None, None], heads[:, None], positions
-        places = steps[:, None] - 1 - torch.arange(own.num_queries, device=death.device)  # newest first
+        places = steps[:, None] - 1 - torch.arange(compressor.num_queries, device=death.device)  # newest first
         groups = torch.arange(query.shape[1], device=death.device)
         queries = query[rows[:, None, None], groups[:, None], places.clamp(min=0)[:, None]]
         prompts, numbers, turns = self.rollout.prompt_lengths[rows], self.rollout.keys, self.rollout.turns
@@ -163,11 +163,11 @@ class _Watch:
         if state:
             lengths = torch.full(shape[:2], shape[2], dtype=torch.int32, device=device)
             positions = torch.arange(shape[2], device=device).expand(shape[0], -1)
-            asked = {} if self.hidden is None else {"hidden_states": self.hidden.to(torch.float32)}
+            inputs = {} if self.hidden is None else {"hidden_states": self.hidden.to(torch.float32)}
             prompts = self.rollout.prompt_lengths
             with torch.autocast(device.type, enabled=False):
                 self.compressor.update_state(
-                    StateUpdate(state, {}, lengths, positions, key, value, prompts, layer, asked)
+                    StateUpdate(state, {}, lengths, positions, key, value, prompts, layer, inputs)
                 )
         return state
 
@@ -183,8 +183,8 @@ def _drawn_order(logits: Tensor, died: Tensor, state: LayerState) -> Tensor:
 def _entries_of(positions: Tensor, state: LayerState) -> Tensor:
     """Indices (S, H, M) among the entries of the tokens at these positions, -1 stays."""
     ordered = state.positions.masked_fill(~state.valid, torch.iinfo(torch.int64).max)
-    found = torch.searchsorted(ordered.contiguous(), positions.clamp(min=0).long().contiguous())
-    return found.masked_fill(positions < 0, -1)
+    entries = torch.searchsorted(ordered.contiguous(), positions.clamp(min=0).long().contiguous())
+    return entries.masked_fill(positions < 0, -1)
 
 
 def _attend(
@@ -218,9 +218,9 @@ def draw_statistics(
     """
     evictions = replayable(model, rollout)
     death, events = deaths_by_layer(model.config, evictions), Events.of(evictions, rollout.prompt_lengths)
-    places = {layer: place for place, layer in enumerate(recorded_layers(model.config, evictions))}
-    known = None if draws is None else draws.order[events.rows, events.places]
-    watch = _Watch(compressor, rollout, death, places, events, known)
+    places = {layer: number for number, layer in enumerate(recorded_layers(model.config, evictions))}
+    drawn = None if draws is None else draws.order[events.rows, events.places]
+    watch = _Watch(compressor, rollout, death, places, events, drawn)
     with attention_implementation(model, DRAWS), watch.watching(model):
         logprobs, entropy = sequence_logprobs(
             model, rollout.sequences, rollout.completion_mask, draws=watch, routing=rollout.routing, **head
@@ -231,14 +231,13 @@ def draw_statistics(
 
 def _collected(watch: _Watch, count: int, events: int) -> EvictionDraws:
     """By sequence and event, with room for so many events."""
-    rows, place, layers = watch.events.rows, watch.events.places, len(watch.found)
-    logprobs = torch.stack([own for own, _ in watch.found], dim=1)  # (S, L, H)
-    most = max(order.shape[-1] for _, order in watch.found)
-    orders = [F.pad(order, (0, most - order.shape[-1]), value=-1) for _, order in watch.found]
+    cells, layers = (watch.events.rows, watch.events.places), len(watch.orders)
+    logprobs = torch.stack([of_layer for of_layer, _ in watch.orders], dim=1)  # (S, L, H)
+    most = max(order.shape[-1] for _, order in watch.orders)
+    orders = [F.pad(order, (0, most - order.shape[-1]), value=-1) for _, order in watch.orders]
     heads = logprobs.shape[-1]
-    steps = rows.new_full((count, events), -1)
-    steps[rows, place] = watch.events.steps
-    order = torch.full((count, events, layers, heads, most), -1, dtype=torch.int32, device=rows.device)
-    order[rows, place] = torch.stack(orders, dim=1)
-    own = logprobs.new_zeros(count, events, layers, heads)
-    return EvictionDraws(steps, order, own.index_put((rows, place), logprobs))
+    steps = cells[0].new_full((count, events), -1)
+    steps[cells] = watch.events.steps
+    order = torch.full((count, events, layers, heads, most), -1, dtype=torch.int32, device=steps.device)
+    order[cells] = torch.stack(orders, dim=1)
+    return EvictionDraws(steps, order, logprobs.new_zeros(count, events, layers, heads).index_put(cells, logprobs))

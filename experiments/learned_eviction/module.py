@@ -37,13 +37,13 @@ class TrainedNetwork(ScoreNetwork):
     @classmethod
     def like(cls, network: ScoreNetwork) -> Self:
         """A copy of a network."""
-        own = cls(network.sizes, network.bias.shape[-1])
-        own.load_state_dict(network.state_dict())
-        return own
+        copy = cls(network.sizes, network.bias.shape[-1])
+        copy.load_state_dict(network.state_dict())
+        return copy
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the module to its device, but not to another type."""
-        super()._apply(lambda own: own.to(fn(own).device), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -128,11 +128,11 @@ class LearnedEvictionGRPO(ReplayGRPO):
 
     def parameter_groups(self) -> list[Any]:
         """The policy's parameters, and those of the compressor's network with their own learning rate."""
-        groups, own = super().parameter_groups(), self.network
-        if own is None:
+        groups, network = super().parameter_groups(), self.network
+        if network is None:
             return groups
         rate = {} if self.network_lr is None else {"lr": self.network_lr}
-        return [{"params": groups}, {"params": list(own.parameters()), **rate}]
+        return [{"params": groups}, {"params": list(network.parameters()), **rate}]
 
     def export(self, folder: str | Path, dtype: str | None = None) -> None:
         """Write policy and tokenizer, and the compressor's network beside them."""
@@ -156,10 +156,10 @@ class LearnedEvictionGRPO(ReplayGRPO):
         if self._reference:
             self._score_by_reference(rollout)
         with eval_mode(self.policy):
-            found = [self._statistics(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
-        rollout.old_logprobs = torch.cat([rollout.widened(logprobs) for logprobs, _, _ in found])
+            statistics = [self._statistics(micro) for micro in rollout.trimmed_parts(self.steps_per_generation)]
+        rollout.old_logprobs = torch.cat([rollout.widened(logprobs) for logprobs, _, _ in statistics])
         assert rollout.keys is not None
-        self.draws = EvictionDraws.cat([draws for _, _, draws in found])
+        self.draws = EvictionDraws.cat([draws for _, _, draws in statistics])
         self.draw_keys = rollout.keys[:, 1]
         correct(self, rollout)
         scored.seconds["rescoring"] = time.perf_counter() - start
@@ -179,21 +179,21 @@ class LearnedEvictionGRPO(ReplayGRPO):
         metrics = {**output.metrics, **term.metrics, "entropy": entropy[part.completion_mask].mean().detach()}
         total = output.loss + self.eviction_weight * term.loss
         if self.network is not None:  # DDP waits for a gradient of every parameter, and there may be no draw to credit
-            total = total + sum(own.flatten()[:0].sum() for own in self.network.parameters())
+            total = total + sum(weight.flatten()[:0].sum() for weight in self.network.parameters())
         return LossOutput(total, metrics)
 
-    def _statistics(self, part: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:
+    def _statistics(self, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor, EvictionDraws]:
         options = self.learner.options
         return draw_statistics(
-            self.policy, part, self.drawn, self.draws_of(part), temperature=self.learner.temperature,
+            self.policy, rollout, self.drawn, self.draws_of(rollout), temperature=self.learner.temperature,
             chunk_size=options.head_chunk_size, head_in_float32=options.head_in_float32,
         )  # fmt: skip
 
-    def draws_of(self, part: Rollout) -> EvictionDraws | None:
+    def draws_of(self, rollout: Rollout) -> EvictionDraws | None:
         """The draws of these sequences as the policy before the update saw them, None if they are of no rollout yet."""
-        if self.draws is None or self.draw_keys is None or part.keys is None:
+        if self.draws is None or self.draw_keys is None or rollout.keys is None:
             return None
-        is_same = part.keys[:, 1, None] == self.draw_keys.to(part.keys.device)
+        is_same = rollout.keys[:, 1, None] == self.draw_keys.to(rollout.keys.device)
         return self.draws[is_same.int().argmax(dim=1)] if bool(is_same.any(dim=1).all()) else None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -48,9 +48,9 @@ def arms_table(results: Results) -> Table:
     for study in MAIN:
         for arm in study.arms:
             for budget in budgets if arm == DENSE else (study.budget,):
-                asked = columns[budget] if study.method == "SnapKV" else without_leads(columns[budget])
+                shown = columns[budget] if study.method == "SnapKV" else without_leads(columns[budget])
                 name = arm.label if study.method == "SnapKV" else f"{arm.label}, {study.method}"
-                add_row(table, results.of(study, arm, budget), asked, slot(budget), name)
+                add_row(table, results.of(study, arm, budget), shown, slot(budget), name)
     return table
 
 
@@ -77,7 +77,7 @@ def overview(results: Results) -> list[Table]:
     places = [whole.header.index(name, 1) for name in BRIEFLY]
     tables = []
     for size in dict.fromkeys(row[0] for row in whole.rows):
-        rows = [[row[place] for place in places] for row in whole.rows if row[0] == size]
+        rows = [[row[index] for index in places] for row in whole.rows if row[0] == size]
         tables.append(Table("", BRIEFLY, f"With {size} of the KV memory:", rows))
     return tables
 

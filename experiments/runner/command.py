@@ -57,8 +57,8 @@ class Program:
         tables = {name: write(results) for name, write in writers.items()}
         for name in set(names) - {group for group, _ in self.blocks.values()}:
             tables[name] = self.plain(results, self.groups[name])
-        several = {name: [own] if isinstance(own, Table) else own for name, own in tables.items()}
-        texts = {name: "\n\n".join(table.untitled for table in own if table.rows) for name, own in several.items()}
+        several = {name: [shown] if isinstance(shown, Table) else shown for name, shown in tables.items()}
+        texts = {name: "\n\n".join(table.untitled for table in some if table.rows) for name, some in several.items()}
         return {name: text for name, text in texts.items() if text}
 
     def save(self, texts: Mapping[str, str], folder: Path) -> None:
@@ -94,14 +94,13 @@ def main(program: Program, about: str | None) -> None:
 
 def parsed(program: Program, about: str | None) -> argparse.Namespace:
     """The arguments, checked."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kept.parser_of(about, program.name, ", ".join(dict.fromkeys(program.pages.values())))
     usual = [name for name in program.groups if name not in program.optional]
     parser.add_argument("--studies", nargs="+", choices=list(program.groups), default=usual)
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
     parser.set_defaults(policy=Path())
     if program.policy is not None:
         parser.add_argument("--policy", type=Path, default=program.policy, help="default: that of make real-model")
-    kept.add_options(parser, program.name, ", ".join(dict.fromkeys(program.pages.values())))
     args = parser.parse_args()
     unknown = set(args.seeds or ()) - {seed for study in program.studies(args.studies) for seed in study.seeds}
     if unknown:

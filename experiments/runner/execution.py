@@ -22,8 +22,8 @@ def execute(runs: Sequence[Run], archive: Archive, jobs: int, tidy: bool = False
     say(f"{len(runs) - len(waiting)} of {len(runs)} runs were finished before")
     if changed := sum(archive.is_of_other_code(run) for run in waiting):
         say(f"{changed} are run anew: their code has changed, or nobody noted which it was")
-    if others := archive.other_starts(waiting):
-        say(f"these begin from other weights than {', '.join(sorted(others))} of kept runs: keep their tables apart")
+    if starts := archive.other_starts(waiting):
+        say(f"these begin from other weights than {', '.join(sorted(starts))} of kept runs: keep their tables apart")
     minutes: list[float] = []
 
     def timed(run: Run) -> tuple[Run, float]:

@@ -172,9 +172,9 @@ def long_steps(run: Run) -> list[list[float]] | None:
 def binned(values: Sequence[float], middle: Callable[[Sequence[float]], float]) -> list[float]:
     """A curve of at most BINS points, each of an equal part of the values."""
     count = min(BINS, len(values))
-    edges = [round(place * len(values) / count) for place in range(count + 1)] if count else [0]
-    parts = [values[start:stop] for start, stop in pairwise(edges)]
-    return [middle([v for v in part if not math.isnan(v)] or [math.nan]) for part in parts]
+    edges = [round(number * len(values) / count) for number in range(count + 1)] if count else [0]
+    bins = [[v for v in values[start:stop] if not math.isnan(v)] for start, stop in pairwise(edges)]
+    return [middle(measured or [math.nan]) for measured in bins]
 
 
 def late_median(values: Sequence[float]) -> float:

@@ -153,8 +153,8 @@ class Run:
     def settings_hash(self) -> str:
         """Of what it is told, but for where it runs and what it is resumed from."""
         words = [word for word in self.command()[1:] if not word.startswith("--ckpt_path")]
-        for place in sorted((str(ROOT), str(self.settings.folder.parent)), key=len, reverse=True):
-            words = [word.replace(place, "") for word in words]
+        for folder in sorted((str(ROOT), str(self.settings.folder.parent)), key=len, reverse=True):
+            words = [word.replace(folder, "") for word in words]
         return hashed("\n".join(words))
 
     @cached_property
@@ -219,7 +219,7 @@ class Run:
         """
         if self.folder.exists() and not self._has_this_code:
             places = (self.folder.with_name(f"{self.folder.name}~{number}") for number in count(1))
-            aside = next(place for place in places if not place.exists())
+            aside = next(folder for folder in places if not folder.exists())
             say(f"{self.folder.name}: its configuration or code has changed; it is run anew, was {aside.name}")
             self.folder.rename(aside)
         if not self.is_finished:

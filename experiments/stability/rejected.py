@@ -9,7 +9,6 @@ of the repository, and is not measured again unless the code of its run has chan
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -103,8 +102,7 @@ def table(lines: Lines) -> Table:
 
 def main() -> None:
     """Measure what is missing, and print every line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kept.add_options(parser, "rejected")
+    parser = kept.parser_of(__doc__, "rejected")
     parser.set_defaults(runs=ROOT / "runs" / "stability")
     args = parser.parse_args()
     lines = kept.read(args.kept)
