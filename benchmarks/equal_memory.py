@@ -81,9 +81,7 @@ class Run:
 
 def caches(sizes: Sizes) -> dict[str, Compressor]:
     """Caches by their names."""
-    own = {"budget": sizes.budget, "buffer": sizes.buffer}
-    label = f"{sizes.budget} + {sizes.buffer}"
-    return {"FullKV": FullKV(), f"RKV {label}": RKV(**own)}
+    return {"FullKV": FullKV(), f"RKV {sizes.budget} + {sizes.buffer}": RKV(sizes.budget, buffer=sizes.buffer)}
 
 
 def rolled_out(sampler: RolloutSampler, prompts: list[list[int]], sizes: Sizes, seed: int, drawn: int = 0) -> Run:
@@ -92,9 +90,9 @@ def rolled_out(sampler: RolloutSampler, prompts: list[list[int]], sizes: Sizes, 
     longest = max(map(len, prompts))
     slots = sampler.engine_key(params, drawn or 10**6, longest, before=sampler.memory_plan).size.num_slots
     count = drawn or sizes.waves * slots
-    asked = (prompts * (count // len(prompts) + 1))[:count]
+    repeated = (prompts * (count // len(prompts) + 1))[:count]
     start = time.perf_counter()
-    rollout = sampler.generate(asked, params)
+    rollout = sampler.generate(repeated, params)
     seconds = time.perf_counter() - start
     assert rollout.kv is not None
     return Run(slots, count, int(rollout.completion_lengths.sum()), seconds, rollout.kv.peak_bytes)
@@ -113,28 +111,28 @@ def measured(model: PreTrainedModel, prompts: list[list[int]], sizes: Sizes, rou
     """All caches in turns; the tables after every round."""
     limit, longest = full_bytes(model, prompts, sizes), max(map(len, prompts))
     learner: list[float] = []
-    found, steps = ({name: list[Run]() for name in caches(sizes)} for _ in range(2))
+    whole, steps = ({name: list[Run]() for name in caches(sizes)} for _ in range(2))
     for turn in range(rounds):
         for name, compressor in list(caches(sizes).items())[:: 1 if turn % 2 == 0 else -1]:
             sampler = RolloutSampler(model, compressor, memory_limit=limit + 1)
-            found[name].append(rolled_out(sampler, prompts, sizes, seed=turn))
+            whole[name].append(rolled_out(sampler, prompts, sizes, seed=turn))
             steps[name].append(rolled_out(sampler, prompts, sizes, turn, sizes.drawn))
-            say(f"round {turn + 1}, {name}: {found[name][-1]}, a step's: {steps[name][-1]}")
-        last = [runs[-1] for runs in found.values()]
+            say(f"round {turn + 1}, {name}: {whole[name][-1]}, a step's: {steps[name][-1]}")
+        last = [runs[-1] for runs in whole.values()]
         mean = sum(run.tokens for run in last) // sum(run.sequences for run in last)
         learner.append(learner_seconds(model, longest + mean))
         memory = f"{limit / 2**20:,.0f} MiB of slots"
         lengths = f"prompts of at most {longest} tokens, completions of {sizes.least:,} to {sizes.most:,}"
         yield [
-            table(found, f"{memory}, {lengths}, {turn + 1} round(s)."),
+            table(whole, f"{memory}, {lengths}, {turn + 1} round(s)."),
             steps_table(steps, statistics.median(learner)),
         ]
 
 
-def table(found: dict[str, list[Run]], note: str) -> Table:
+def table(runs_of: dict[str, list[Run]], note: str) -> Table:
     """A cache each, beside the first."""
-    rows, full = Table(TITLE, HEADER, note), next(iter(found.values()))
-    for name, runs in found.items():
+    rows, full = Table(TITLE, HEADER, note), next(iter(runs_of.values()))
+    for name, runs in runs_of.items():
         ratio = median_ratio([run.rate for run in runs], [run.rate for run in full])
         rows.add(
             name, str(runs[0].slots), f"{runs[0].slots / full[0].slots:.1f}",
@@ -162,15 +160,15 @@ def learner_seconds(model: PreTrainedModel, length: int) -> float:
     return seconds
 
 
-def steps_table(found: dict[str, list[Run]], learner: float) -> Table:
+def steps_table(runs_of: dict[str, list[Run]], learner: float) -> Table:
     """Steps per hour by cache and by how many samples are learned from; each run draws a step's."""
-    full = next(iter(found.values()))
+    full = next(iter(runs_of.values()))
     drawn = full[0].sequences
     note = f"A step of {drawn} samples, all in flight where there are slots for them"
     rows = Table(STEPS_TITLE, STEPS_HEADER, f"{note}; the learner takes {learner:.1f} s a sequence, one at a time.")
-    for learned in (drawn // part for part in ONE_OF):
-        for name, runs in found.items():
-            steps = [[3600 / (run.seconds + learned * learner) for run in own] for own in (runs, full)]
+    for learned in (drawn // share for share in ONE_OF):
+        for name, runs in runs_of.items():
+            steps = [[3600 / (run.seconds + learned * learner) for run in timed] for timed in (runs, full)]
             rollout = statistics.median(run.seconds for run in runs)
             rows.add(
                 name, f"{rollout:,.0f}", f"{learned} of {drawn}", f"{learned * learner:,.0f}",

@@ -44,8 +44,8 @@ def cases(stories: Path, length: int | None) -> Iterator[Case]:
 def distance(logprobs: torch.Tensor, rollout: Rollout) -> list[str]:
     """k1 and k3 of these log-probs to the sampler's, and the 5th percentile of the ratio."""
     mask = rollout.completion_mask
-    found = mismatch_statistics(consistency_log_ratio(logprobs, rollout.sampler_logprobs, mask), mask)
-    k1, k3, p05 = (float(found[f"mismatch/{name}"]) for name in ("kl_k1", "kl_k3", "ratio_p05"))
+    statistics = mismatch_statistics(consistency_log_ratio(logprobs, rollout.sampler_logprobs, mask), mask)
+    k1, k3, p05 = (float(statistics[f"mismatch/{name}"]) for name in ("kl_k1", "kl_k3", "ratio_p05"))
     return [f"{k1:.2g}", f"{k3:.2g}", f"{p05:.3f}"]
 
 
@@ -54,14 +54,14 @@ def measured(case: Case, table: Table) -> None:
     """A row for each type of keys and values, and one for the compression."""
     name, policy, prompts, length = case
     params = SamplingParams(num_generations=8, max_completion_length=length, seed=5)
-    for kind in (None, *KINDS):
-        rollout = RolloutSampler(policy, METHOD, kv_dtype=kind).generate(prompts, params)
+    for storage in (None, *KINDS):
+        rollout = RolloutSampler(policy, METHOD, kv_dtype=storage).generate(prompts, params)
         tokens = f"{int(rollout.completion_mask.sum()):,}"
-        if kind is None:
+        if storage is None:
             dense = sequence_logprobs(policy, rollout.sequences, rollout.completion_mask)[0]
             table.add(name, tokens, "compression alone, float32", *distance(dense, rollout))
         else:
-            table.add(name, tokens, kind, *distance(replay_logprobs(policy, rollout), rollout))
+            table.add(name, tokens, storage, *distance(replay_logprobs(policy, rollout), rollout))
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ class Counts:
 
     def by_file(self) -> Counter[str]:
         """Launches by file."""
-        return Counter(place.split(":")[0] for (place, _), _ in self.log)
+        return Counter(line.split(":")[0] for (line, _), _ in self.log)
 
 
 @contextmanager
@@ -216,8 +216,10 @@ def table_of_waits() -> Table:
         ("48 sequences, 8 slots", 48, 8, {}),
         ("the same, stop strings", 48, 8, {"stop_strings": ("a", "Z")}),
     ):
-        found = whole(sequences, slots, **params)
-        table.add(name, f"{found.steps}", f"{found.idle}", f"{128 * found.idle / found.steps:.1f}", f"{found.behind}")
+        counts = whole(sequences, slots, **params)
+        table.add(
+            name, f"{counts.steps}", f"{counts.idle}", f"{128 * counts.idle / counts.steps:.1f}", f"{counts.behind}"
+        )
     return table
 
 
@@ -237,17 +239,17 @@ def tables(num_slots: int) -> list[Table]:
         "which fits into the second-level cache. All other launches are of numbers per slot: which token stands where.",
     )
     files = Table("Launches of a decode step by file", ["file", "launches"])
-    (_, shape), (_, other) = SHAPES.items()
-    for (name, run), (_, run_other) in zip(phases(shape, num_slots), phases(other, num_slots), strict=True):
-        found, more = run(), run_other()
-        assert len(found.log) == len(more.log), name
-        sizes = [f"{one.nbytes / 1e9:.2f}" for one in (found, more)]
-        phases_table.add(name, f"{len(found.log):,}", f"{found.num_own:,}", f"{found.waits.total():,}", *sizes)
+    (_, shape), (_, larger) = SHAPES.items()
+    for (name, run), (_, run_other) in zip(phases(shape, num_slots), phases(larger, num_slots), strict=True):
+        counts, more = run(), run_other()
+        assert len(counts.log) == len(more.log), name
+        sizes = [f"{counted.nbytes / 1e9:.2f}" for counted in (counts, more)]
+        phases_table.add(name, f"{len(counts.log):,}", f"{counts.num_own:,}", f"{counts.waits.total():,}", *sizes)
         if name.startswith("draw, "):
             logits = 2 * num_slots * shape["vocab_size"]  # in 16 bits
-            passes.add(name.removeprefix("draw, "), f"{len(found.log)}", f"{found.passes(logits)}", sizes[0])
+            passes.add(name.removeprefix("draw, "), f"{len(counts.log)}", f"{counts.passes(logits)}", sizes[0])
         elif name == "decode step":
-            for file, count in found.by_file().most_common():
+            for file, count in counts.by_file().most_common():
                 files.add(f"`{file}`", f"{count}")
     return [phases_table, passes, files]
 

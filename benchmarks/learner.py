@@ -87,19 +87,19 @@ def chunked(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int) -> tup
 WAYS: dict[str, Way] = {"plain": plain, "checkpointed": checkpointed, "chunked": chunked}
 
 
-def work(way: str, sizes: Sizes) -> None:
+def work(method: str, sizes: Sizes) -> None:
     """One forward and backward pass."""
     dtype = getattr(torch, sizes.dtype)
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(sizes.width, sizes.vocabulary, bias=False, dtype=dtype, device=sizes.device)
     hidden = torch.randn(sizes.tokens, sizes.width, generator=generator).to(sizes.device, dtype).requires_grad_()
     targets = torch.randint(sizes.vocabulary, (sizes.tokens,), generator=generator).to(sizes.device)
-    WAYS[way](head, hidden[:8], targets[:8], sizes.chunk)[0].sum().backward()
+    WAYS[method](head, hidden[:8], targets[:8], sizes.chunk)[0].sum().backward()
     head.weight.grad = hidden.grad = None
 
     before = _held(sizes.device, reset=True)
     start = time.perf_counter()
-    WAYS[way](head, hidden, targets, sizes.chunk)[0].sum().backward()
+    WAYS[method](head, hidden, targets, sizes.chunk)[0].sum().backward()
     if sizes.device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
@@ -117,19 +117,19 @@ def _held(device: str, reset: bool = False) -> int:
     return resident_bytes(peak=not reset)
 
 
-def measure(way: str, sizes: Sizes) -> Measured:
+def measure(method: str, sizes: Sizes) -> Measured:
     """Run a way in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.learner", f"--threads={sizes.threads}", "--work", way]
+    command = [sys.executable, "-m", "benchmarks.learner", f"--threads={sizes.threads}", "--work", method]
     command.append(json.dumps(asdict(sizes)))
     out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return Measured(**json.loads(out.splitlines()[-1]))
 
 
-def measure_or_extrapolate(way: str, sizes: Sizes) -> Measured:
+def measure_or_extrapolate(method: str, sizes: Sizes) -> Measured:
     """As :func:`measure`, but on the line through two smaller batches where memory would run out."""
-    if way != "plain" or COPIES * 4 * sizes.tokens * sizes.vocabulary < _free(sizes.device) / 4:
-        return measure(way, sizes)
-    few, more = (measure(way, replace(sizes, tokens=sizes.tokens // n)) for n in (16, 8))
+    if method != "plain" or COPIES * 4 * sizes.tokens * sizes.vocabulary < _free(sizes.device) / 4:
+        return measure(method, sizes)
+    few, more = (measure(method, replace(sizes, tokens=sizes.tokens // n)) for n in (16, 8))
     slope = [more.peak - few.peak, more.seconds - few.seconds]  # of a sixteenth of the tokens
     return Measured(few.peak + 15 * slope[0], few.seconds + 15 * slope[1], extrapolated=True)
 
@@ -152,9 +152,9 @@ def memory_table(sizes: Sizes) -> Table:
         f"{4 * sizes.width * (sizes.vocabulary + sizes.tokens) / GIB:.2f} GiB in float32. ≈: continued from 1/16 and "
         "1/8 of the tokens.",
     )
-    for way in WAYS:
-        at_a_time = sizes.tokens if way == "plain" else min(sizes.chunk, sizes.tokens)
-        table.add(way, str(at_a_time), *measure_or_extrapolate(way, sizes).cells())
+    for method in WAYS:
+        at_a_time = sizes.tokens if method == "plain" else min(sizes.chunk, sizes.tokens)
+        table.add(method, str(at_a_time), *measure_or_extrapolate(method, sizes).cells())
     return table
 
 

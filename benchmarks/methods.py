@@ -80,14 +80,14 @@ def with_arguments(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def methods(part: str, folder: Path) -> list[str]:
     """The methods of a part as the command takes them; files for those with arguments are written into the folder."""
     sizes = SIZES | ({"num_sinks": 0} if part == "sinks" else {}) | ({"protect_prompt": True} if part == "kept" else {})
-    given = with_arguments(sizes)
-    found = []
-    for name in {"all": (*PLAIN, *given), "budgets": BEST[:4], "others": BEST[4:]}.get(part, BEST):
+    variants = with_arguments(sizes)
+    named = []
+    for name in {"all": (*PLAIN, *variants), "budgets": BEST[:4], "others": BEST[4:]}.get(part, BEST):
         path = folder / f"{name}.yaml"
-        if name in given:
-            write_whole(path, yaml.safe_dump(given[name]))
-        found.append(str(path) if name in given else name)
-    return found
+        if name in variants:
+            write_whole(path, yaml.safe_dump(variants[name]))
+        named.append(str(path) if name in variants else name)
+    return named
 
 
 def questions(data: Path, policy: Path, longest: int | None) -> list[dict[str, str]]:
@@ -115,22 +115,23 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--max_completion_length", default="512")
     parser.add_argument("--remark", default="", help="a sentence about the machine for the pages")
     parser.add_argument("--save", type=Path, help="folder of methods.json")
-    given = parser.parse_args(args)
+    options = parser.parse_args(args)
     torch.set_num_threads(1)
-    for part in given.parts:
-        folder = given.runs / part
-        rows = questions(given.data, given.policy, LENGTH_OF_KEPT if part in SHORT else None)[: int(given.problems)]
-        write_whole(folder / "questions.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for part in options.parts:
+        folder = options.runs / part
+        rows = questions(options.data, options.policy, LENGTH_OF_KEPT if part in SHORT else None)
+        lines = [json.dumps(row) + "\n" for row in rows[: int(options.problems)]]
+        write_whole(folder / "questions.jsonl", "".join(lines))
         usual = {**SIZES, "timed": 0, "dtype": "float32"}
-        own = [
+        arguments = [
             *(text for name, value in usual.items() for text in (f"--{name}", str(value))), *PARTS[part], "--as_chat",
-            "--policy", str(given.policy), "--data", str(folder / "questions.jsonl"), "--problems", given.problems,
-            "--max_completion_length", given.max_completion_length, "--output", str(folder),
+            "--policy", str(options.policy), "--data", str(folder / "questions.jsonl"), "--problems", options.problems,
+            "--max_completion_length", options.max_completion_length, "--output", str(folder),
         ]  # fmt: skip
-        benchmark([*methods(part, folder), *own])
-        if given.save:
+        benchmark([*methods(part, folder), *arguments])
+        if options.save:
             where = machine("cuda" if torch.cuda.is_available() else "cpu")
-            save_tables(given.runs, [part], given.save, given.policy.name, f"{where}. {given.remark}".strip())
+            save_tables(options.runs, [part], options.save, options.policy.name, f"{where}. {options.remark}".strip())
 
 
 def save_tables(runs: Path, parts: list[str], folder: Path, policy: str, measured_on: str) -> None:

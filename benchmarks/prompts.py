@@ -49,26 +49,26 @@ class Case(NamedTuple):
 
     def allowed(self, config: Any) -> float:
         """Multiplications of separate sequences over those of a prompt that is read once."""
-        own, p, c = self.samples, self.prompt, self.completion
+        samples, p, c = self.samples, self.prompt, self.completion
         width, head = config.hidden_size, config.hidden_size // config.num_attention_heads
         kv = 2 * head * config.num_key_value_heads
         products = width * (2 * width + kv + 3 * config.intermediate_size) * config.num_hidden_layers
         pair = 2 * width * config.num_hidden_layers  # a query and a key, its logit and its value
         of_prompt, of_completion = products * p + pair * p * p / 2, products * c + pair * (c * p + c * c / 2)
         of_completion += width * config.vocab_size * c
-        return own * (of_prompt + of_completion) / (of_prompt + own * of_completion)
+        return samples * (of_prompt + of_completion) / (of_prompt + samples * of_completion)
 
 
 CASES = (Case(64, 512, 8), Case(512, 256, 8), Case(1024, 256, 8))
 QUICK = (Case(24, 8, 2),)
 
 
-def seconds(policy: PreTrainedModel, way: Callable[[], tuple[Tensor, Tensor]], mixed: bool) -> float:
+def seconds(policy: PreTrainedModel, forward: Callable[[], tuple[Tensor, Tensor]], mixed: bool) -> float:
     """Of a forward and a backward pass."""
     policy.zero_grad()
     start = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        loss = way()[0].sum()
+        loss = forward()[0].sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return time.perf_counter() - start
 
@@ -80,16 +80,16 @@ def measured(policy: PreTrainedModel, case: Case, mixed: bool, rounds: int) -> l
         lambda: sequence_logprobs(policy, rollout.sequences, rollout.completion_mask),
         lambda: shared_statistics(policy, False, 1.0, 512, False, rollout),
     )
-    found: list[list[float]] = [[], []]
+    times: list[list[float]] = [[], []]
     for turn in range(rounds + 1):
-        for place in (0, 1) if turn % 2 else (1, 0):
-            own = seconds(policy, ways[place], mixed)
-            found[place] += [own] if turn else []  # the first warms up
-    ratio, allowed = median_ratio(*found), case.allowed(policy.config)
+        for which in (0, 1) if turn % 2 else (1, 0):
+            took = seconds(policy, ways[which], mixed)
+            times[which] += [took] if turn else []  # the first warms up
+    ratio, allowed = median_ratio(*times), case.allowed(policy.config)
     say(f"{case}, {'bfloat16' if mixed else 'float32'}: {ratio:.2f} of {allowed:.2f}")
-    kind = "bfloat16 autocast" if mixed else "float32"
+    label = "bfloat16 autocast" if mixed else "float32"
     share = ratio / allowed
-    return [*map(str, case), kind, f"{ratio:.2f}", f"{allowed:.2f}", f"{100 * share:.0f} %", met(share, GOAL)]
+    return [*map(str, case), label, f"{ratio:.2f}", f"{allowed:.2f}", f"{100 * share:.0f} %", met(share, GOAL)]
 
 
 def main() -> None:

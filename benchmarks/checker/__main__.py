@@ -54,8 +54,8 @@ def symbolic(count: int) -> list[str]:
 
 def cases(golds: list[str]) -> Cases:
     """Each gold with a right and with a wrong completion."""
-    others = golds[1:] + golds[:1]
-    answers = [*zip(golds, golds, strict=True), *zip(others, golds, strict=True)]
+    wrong = golds[1:] + golds[:1]
+    answers = [*zip(golds, golds, strict=True), *zip(wrong, golds, strict=True)]
     return [(rf"{FILLER}The answer is $\boxed{{{answer}}}$.", gold) for answer, gold in answers]
 
 
@@ -65,17 +65,17 @@ def forget() -> None:
         cached.cache_clear()
 
 
-def measure(found: Cases, checker: MathChecker) -> tuple[float, float, list[float]]:
+def measure(cases: Cases, checker: MathChecker) -> tuple[float, float, list[float]]:
     """Checks per second and per processor second of one call, and milliseconds of single checks, sorted."""
-    completions, golds = [c for c, _ in found], [g for _, g in found]
+    completions, golds = [c for c, _ in cases], [g for _, g in cases]
     checker.check([r"\boxed{6}"], [r"\sum_{k=1}^{3}k"])  # the processes are there
     forget()
     start, used = time.perf_counter(), time.process_time()
     checker.check(completions, golds)
-    rates = len(found) / (time.perf_counter() - start), len(found) / (time.process_time() - used)
+    rates = len(cases) / (time.perf_counter() - start), len(cases) / (time.process_time() - used)
     forget()
     times = []
-    for completion, gold in found:
+    for completion, gold in cases:
         start = time.perf_counter()
         checker.check([completion], [gold])
         times.append(1e3 * (time.perf_counter() - start))

@@ -78,7 +78,7 @@ def outputs(folder: Path, name: str, rows: list[dict[str, Any]]) -> Iterator[tup
 def kind_of(text: str, gold: str) -> str:
     """Which convention of the lenient answers pays a completion."""
     answer = extract_answer(text) or ""
-    return next(kind for kind, belongs in KINDS.items() if belongs(text, answer, gold))
+    return next(writing for writing, belongs in KINDS.items() if belongs(text, answer, gold))
 
 
 def on_outputs(data: MathBenchmarks, folder: Path, checker: MathChecker) -> tuple[Table, Table]:
@@ -90,26 +90,26 @@ def on_outputs(data: MathBenchmarks, folder: Path, checker: MathChecker) -> tupl
     apart: Counter[str] = Counter()
     total = 0
     for name in PUBLISHED:
-        found = list(outputs(folder, name, data.rows(name)))
-        if not found:
+        checked = list(outputs(folder, name, data.rows(name)))
+        if not checked:
             continue
-        cases = [case for case, _ in found]
+        cases = [case for case, _ in checked]
         verdicts = checker.check_both(*map(list, zip(*cases, strict=True)))  # type: ignore[arg-type]
-        shares = [100 * sum(v) / len(found) for v in ([s for _, s in found], *(verdicts[a] for a in CONVENTIONS))]
+        shares = [100 * sum(v) / len(checked) for v in ([s for _, s in checked], *(verdicts[a] for a in CONVENTIONS))]
         points = shares[2] - shares[1]
-        accuracies.add(name, f"{len(found):,}", *(f"{share:.2f}" for share in shares), f"{points:.2f}")
-        for (case, theirs), strict, lenient in zip(found, verdicts["strict"], verdicts["lenient"], strict=True):
+        accuracies.add(name, f"{len(checked):,}", *(f"{share:.2f}" for share in shares), f"{points:.2f}")
+        for (case, theirs), strict, lenient in zip(checked, verdicts["strict"], verdicts["lenient"], strict=True):
             gained.update([kind_of(*case[:2])] if lenient and not strict else [])
             apart.update(theirs=theirs and not lenient, ours=lenient and not theirs)
             apart.update(no_box=theirs and not lenient and "\\boxed" not in case[0])
-        total += len(found)
+        total += len(checked)
     accuracies.note = (
         f"Qwen2.5-Math's grader pays {apart['theirs']} outputs that lenient does not, {apart['no_box']} of them "
         f"without a box, where it takes the last number of the text; lenient pays {apart['ours']} the other way round."
     )
     worth = Table("Conventions", ["convention", "outputs it pays", "points of all"])
-    for kind in KINDS:
-        worth.add(kind, str(gained[kind]), f"{100 * gained[kind] / max(1, total):.3f}")
+    for writing in KINDS:
+        worth.add(writing, str(gained[writing]), f"{100 * gained[writing] / max(1, total):.3f}")
     return accuracies, worth
 
 
@@ -132,7 +132,7 @@ def conventions(data: str, folder: Path, page: Path | None) -> str:
     """The tables, written into a page between its markers where there is one."""
     checker, benchmarks = MathChecker(timeout=10.0), MathBenchmarks(data)
     parts = (*on_outputs(benchmarks, folder, checker), on_golds(benchmarks, checker))
-    text = "\n\n".join(part.untitled for part in parts)
+    text = "\n\n".join(table.untitled for table in parts)
     if page is not None:
         insert(page, text, BEGIN)
     return text

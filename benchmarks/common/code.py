@@ -29,20 +29,22 @@ ALWAYS = (losses, advantages, corrections)
 
 def code_of(*configs: Any) -> str:
     """Twelve characters that change with the code of these parts, wherever in the configurations they are named."""
-    known = {**vars(environments), **known_classes()}
-    named = {known.get(name) or _found(name) for config in configs for name in _texts(config)}
-    kinds = sorted((one for one in named if hasattr(one, "__qualname__")), key=lambda one: str(one.__qualname__))
-    deciding = [one for one in kinds if f"{one.__module__}.".startswith(DECIDING)]
+    shipped = {**vars(environments), **known_classes()}
+    named = {shipped.get(name) or _found(name) for config in configs for name in _texts(config)}
+    kinds = sorted(
+        (thing for thing in named if hasattr(thing, "__qualname__")), key=lambda thing: str(thing.__qualname__)
+    )
+    deciding = [thing for thing in kinds if f"{thing.__module__}.".startswith(DECIDING)]
     pure = [said(Path(str(module.__file__)).read_bytes()) for module in ALWAYS]
-    return identity({"code": [[one.__qualname__, _sources(one)] for one in deciding], "pure": pure})
+    return identity({"code": [[thing.__qualname__, _sources(thing)] for thing in deciding], "pure": pure})
 
 
 @cache
-def _sources(kind: Any) -> str:
+def _sources(thing: Any) -> str:
     """Of its files; many runs name the same. Of a study's own file it is the file alone: it is there to be whole."""
-    if kind.__module__ in FROZEN:
-        return sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
-    return _hash({"files": sorted(said(content) for file, content in source_files(kind).items() if is_own(file))})
+    if thing.__module__ in FROZEN:
+        return sha256(Path(inspect.getfile(thing)).read_bytes()).hexdigest()
+    return _hash({"files": sorted(said(content) for file, content in source_files(thing).items() if is_own(file))})
 
 
 def identity(plain: dict[str, Any]) -> str:
@@ -68,29 +70,33 @@ def said(source: bytes) -> str:
     return sha256(repr(_tree(ast.parse(source))).encode()).hexdigest()
 
 
-def _tree(part: Any) -> Any:
-    if isinstance(part, list):
-        return [_tree(one) for one in part if not _is_silent(one)]
-    if not isinstance(part, ast.AST):
-        return part
-    fields = ((name, own) for name, own in ast.iter_fields(part) if own not in (None, []))  # which versions differ in
-    return [type(part).__name__, *((name, _tree(own)) for name, own in fields)]
+def _tree(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_tree(child) for child in node if not _is_silent(child)]
+    if not isinstance(node, ast.AST):
+        return node
+    # empty fields are left out: versions of Python differ in them
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return [type(node).__name__, *((name, _tree(value)) for name, value in fields)]
 
 
-def _is_silent(part: Any) -> bool:
+def _is_silent(node: Any) -> bool:
     """Whether a statement is a docstring, or refuses a setting: ``if ...: raise UserError(...)``."""
-    if isinstance(part, ast.If):
-        refuses = [isinstance(one, ast.Raise) and ast.unparse(one).startswith("raise UserError(") for one in part.body]
-        return all(refuses) and not part.orelse
-    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+    if isinstance(node, ast.If):
+        refuses = [
+            isinstance(statement, ast.Raise) and ast.unparse(statement).startswith("raise UserError(")
+            for statement in node.body
+        ]
+        return all(refuses) and not node.orelse
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _texts(config: Any) -> Iterator[str]:
     if isinstance(config, str):
         yield config
     elif isinstance(config, dict | list | tuple):
-        for one in config.values() if isinstance(config, dict) else config:
-            yield from _texts(one)
+        for value in config.values() if isinstance(config, dict) else config:
+            yield from _texts(value)
 
 
 def _found(name: str) -> Any:

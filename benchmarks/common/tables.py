@@ -35,9 +35,9 @@ class Table:
         return f"## {self.title}\n\n{self.untitled}"
 
 
-def median_ratio(theirs: Sequence[float], own: Sequence[float]) -> float:
-    """Median over the rounds of ``theirs / own``."""
-    return statistics.median(other / mine for other, mine in zip(theirs, own, strict=True))
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Median over the rounds of ``theirs / ours``."""
+    return statistics.median(rival / mine for rival, mine in zip(theirs, ours, strict=True))
 
 
 def met(value: float, goal: float) -> str:

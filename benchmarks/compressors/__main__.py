@@ -60,19 +60,19 @@ OPTIONS = {"sums": "--policy", **{name: f"--{name}" for name in ("reductions", "
 
 def tasks(args: argparse.Namespace, sizes: Sizes) -> dict[str, Task]:
     """Tasks whose models are there."""
-    found: dict[str, Task] = {}
+    ready: dict[str, Task] = {}
     for name, option in OPTIONS.items():
         folder = getattr(args, option.strip("-"))
         make = stories if name == "stories" else partial(arithmetic, name)
         if args.quick:
-            found[name] = make(*toy(), sizes)
+            ready[name] = make(*toy(), sizes)
         elif (folder / "config.json").is_file():
             say(f"{name}: texts of {folder}")
             source = "/".join(folder.absolute().parts[-2:])  # what is above is a matter of the machine
-            found[name] = replace(make(*load(folder), sizes), source=source)
+            ready[name] = replace(make(*load(folder), sizes), source=source)
         else:
             say(f"{name}: skipped, there is no model in {folder}; give {option} FOLDER")
-    return found
+    return ready
 
 
 def describe(task: Task) -> str:
@@ -86,9 +86,9 @@ def describe(task: Task) -> str:
     )
 
 
-def note(found: Sequence[Measured]) -> str:
+def note(measured: Sequence[Measured]) -> str:
     """How to read the tables."""
-    machines, what = " ".join(sorted({one.machine for one in found})), " ".join(one.about for one in found)
+    machines, what = " ".join(sorted({line.machine for line in measured})), " ".join(line.about for line in measured)
     return (
         f"{machines}\n\n{what} All methods have these sizes, not those of their papers; "
         f"LagKV's chunks are a quarter of a slot, Pyramid has beta {PYRAMID_BETA}; statistics come from other texts of "
@@ -99,13 +99,13 @@ def note(found: Sequence[Measured]) -> str:
     )
 
 
-def page(found: Sequence[Measured]) -> str:
+def page(measured: Sequence[Measured]) -> str:
     """The measured part of the page."""
-    results: ByTask = {one.task: one.qualities for one in found}
+    results: ByTask = {line.task: line.qualities for line in measured}
     tables = (accuracy_table(results), measure_table(results, TAIL), chance_table(results))
     accuracy, tail, chance = (table.untitled for table in tables)
     return "\n\n".join([
-        "## Measured", note(found),
+        "## Measured", note(measured),
         "### Greedy accuracy",
         f"With budgets of 25 % of the length no method solves more than {most_solved(results):.0%}.", accuracy,
         "### Tail of the acceptance",
@@ -135,10 +135,10 @@ def main() -> None:
     parser.add_argument("--remark", default="", help="a sentence about the machine")
     args = options.parsed(parser)
     lines = {} if args.quick else records.read(args.kept)
-    found = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
-    place = f"{machine('cpu')}. {args.remark}".strip()
-    for name, task in found.items():
-        lines[name] = Measured(name, describe(task), place, list(measure(task, say)))
+    waiting = {} if args.finished else tasks(args, QUICK if args.quick else USUAL)
+    heading = f"{machine('cpu')}. {args.remark}".strip()
+    for name, task in waiting.items():
+        lines[name] = Measured(name, describe(task), heading, list(measure(task, say)))
         if not args.quick:
             records.write(args.kept, lines.values())
     if not lines:
@@ -147,7 +147,7 @@ def main() -> None:
     print(text)
     if args.save:
         insert(args.save / PAGE, text, BEGIN)
-        picture({name: one.qualities for name, one in lines.items()}, args.save / PICTURE)
+        picture({name: line.qualities for name, line in lines.items()}, args.save / PICTURE)
 
 
 if __name__ == "__main__":

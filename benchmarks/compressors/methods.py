@@ -55,11 +55,11 @@ def compressors(
         return {DENSE: FullKV()}
     common: dict[str, Any] = {"budget": budget, **asdict(sizes), "protect_prompt": prompt_length > 0}
 
-    def make(kind: Callable[..., Compressor], **options: Any) -> Compressor:
-        return kind(**common, **options)
+    def make(method: Callable[..., Compressor], **options: Any) -> Compressor:
+        return method(**common, **options)
 
     quarter = max(2, (budget + sizes.buffer - sizes.num_sinks) // 4)
-    found = {
+    methods = {
         DENSE: FullKV(),
         FLOOR: make(RandomEviction),
         REDRAWN: make(RandomEviction, redraw=True),
@@ -81,5 +81,5 @@ def compressors(
         "Combined SnapKV and KeyDiff": Combined([make(SnapKV), make(KeyDiff)]),
     }
     if budget < PYRAMID_BETA * (max(sizes.num_sinks, prompt_length) + sizes.window):
-        del found["SnapKV, Pyramid"]  # its last layer would keep less than these
-    return found
+        del methods["SnapKV, Pyramid"]  # its last layer would keep less than these
+    return methods

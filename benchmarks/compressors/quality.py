@@ -106,16 +106,16 @@ def _compare(
     else:
         forced = forced_logits(task.model, compressor, task.texts, task.prompt_lengths)
         theirs, speed = forced.logits[counts].log_softmax(dim=-1), forced.timed.events_per_second
-    own = dense[counts]
-    accepted = torch.minimum(own, theirs).exp().sum(dim=-1).double()
-    said = theirs.gather(-1, task.texts[counts][:, None]).double()
+    full = dense[counts]
+    accepted = torch.minimum(full, theirs).exp().sum(dim=-1).double()
+    sampled = theirs.gather(-1, task.texts[counts][:, None]).double()
     return Quality(
         name,
         budget,
         acceptance=float(accepted.mean()),
         acceptance_p05=float(accepted.quantile(0.05)),
-        agreement=float((own.argmax(dim=-1) == theirs.argmax(dim=-1)).double().mean()),
-        perplexity=float((-said.mean()).exp()),
+        agreement=float((full.argmax(dim=-1) == theirs.argmax(dim=-1)).double().mean()),
+        perplexity=float((-sampled.mean()).exp()),
         events_per_second=speed,
         accuracy=accuracy,
     )

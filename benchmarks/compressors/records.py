@@ -24,13 +24,13 @@ class Measured:
 
 def read(path: Path) -> dict[str, Measured]:
     """By task; empty if there is no file yet."""
-    lines = [{**line, "qualities": [_quality(one) for one in line["qualities"]]} for line in kept.read(path)]
+    lines = [{**line, "qualities": [_quality(quality) for quality in line["qualities"]]} for line in kept.read(path)]
     return {line["task"]: Measured(**line) for line in lines}
 
 
 def write(path: Path, measured: Iterable[Measured]) -> None:
     """A line per task, five digits of every number, null where there is none."""
-    kept.write(path, ({**asdict(one), "qualities": [_fields(q) for q in one.qualities]} for one in measured))
+    kept.write(path, ({**asdict(task), "qualities": [_fields(q) for q in task.qualities]} for task in measured))
 
 
 def _fields(quality: Quality) -> dict[str, Any]:

@@ -71,15 +71,15 @@ def arithmetic(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     """Held-out problems of a kind that the policy was trained on, and its sampled solutions of them."""
     count = sizes.num_problems
     data = ArithmeticTasks(**PROBLEMS[name], num_train=count, num_val=count)
-    own, other = (
+    shown, other = (
         encode_prompts(tokenizer, [r["prompt"] for r in rows]) for rows in (data.val_rows(), data.train_rows())
     )
     params = SamplingParams(max_completion_length=sizes.solution_length)
     end = [tokenizer.eos_token_id]
     sampler = RolloutSampler(model, FullKV(), end_token_ids=end)
-    rollout, calibration = sampler.generate(own, params), sampler.generate(other, params)
+    rollout, calibration = sampler.generate(shown, params), sampler.generate(other, params)
     return Task(
-        name, model, rollout.sequences, rollout.lengths, list(map(len, own)),
+        name, model, rollout.sequences, rollout.lengths, list(map(len, shown)),
         SlotSizes(buffer=4, num_sinks=1, window=4),
         gather_statistics(model, calibration.sequences, calibration.lengths),
         Problems(data.val_rows(), tokenizer, params.max_completion_length),
@@ -90,10 +90,10 @@ def stories(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: S
     """Stories that the model told, all cut to one length; shorter ones are left out."""
     openings = encode_prompts(tokenizer, OPENINGS)
     longest = max(map(len, openings))
-    texts, other = (_told(model, openings, sizes, seed) for seed in (0, CALIBRATION_SEED))
+    texts, calibration = (_told(model, openings, sizes, seed) for seed in (0, CALIBRATION_SEED))
     lengths = torch.full((sizes.num_stories,), sizes.story_length)
     slot = SlotSizes(buffer=sizes.story_length // 16, num_sinks=4, window=sizes.story_length // 32)
-    statistics = gather_statistics(model, other, lengths[: len(other)])
+    statistics = gather_statistics(model, calibration, lengths[: len(calibration)])
     return Task("stories", model, texts, lengths[: len(texts)], [longest] * len(texts), slot, statistics)
 
 

@@ -36,62 +36,64 @@ Times = dict[str, list[float]]
 
 def engines(policy: Path, work: Path, names: list[str], remarks: list[str]) -> dict[str, Engine]:
     """All that take part; a rival that cannot be made is left out, and the page says why."""
-    found = own_engines(policy)
+    contenders = own_engines(policy)
     for name in names:
         try:
-            found |= RIVALS[name](policy, work)
+            contenders |= RIVALS[name](policy, work)
         except (subprocess.CalledProcessError, ValueError) as failure:
             remarks.append(f"{name} is left out: {failure}.")
-    return found
+    return contenders
 
 
-def measured(given: argparse.Namespace, dtype: str, found: dict[str, Engine], remarks: list[str]) -> dict[int, Times]:
+def measured(
+    args: argparse.Namespace, dtype: str, contenders: dict[str, Engine], remarks: list[str]
+) -> dict[int, Times]:
     """Seconds of every engine by count of tokens."""
-    vocabulary = AutoConfig.from_pretrained(given.policy, trust_remote_code=False).vocab_size
-    counts = given.tokens or TOKENS[dtype]
+    vocabulary = AutoConfig.from_pretrained(args.policy, trust_remote_code=False).vocab_size
+    counts = args.tokens or TOKENS[dtype]
     settings = {
-        "dtype": dtype, "threads": given.threads, "sequences": SEQUENCES, "prompt_length": PROMPT, "budget": BUDGET,
+        "dtype": dtype, "threads": args.threads, "sequences": SEQUENCES, "prompt_length": PROMPT, "budget": BUDGET,
         "buffer": BUFFER, "longest": PROMPT + max(*counts, 2 * BUDGET) + 1, "vocabulary": vocabulary, "cache_gib": 3,
     }  # fmt: skip
-    there = {name: engine for name, engine in found.items() if engine.takes(dtype, min(counts))}
+    able = {name: engine for name, engine in contenders.items() if engine.takes(dtype, min(counts))}
     prompts = random_prompts(SEQUENCES, PROMPT, vocabulary)
-    contest = Contest(there, settings, prompts, given.work, remarks)
+    contest = Contest(able, settings, prompts, args.work, remarks)
     times: dict[int, Times] = {count: {} for count in counts}
     try:
-        for name in list(there):
+        for name in list(able):
             first = contest.seconds(name, 2 * BUDGET)
             say(f"{dtype}, {name}: first call of {2 * BUDGET} tokens {first or 0:.1f} s")
-        for turn in range(given.rounds):
+        for turn in range(args.rounds):
             for count in counts:
-                for name in list(there)[:: 1 if turn % 2 == 0 else -1]:
-                    if there[name].takes(dtype, count) and (seconds := contest.seconds(name, count)) is not None:
+                for name in list(able)[:: 1 if turn % 2 == 0 else -1]:
+                    if able[name].takes(dtype, count) and (seconds := contest.seconds(name, count)) is not None:
                         times[count].setdefault(name, []).append(seconds)
                         say(f"{dtype}, {count} tokens, round {turn + 1}, {name}: {seconds:.1f} s")
     finally:
         contest.end()
-    return {count: {name: own[name] for name in there if name in own} for count, own in times.items()}
+    return {count: {name: own[name] for name in able if name in own} for count, own in times.items()}
 
 
 def add_rows(table: Table, dtype: str, tokens: int, times: Times) -> None:
     """An engine each; own engines are held against the strongest rivals."""
-    for name, own in times.items():
-        ms = 1e3 * statistics.median(own) / tokens
+    for name, seconds in times.items():
+        ms = 1e3 * statistics.median(seconds) / tokens
         start = [dtype, f"{tokens:,}", name, f"{ms:.2f}", f"{SEQUENCES * 1e3 / ms:,.0f}"]
-        held = comparisons(dtype, tokens, name, times)
-        table.add(*start, *(held[0] if held else ("",) * 4))
-        for more in held[1:]:
+        beside = comparisons(dtype, tokens, name, times)
+        table.add(*start, *(beside[0] if beside else ("",) * 4))
+        for more in beside[1:]:
             table.add("", "", "", "", "", *more)
 
 
 def comparisons(dtype: str, tokens: int, name: str, times: Times) -> list[tuple[str, str, str, str]]:
     """Rivals, ratios and goals of an own engine."""
-    rivals = {other: own for other, own in times.items() if other not in (FULL, SPARSE)}
-    full = {other: own for other, own in rivals.items() if other not in EVICTING}
+    rivals = {rival: seconds for rival, seconds in times.items() if rival not in (FULL, SPARSE)}
+    full = {rival: seconds for rival, seconds in rivals.items() if rival not in EVICTING}
     wanted: list[tuple[Times, float | None]] = []
     if name == FULL:
         wanted = [(full, GOALS.get((dtype, tokens)))]
     if name == SPARSE:
-        evicting = {other: own for other, own in rivals.items() if other in EVICTING}
+        evicting = {rival: seconds for rival, seconds in rivals.items() if rival in EVICTING}
         wanted = [
             (evicting, SPARSE_GOAL if dtype == "bfloat16" else None),
             (full, LONG_GOAL if tokens == LONG else None),
@@ -99,7 +101,7 @@ def comparisons(dtype: str, tokens: int, name: str, times: Times) -> list[tuple[
     rows = []
     for among, goal in wanted:
         if among:
-            strongest = min(among, key=lambda other: statistics.median(among[other]))
+            strongest = min(among, key=lambda rival: statistics.median(among[rival]))
             ratio = median_ratio(among[strongest], times[name])
             judged = ("", "") if goal is None else (f">= {goal:g}", met(ratio, goal))
             rows.append((strongest, f"{ratio:.2f}", *judged))
@@ -116,23 +118,23 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "engines", help="environments and exported models"
     )
-    given = options.parsed(parser)
-    given.work, given.policy = given.work.absolute(), given.policy.absolute()
-    given.work.mkdir(parents=True, exist_ok=True)
-    found = engines(given.policy, given.work, given.rivals, remarks := list[str]())
+    args = options.parsed(parser)
+    args.work, args.policy = args.work.absolute(), args.policy.absolute()
+    args.work.mkdir(parents=True, exist_ok=True)
+    contenders = engines(args.policy, args.work, args.rivals, remarks := list[str]())
     note = (
-        f"{given.policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, temperature 1, all tokens; "
+        f"{args.policy.name}, {SEQUENCES} sequences, prompts of {PROMPT} random tokens, temperature 1, all tokens; "
         f"each ratio is to the strongest rival of its kind. llama.cpp and `generate` run up to {FEW} tokens."
     )
-    made = [ENVIRONMENTS[name] for name in given.rivals if name in ENVIRONMENTS]
-    versions = [environment.versions(given.work) for environment in made if environment.is_made(given.work)]
+    environments = [ENVIRONMENTS[name] for name in args.rivals if name in ENVIRONMENTS]
+    versions = [environment.versions(args.work) for environment in environments if environment.is_made(args.work)]
     table, text = Table("Engines on a CPU", HEADER, note), ""
-    for dtype in given.types:
-        for tokens, times in measured(given, dtype, found, remarks).items():
+    for dtype in args.types:
+        for tokens, times in measured(args, dtype, contenders, remarks).items():
             add_rows(table, dtype, tokens, times)
-        heading = ", ".join([machine("cpu"), *versions, f"{given.rounds} round(s)."])
+        heading = ", ".join([machine("cpu"), *versions, f"{args.rounds} round(s)."])
         text = "\n\n".join([heading, str(table), *remarks])
-        save(given.save, "engines-cpu", "benchmarks.engines", text)
+        save(args.save, "engines-cpu", "benchmarks.engines", text)
     print(text)
 
 

@@ -47,13 +47,13 @@ class Contender:
 
     def __init__(self, engine: Engine, settings: dict[str, Any], log: Path) -> None:
         self.log = log
-        told = {**settings, "policy": str(engine.policy), "evicts": engine.evicts}
-        own = {"PYTHONPATH": str(ROOT)} if engine.python == OWN else {}
+        request = {**settings, "policy": str(engine.policy), "evicts": engine.evicts}
+        paths = {"PYTHONPATH": str(ROOT)} if engine.python == OWN else {}
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [engine.python, WORKERS / engine.worker, json.dumps(told)], stdin=subprocess.PIPE,
+                [engine.python, WORKERS / engine.worker, json.dumps(request)], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-                env={**os.environ, **own},
+                env={**os.environ, **paths},
             )  # fmt: skip
         try:
             self._answer()
@@ -70,9 +70,9 @@ class Contender:
             print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
         except BrokenPipeError:
             pass  # it has ended, as its missing answer tells
-        found = float(self._answer()["seconds"])
+        took = float(self._answer()["seconds"])
         self._signal(signal.SIGSTOP)
-        return found
+        return took
 
     def end(self) -> None:
         """End the process and all that it has started."""
@@ -107,10 +107,10 @@ class Contest:
     """
 
     def __init__(
-        self, found: dict[str, Engine], settings: dict[str, Any], prompts: list[list[int]], work: Path,
+        self, engines: dict[str, Engine], settings: dict[str, Any], prompts: list[list[int]], work: Path,
         remarks: list[str],
     ) -> None:  # fmt: skip
-        self.found, self.settings, self.prompts, self.work, self.remarks = found, settings, prompts, work, remarks
+        self.found, self.settings, self.prompts, self.work, self.remarks = engines, settings, prompts, work, remarks
         self.running: dict[str, Contender] = {}
 
     def seconds(self, name: str, count: int) -> float | None:

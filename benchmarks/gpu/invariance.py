@@ -36,21 +36,21 @@ def table(model: str, dtype: torch.dtype, batch: int, new_tokens: int, device: s
         return sampler.generate(prompts[:num_prompts], params).to("cpu")
 
     among_all = sampled(batch, batch)
-    found = Table(
+    result = Table(
         f"{SHAPES[model].name}, {label(dtype)}, beside {batch} at a time", HEADER,
         f"{NUM_COMPARED} sequences of {new_tokens} tokens, SnapKV {compressor.budget} + {compressor.buffer}. Tokens "
         "are the same up to the first that differs; log-probabilities are compared up to there.",
     )  # fmt: skip
     for num_slots in (1, 4):
-        other = sampled(num_slots, NUM_COMPARED)
-        width = other.sequences.shape[1]
-        same = (other.sequences == among_all.sequences[:NUM_COMPARED, :width]).cummin(dim=1).values
-        mask = same & other.completion_mask
-        apart = (other.sampler_logprobs - among_all.sampler_logprobs[:NUM_COMPARED, :width]).abs()[mask]
-        whole, share = int(same.all(dim=1).sum()), int(mask.sum()) / int(other.completion_mask.sum())
+        again = sampled(num_slots, NUM_COMPARED)
+        width = again.sequences.shape[1]
+        same = (again.sequences == among_all.sequences[:NUM_COMPARED, :width]).cummin(dim=1).values
+        mask = same & again.completion_mask
+        apart = (again.sampler_logprobs - among_all.sampler_logprobs[:NUM_COMPARED, :width]).abs()[mask]
+        whole, share = int(same.all(dim=1).sum()), int(mask.sum()) / int(again.completion_mask.sum())
         largest = max(apart.tolist(), default=0)
-        found.add(str(num_slots), f"{whole} of {NUM_COMPARED}", f"{100 * share:.1f} %", f"{largest:.2e}")
-        yield found
+        result.add(str(num_slots), f"{whole} of {NUM_COMPARED}", f"{100 * share:.1f} %", f"{largest:.2e}")
+        yield result
 
 
 def main() -> None:
@@ -62,8 +62,8 @@ def main() -> None:
     text = machine(args.device)
     for dtype in (torch.float32, torch.bfloat16):
         before = text
-        for found in table(args.model, dtype, batch, new_tokens, args.device):
-            text = f"{before}\n\n{found}"
+        for shown in table(args.model, dtype, batch, new_tokens, args.device):
+            text = f"{before}\n\n{shown}"
             save(args.save, "gpu-invariance", "benchmarks.gpu.invariance", text)
     print(text)
 

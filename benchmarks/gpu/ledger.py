@@ -64,9 +64,9 @@ class Ledger:
     def read(self, step: Step) -> dict[str, object]:
         """How the step ended, empty if it was not run on this machine with these sources."""
         file = self._file(step, ".json")
-        found: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        facts: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         same = {"machine": self.machine, "sources": self.sources, "command": list(step.command)}
-        return found if same.items() <= found.items() else {}
+        return facts if same.items() <= facts.items() else {}
 
     def is_done(self, step: Step) -> bool:
         """Whether it need not be run again; what the others need is always asked anew, for the machine may be."""
@@ -119,10 +119,10 @@ class Ledger:
         """A table of all steps with how they ended."""
         rows = ["| step | ended | seconds | date | last line |", "|---|---|---|---|---|"]
         for step in wanted:
-            found = self.read(step)
-            last = str(found.get("last", "")).replace("|", "\\|").replace(str(ROOT), ".")[:160]
-            ended = in_words(found.get("status"), step)
-            rows.append(f"| {step.name} | {ended} | {found.get('seconds', '')} | {found.get('date', '')} | {last} |")
+            facts = self.read(step)
+            last = str(facts.get("last", "")).replace("|", "\\|").replace(str(ROOT), ".")[:160]
+            ended = in_words(facts.get("status"), step)
+            rows.append(f"| {step.name} | {ended} | {facts.get('seconds', '')} | {facts.get('date', '')} | {last} |")
         return f"# benchmarks.gpu\n\n{self.machine}. Sources {self.sources}.\n\n" + "\n".join(rows) + "\n"
 
     def pack(self, file: Path, pages: Path) -> None:
@@ -146,12 +146,12 @@ def in_words(status: object, step: Step) -> str:
 
 def fingerprint(folders: Sequence[str]) -> str:
     """A hash of all sources in these folders of the repository."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and path.suffix in (".py", ".cpp", ".cu", ".cuh", ".h", ".yaml"):
-                found.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def describe(device: str) -> str:

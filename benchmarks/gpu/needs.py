@@ -47,7 +47,7 @@ def installed(requirement: Requirement) -> metadata.Distribution | None:
 
 def needed_by(requirements: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Name and version of all packages that these bring, and what is missing; only their own versions are compared."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     missing: list[str] = []
     waiting = [(Requirement(text), True) for text in requirements]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -61,13 +61,13 @@ def needed_by(requirements: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         if package is None or (is_own and not requirement.specifier.contains(package.version, prereleases=True)):
             missing.append(str(requirement))
             continue
-        found[name] = package.version
+        versions[name] = package.version
         for text in package.requires or []:
             further = Requirement(text)
             extras = requirement.extras or {""}
             if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append((further, False))
-    return found, sorted(set(missing))
+    return versions, sorted(set(missing))
 
 
 def download(folder: Path, python: str) -> None:

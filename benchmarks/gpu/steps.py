@@ -22,7 +22,7 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
     toy, first = (("--quick",), "tiny") if device == "cpu" else ((), FIRST)
     where = ("--device", device, "--save", str(save))
     few = ("--rounds", "1", "--parts", "retrieval", "draw") if device == "cpu" else ()  # the others know no toy sizes
-    found = {
+    by_piece = {
         "build": _build(device, state),
         "test": _test(device),
         "whole": [_rollout("whole", first, 4, *where, *toy)],
@@ -34,7 +34,7 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
         "sanitize": _sanitize(device),
         "models": _models(("tiny",) if device == "cpu" else OTHERS, first, *where, *toy),
     }
-    return [step for piece in pieces for step in found[piece]]
+    return [step for piece in pieces for step in by_piece[piece]]
 
 
 def _module(name: str, module: str, minutes: float, *arguments: str, is_needed: bool = False) -> Step:
@@ -42,17 +42,17 @@ def _module(name: str, module: str, minutes: float, *arguments: str, is_needed: 
     return Step(name, command, minutes, is_needed=is_needed)
 
 
-def _rollout(part: str, model: str, minutes: float, *arguments: str) -> Step:
-    what = ("--parts", part, "--models", model, "--page", f"gpu-{part}-{model.lower()}")
-    return _module(f"{part}: {model}", "rollout", minutes, *arguments, *what)
+def _rollout(piece: str, model: str, minutes: float, *arguments: str) -> Step:
+    what = ("--parts", piece, "--models", model, "--page", f"gpu-{piece}-{model.lower()}")
+    return _module(f"{piece}: {model}", "rollout", minutes, *arguments, *what)
 
 
 def _models(models: Sequence[str], first: str, *arguments: str) -> list[Step]:
     memory = ("--parts", "memory", "--models", first, "--page", "gpu-memory")
-    both = [(part, model) for model in models for part in ("whole", "cells")]
+    both = [(piece, model) for model in models for piece in ("whole", "cells")]
     return [
         _module("models: equal memory", "rollout", 3, *arguments, *memory),
-        *(_rollout(part, model, 4, *arguments) for part, model in both if model != first),
+        *(_rollout(piece, model, 4, *arguments) for piece, model in both if model != first),
     ]
 
 

@@ -82,18 +82,18 @@ def published_redundancy(keys: Tensor) -> Tensor:
     return cosines.scatter_(-1, last, 0.0).mean(dim=-2)
 
 
-def bench_redundancy(bench: Bench, dtype: torch.dtype, kind: str) -> Row:
+def bench_redundancy(bench: Bench, dtype: torch.dtype, skew: str) -> Row:
     """One layer's redundancy, on keys of moderate, no or great similarity."""
     shape = bench.shape("large")
     slots, _, heads, dim, entries = shape
     pools = make_pools(shape, dtype, bench.device).layer(0)
-    if kind == "no":
+    if skew == "no":
         pools.keys.normal_()
-    if kind == "great":
+    if skew == "great":
         pools.keys.normal_().add_(3)
     keys, lengths = pools.keys.view(slots, heads, entries, dim), pools.lengths
     return bench.compare(
-        f"R-KV redundancy, {kind} similarity, {label(dtype)}", ">= 10" if kind == "moderate" else "never slower",
+        f"R-KV redundancy, {skew} similarity, {label(dtype)}", ">= 10" if skew == "moderate" else "never slower",
         lambda: ops.key_redundancy(keys, lengths), {"N x N": lambda: published_redundancy(keys.float())},
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def rows_of(part: str, bench: Bench, dtype: torch.dtype, quick: bool) -> list[Ro
     if part == "attention":
         return [bench_attention(bench, name, dtype) for name in SHAPES]
     if part == "redundancy":
-        return [bench_redundancy(bench, dtype, kind) for kind in ("moderate", "no", "great")]
+        return [bench_redundancy(bench, dtype, skew) for skew in ("moderate", "no", "great")]
     if part == "draw":
         return drawing_rows(bench, dtype, quick)
     return [bench_eviction(bench, dtype)] if part == "eviction" else retrieval_rows(bench, dtype, quick)

@@ -23,7 +23,7 @@ def retrieval_rows(bench: Bench, dtype: torch.dtype, quick: bool = False) -> lis
     lengths, budget = (QUICK, 64) if quick else (LENGTHS, BUDGET)
     rows = []
     for length, goal in lengths.items():
-        rows += [bench_retrieval(bench, dtype, kind(budget), length, goal) for kind in RETRIEVERS]
+        rows += [bench_retrieval(bench, dtype, retriever(budget), length, goal) for retriever in RETRIEVERS]
     return rows
 
 

@@ -100,8 +100,8 @@ class Bench:
         ratios = {name: median_ratio(theirs, times["own"]) for name, theirs in times.items()}
         floor = 1e3 * moved / H200.bandwidth if moved else None
         least = GPU_SHARE if self.device == "cuda" and stream is not None else 0.0
-        found = {name: (middle[name], ratios[name]) for name in rivals}
-        return Row(what, goal, middle["own"], found, ratios.get(STREAM), floor, least)
+        beside = {name: (middle[name], ratios[name]) for name in rivals}
+        return Row(what, goal, middle["own"], beside, ratios.get(STREAM), floor, least)
 
     def copy(self, count: int) -> Call:
         """Read ``count`` bytes and write as many."""
@@ -122,6 +122,6 @@ def comparison(rows: list[Row]) -> Table:
             "yes" if reached else "NO",
             "" if row.share is None else f"{100 * row.share:.0f} %",
             "" if row.floor_ms is None else f"{row.floor_ms:.3f}",
-            ", ".join(f"{other} {ms:.2f} ms ({ratio:.2f})" for other, (ms, ratio) in row.rivals.items()),
+            ", ".join(f"{rival} {ms:.2f} ms ({ratio:.2f})" for rival, (ms, ratio) in row.rivals.items()),
         )  # fmt: skip
     return table

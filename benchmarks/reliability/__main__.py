@@ -97,9 +97,9 @@ def tables(trials: list[dict[str, Any]]) -> str:
     note += " Not hit: runs whose fault came too late to matter, which do not count as trials."
     table = Table("Survived and lost", ("fault", "a run survives if it", "faults", "survived", "lost", "not hit"), note)
     kinds = [(fault.name, fault.criterion, [t for t in trials if t["fault"] == fault.name]) for fault in FAULTS]
-    for name, criterion, own in [*kinds, ("all", "", trials)]:
-        good = sum(trial["survived"] for trial in own)
-        counts = (len(own), good, len(own) - good, sum(trial["missed"] for trial in own))
+    for name, criterion, trials_of in [*kinds, ("all", "", trials)]:
+        good = sum(trial["survived"] for trial in trials_of)
+        counts = (len(trials_of), good, len(trials_of) - good, sum(trial["missed"] for trial in trials_of))
         table.add(name, criterion, *map(str, counts))
     hit = Counter(trial["where"] for trial in trials if trial["fault"].startswith("SIG"))
     places = Table("Where signals hit", ("the run was in", "signals"))
@@ -119,12 +119,12 @@ def main() -> None:
     torch.set_num_threads(1)
     record = args.work.absolute() / f"trials-{args.seed}.jsonl"
     trials = [json.loads(line) for line in lines(record)]
-    began, before, known = time.monotonic(), len(trials), {}
+    began, before, unbroken = time.monotonic(), len(trials), {}
     if before < args.faults:
-        known = {ranks: settings(args.work.absolute(), ranks) for ranks in {fault.ranks for fault in ORDER}}
+        unbroken = {ranks: settings(args.work.absolute(), ranks) for ranks in {fault.ranks for fault in ORDER}}
     for number in range(before, args.faults):
         fault = ORDER[number % len(ORDER)]
-        trial = one_trial(number, fault, args.seed, args.work.absolute(), known[fault.ranks])
+        trial = one_trial(number, fault, args.seed, args.work.absolute(), unbroken[fault.ranks])
         trials.append(trial)
         with record.open("a") as file:
             file.write(json.dumps(trial) + "\n")

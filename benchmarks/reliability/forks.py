@@ -101,12 +101,12 @@ class Run:
     def _read(self, patience: float) -> bool:
         """Read marks and output of the run; False at its end, or if nothing comes for some time."""
         ready, _, _ = select.select(list(self._open), [], [], patience) if self._open else ([], [], [])
-        for place in ready:
-            data = os.read(place, faulty.MARK.size if place == self._marks else 65536)
+        for descriptor in ready:
+            data = os.read(descriptor, faulty.MARK.size if descriptor == self._marks else 65536)
             if not data:
-                os.close(place)
-                self._open.remove(place)
-            elif place == self._text:
+                os.close(descriptor)
+                self._open.remove(descriptor)
+            elif descriptor == self._text:
                 self.output += data.decode(errors="replace")
             else:
                 stretch, begin, step = faulty.MARK.unpack(data)

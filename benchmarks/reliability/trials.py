@@ -46,11 +46,11 @@ class Setting:
 
     def moment_in(self, dice: random.Random, stretch: str, index: int) -> Moment:
         """A time in a stretch."""
-        place = self._places(stretch)[index]
-        return Moment(stretch, index, dice.uniform(0, self.timeline[place + 1].time - self.timeline[place].time))
+        number = self._places(stretch)[index]
+        return Moment(stretch, index, dice.uniform(0, self.timeline[number + 1].time - self.timeline[number].time))
 
     def _places(self, stretch: str) -> list[int]:
-        return [place for place, event in enumerate(self.timeline[:-1]) if event.stretch == stretch]
+        return [number for number, event in enumerate(self.timeline[:-1]) if event.stretch == stretch]
 
     def start(self, folder: Path, arguments: Sequence[str] = FIT) -> list[Run]:
         """One run per rank."""
@@ -69,10 +69,10 @@ class Setting:
 
     def compare(self, folder: Path, where: str) -> None:
         """Whether weights and optimizer are bitwise those of the run that nothing happened to."""
-        own = final(folder)
-        if own is None:
+        reached = final(folder)
+        if reached is None:
             raise Lost(where, "it did not come to its last step")
-        if differing := [name for name, value in self.final.items() if not torch.equal(own[name], value)]:
+        if differing := [name for name, value in self.final.items() if not torch.equal(reached[name], value)]:
             raise Lost(where, f"{differing} differ")
 
 
@@ -109,7 +109,7 @@ def saved(*runs: Run) -> int:
 def end_well(runs: Sequence[Run], where: str, what: str = "it ended", wanted: int = 0) -> None:
     """Wait for all ranks; none may end with another status than the one that is wanted."""
     status = [run.wait() for run in runs]
-    if any(own != wanted for own in status):
+    if any(code != wanted for code in status):
         raise Lost(where, f"{what} with status {status}: " + "\n".join(run.output[-2000:] for run in runs))
 
 
@@ -123,8 +123,8 @@ def strike(runs: Sequence[Run], which: int, moment: Moment, number: int) -> Even
     run = runs[which]
     hit = run.signal(number) if run.reaches(moment) else None
     status = run.wait()
-    for other in runs:
-        other.wait()
+    for rank in runs:
+        rank.wait()
     if hit is not None and number != signal.SIGKILL:
         return hit
     if hit is not None and status == -signal.SIGKILL:
@@ -133,23 +133,23 @@ def strike(runs: Sequence[Run], which: int, moment: Moment, number: int) -> Even
     raise NotHit
 
 
-def killed(folder: Path, dice: random.Random, one: Setting) -> str:
+def killed(folder: Path, dice: random.Random, setting: Setting) -> str:
     """SIGKILL."""
     write_config(folder)
-    runs = one.start(folder)
-    where = strike(runs, 0, one.moment(dice), signal.SIGKILL).stretch
-    return one.judge(folder, where, saved(*runs))
+    runs = setting.start(folder)
+    where = strike(runs, 0, setting.moment(dice), signal.SIGKILL).stretch
+    return setting.judge(folder, where, saved(*runs))
 
 
-def killed_twice(folder: Path, dice: random.Random, one: Setting) -> str:
+def killed_twice(folder: Path, dice: random.Random, setting: Setting) -> str:
     """SIGKILL, and again in the run that goes on."""
     write_config(folder)
-    runs = one.start(folder)
-    where = strike(runs, 0, one.moment(dice, STRETCHES[:-1]), signal.SIGKILL).stretch
-    moment = one.moment(dice, STRETCHES[:-1])
-    again = one.start(folder, resume(folder, where, saved(*runs)))
+    runs = setting.start(folder)
+    where = strike(runs, 0, setting.moment(dice, STRETCHES[:-1]), signal.SIGKILL).stretch
+    moment = setting.moment(dice, STRETCHES[:-1])
+    again = setting.start(folder, resume(folder, where, saved(*runs)))
     where = strike(again, 0, Moment(moment.stretch, min(moment.index, 1), moment.delay), signal.SIGKILL).stretch
-    return one.judge(folder, where, saved(*runs, *again))
+    return setting.judge(folder, where, saved(*runs, *again))
 
 
 def preempted(folder: Path, dice: random.Random, setting: Setting) -> str:
@@ -167,40 +167,43 @@ def preempted(folder: Path, dice: random.Random, setting: Setting) -> str:
     return setting.judge(folder, hit.stretch, step)
 
 
-def rank_killed(folder: Path, dice: random.Random, two: Setting) -> str:
+def rank_killed(folder: Path, dice: random.Random, setting: Setting) -> str:
     """SIGKILL to one of two ranks."""
     write_config(folder, ranks=2)
-    runs, dead = two.start(folder), dice.randrange(2)
-    where = strike(runs, dead, two.moment(dice, STRETCHES[1:]), signal.SIGKILL).stretch
-    other = runs[1 - dead]
-    took, said = other.ended - runs[dead].ended, f"Rank {dead} has died. Rank {1 - dead} stops" in other.output
-    over = where == "end" and other.wait() == 0
-    if not over and (other.wait() != 75 or not said or took > NOTICED):
-        raise Lost(where, f"the other ended with {other.wait()} after {took:.1f} s: {other.output[-2000:]}")
-    return two.judge(folder, where, saved(*runs))
+    runs, dead = setting.start(folder), dice.randrange(2)
+    where = strike(runs, dead, setting.moment(dice, STRETCHES[1:]), signal.SIGKILL).stretch
+    survivor = runs[1 - dead]
+    took, names_it = (
+        survivor.ended - runs[dead].ended,
+        f"Rank {dead} has died. Rank {1 - dead} stops" in survivor.output,
+    )
+    over = where == "end" and survivor.wait() == 0
+    if not over and (survivor.wait() != 75 or not names_it or took > NOTICED):
+        raise Lost(where, f"the other ended with {survivor.wait()} after {took:.1f} s: {survivor.output[-2000:]}")
+    return setting.judge(folder, where, saved(*runs))
 
 
-def disk_full(folder: Path, dice: random.Random, one: Setting) -> str:
+def disk_full(folder: Path, dice: random.Random, setting: Setting) -> str:
     """The disk is full for some steps."""
     first = dice.randrange(STEPS)
     last = dice.randint(first + 1, STEPS + 1)
     fill_disk(folder, dice, first, last)
-    runs = one.start(folder)
+    runs = setting.start(folder)
     end_well(runs, "saving", wanted=0 if last < STEPS else 75)  # whose last checkpoint could not be written
     if "could not be saved" not in runs[0].output:
         raise Lost("saving", "it says nothing")
     write_config(folder)  # there is room again
-    return one.judge(folder, "saving", STEPS if last < STEPS else first)
+    return setting.judge(folder, "saving", STEPS if last < STEPS else first)
 
 
-def disk_full_and_killed(folder: Path, dice: random.Random, one: Setting) -> str:
+def disk_full_and_killed(folder: Path, dice: random.Random, setting: Setting) -> str:
     """The disk is full from some step on, and then the run is killed; there is room again when it goes on."""
     first = dice.randrange(STEPS - 1)
     fill_disk(folder, dice, first, STEPS + 1)
-    moment = one.moment_in(dice, "saving", dice.randrange(2 * first, 2 * STEPS))
-    where = strike(one.start(folder), 0, moment, signal.SIGKILL).stretch
+    moment = setting.moment_in(dice, "saving", dice.randrange(2 * first, 2 * STEPS))
+    where = strike(setting.start(folder), 0, moment, signal.SIGKILL).stretch
     write_config(folder)
-    return one.judge(folder, where, first)
+    return setting.judge(folder, where, first)
 
 
 def fill_disk(folder: Path, dice: random.Random, first: int, last: int) -> None:
@@ -212,15 +215,15 @@ def fill_disk(folder: Path, dice: random.Random, first: int, last: int) -> None:
     )
 
 
-def reward_raises(folder: Path, dice: random.Random, one: Setting, kind: str = "raises") -> str:
+def reward_raises(folder: Path, dice: random.Random, setting: Setting, failure: str = "raises") -> str:
     """The reward function raises on some samples."""
     write_config(
         folder,
-        {"reward_funcs": f"{faulty.__name__}.{kind}", "rollout": {"reward_timeout": 2.0}},
+        {"reward_funcs": f"{faulty.__name__}.{failure}", "rollout": {"reward_timeout": 2.0}},
         callbacks=[faulty.spelled("CountFailures")],
     )
     (folder / "salt").write_text(str(dice.random()))
-    end_well(one.start(folder), "scoring")
+    end_well(setting.start(folder), "scoring")
     failed = len(lines(folder / "failed"))
     counted = sum(map(int, lines(folder / "counted")))
     if final(folder) is None or counted != failed:
@@ -230,18 +233,18 @@ def reward_raises(folder: Path, dice: random.Random, one: Setting, kind: str = "
     return "scoring"
 
 
-def reward_hangs(folder: Path, dice: random.Random, one: Setting) -> str:
+def reward_hangs(folder: Path, dice: random.Random, setting: Setting) -> str:
     """The reward function does not come back from some samples."""
-    return reward_raises(folder, dice, one, "hangs")
+    return reward_raises(folder, dice, setting, "hangs")
 
 
-def nan_gradient(folder: Path, dice: random.Random, one: Setting) -> str:
+def nan_gradient(folder: Path, dice: random.Random, setting: Setting) -> str:
     """One gradient is no number."""
     write_config(folder, callbacks=[faulty.spelled("NanGradient", step=dice.randrange(STEPS))])
-    end_well(one.start(folder), "optimizer step")
-    found = [*lines(folder / "moved"), *lines(folder / "counted")]
-    if found != ["False", "1 True"] or final(folder) is None:
-        raise Lost("optimizer step", f"moved, skipped, finite: {found}")
+    end_well(setting.start(folder), "optimizer step")
+    outcome = [*lines(folder / "moved"), *lines(folder / "counted")]
+    if outcome != ["False", "1 True"] or final(folder) is None:
+        raise Lost("optimizer step", f"moved, skipped, finite: {outcome}")
     return "optimizer step"
 
 

@@ -118,16 +118,16 @@ def main() -> None:
     torch.manual_seed(0)
     start = time.perf_counter()
     heading = machine(args.device)
-    found: list[Table] = []
+    shown: list[Table] = []
     try:
         for table in tables(args, QUICK if args.quick else USUAL):
-            found += [] if found and found[-1] is table else [table]
-            keep(args, [heading, *map(str, found)])  # what is measured stays, whatever comes after it
+            shown += [] if shown and shown[-1] is table else [table]
+            keep(args, [heading, *map(str, shown)])  # what is measured stays, whatever comes after it
     finally:
-        print(heading, *found, sep="\n\n", flush=True)
+        print(heading, *shown, sep="\n\n", flush=True)
     took = f"All of it took {time.perf_counter() - start:.0f} s."
     print(f"\n{took}")
-    keep(args, [heading, *map(str, found), took])
+    keep(args, [heading, *map(str, shown), took])
 
 
 def keep(args: argparse.Namespace, pages: Sequence[str]) -> None:

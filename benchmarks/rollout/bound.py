@@ -80,14 +80,14 @@ def product_forms(policy: PreTrainedModel, rows: int) -> dict[str, Call]:
     """Calls that compute every matrix product of one decode step, in the plain forms torch offers."""
     single = [(module.weight, module.bias) for module in policy.modules() if type(module) is nn.Linear]
     joined = list(_joined(policy))
-    kind, device = single[0][0].dtype, single[0][0].device
-    inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(device, kind) for weight, _ in single}
+    dtype, device = single[0][0].dtype, single[0][0].device
+    inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(device, dtype) for weight, _ in single}
     forms: dict[str, Call] = {
         "one by one": lambda: [F.linear(inputs[weight.shape[1]], weight, bias) for weight, bias in single],
         "joined": lambda: [F.linear(inputs[weight.shape[1]], weight, bias) for weight, bias in joined],
     }
     packable = {"joined and packed": (inputs, joined)}
-    if kind == torch.bfloat16:
+    if dtype == torch.bfloat16:
         widened = [(weight.float(), None if bias is None else bias.float()) for weight, bias in joined]
         packable["joined and packed, as float32"] = {width: x.float() for width, x in inputs.items()}, widened
     for name, (given, pairs) in packable.items():
@@ -102,17 +102,17 @@ def product_forms(policy: PreTrainedModel, rows: int) -> dict[str, Call]:
 def packed(inputs: dict[int, Tensor], pairs: list[tuple[Tensor, Tensor | None]], rows: int) -> Call:
     """Products with weights in oneDNN's own layout."""
     product = torch.ops.mkldnn._linear_pointwise.default
-    own = [(w.shape[1], torch.ops.mkldnn._reorder_linear_weight(w, rows), b) for w, b in pairs]
-    return lambda: [product(inputs[width], w, b, "none", [], "") for width, w, b in own]
+    weights = [(w.shape[1], torch.ops.mkldnn._reorder_linear_weight(w, rows), b) for w, b in pairs]
+    return lambda: [product(inputs[width], w, b, "none", [], "") for width, w, b in weights]
 
 
 def _joined(policy: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weights and biases with those that read the same input put together."""
     for parent in policy.modules():
-        own = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
         for names in JOINED:
-            if own.keys() >= set(names):
-                group = [own.pop(name) for name in names]
+            if linears.keys() >= set(names):
+                group = [linears.pop(name) for name in names]
                 biases = [g.weight.new_zeros(len(g.weight)) if g.bias is None else g.bias.detach() for g in group]
                 yield torch.cat([g.weight.detach() for g in group]), torch.cat(biases)
-        yield from ((module.weight.detach(), module.bias) for module in own.values())
+        yield from ((module.weight.detach(), module.bias) for module in linears.values())

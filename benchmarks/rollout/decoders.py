@@ -32,10 +32,10 @@ def decoders_table(setting: Setting, rounds: int) -> Table:
         ]
         times: list[list[float]] = [[], []]
         for _ in range(rounds):
-            for sampler, own in zip(samplers, times, strict=True):
+            for sampler, seconds in zip(samplers, times, strict=True):
                 clock = Clock(FIRST, FIRST + STEPS)
                 sampler.generate(prompts, params, progress=clock)
-                own.append(clock.milliseconds)
-        cells = (f"{statistics.median(own):.2f}" for own in times)
+                seconds.append(clock.milliseconds)
+        cells = (f"{statistics.median(seconds):.2f}" for seconds in times)
         table.add(str(dtype).removeprefix("torch."), *cells, f"{median_ratio(times[1], times[0]):.2f}")
     return table

@@ -126,8 +126,8 @@ class Contest:
             return None
 
     def _row(self, name: str, new: int, outcomes: dict[str, list[Outcome]], bounds: list[Bound]) -> list[str]:
-        own = outcomes[name]
-        times = [outcome.seconds for outcome in own]
+        ours = outcomes[name]
+        times = [outcome.seconds for outcome in ours]
         ratios = {
             rival: median_ratio([outcome.seconds for outcome in outcomes[rival]], times) if rival in outcomes else None
             for rival in (GENERATE, FULL)
@@ -143,8 +143,8 @@ class Contest:
             "" if goal is None or ratio is None else f">= {goal:g}",
             "" if goal is None or ratio is None else met(ratio, goal),
             "" if ratios[FULL] is None else f"{ratios[FULL]:.2f}",
-            f"{own[-1].kv_bytes / 1e6:.2f}", self._share_of_dense(name, new, own[-1].kv_bytes, dense_bytes),
-            *self._bound_cells(own, bounds, new),
+            f"{ours[-1].kv_bytes / 1e6:.2f}", self._share_of_dense(name, new, ours[-1].kv_bytes, dense_bytes),
+            *self._bound_cells(ours, bounds, new),
         ]  # fmt: skip
 
     def _share_of_dense(self, name: str, new: int, kv_bytes: int, dense_bytes: int) -> str:
@@ -160,11 +160,11 @@ class Contest:
         s = self.setting
         return s.budget + s.buffer if name == SPARSE else s.prompt_length + new
 
-    def _bound_cells(self, own: list[Outcome], bounds: list[Bound], new: int) -> list[str]:
-        if own[-1].read_bytes is None:
+    def _bound_cells(self, ours: list[Outcome], bounds: list[Bound], new: int) -> list[str]:
+        if ours[-1].read_bytes is None:
             return ["", "", "", ""]
-        steps = [bound.seconds(outcome.read_bytes or 0) for bound, outcome in zip(bounds, own, strict=True)]
-        share = median_ratio([new * step for step in steps], [outcome.seconds for outcome in own])
+        steps = [bound.seconds(outcome.read_bytes or 0) for bound, outcome in zip(bounds, ours, strict=True)]
+        share = median_ratio([new * step for step in steps], [outcome.seconds for outcome in ours])
         shown, goal = f"{1e3 * statistics.median(steps):.2f}", BOUND_GOALS[self.dtype]
         return [shown, f"{100 * share:.0f} %", f">= {100 * goal:.0f} %", met(share, goal)]
 
@@ -243,7 +243,7 @@ def speed_tables(
         "tokens; ratios are medians over the rounds. Dense is prompt + new tokens for every sequence. The bound is "
         "the step's matrix products in the fastest plain form, and the keys and values read at the speed of a sum."
     )
-    usual, others = Table("Equal work", HEADER, note), Table("Other lengths", HEADER)
+    usual, longer = Table("Equal work", HEADER, note), Table("Other lengths", HEADER)
     for dtype in (torch.float32, torch.bfloat16):
         contest = Contest.of(setting, dtype)
         contest.run(new_tokens, rounds, usual)
@@ -252,5 +252,5 @@ def speed_tables(
             contest.runners.pop(CONTINUOUS)
             if not long_rival:
                 contest.runners.pop(GENERATE)
-            contest.run(count, rounds if count < new_tokens else max(1, rounds // 3), others)
-    return usual, others
+            contest.run(count, rounds if count < new_tokens else max(1, rounds // 3), longer)
+    return usual, longer

@@ -53,18 +53,18 @@ def split(shape: Shape, dtype: torch.dtype, compressor: Compressor, prompts: lis
     best = min(profiled, key=lambda clock: clock.milliseconds)
     assert best.profiler is not None
     times = dict.fromkeys(KINDS, 0.0)
-    for kind, microseconds in attribute(best.profiler.events(), shape):
-        times[kind] += 1e-3 * microseconds / best.steps
+    for work, microseconds in attribute(best.profiler.events(), shape):
+        times[work] += 1e-3 * microseconds / best.steps
     times[REST] = best.milliseconds - sum(times.values())
     return Split(times, best.milliseconds, min(clock.milliseconds for clock in plain))
 
 
 def attribute(events: Any, shape: Shape) -> Iterator[tuple[str, float]]:
     """Kind and microseconds of every op, in order; one whose shapes say nothing goes with the op before."""
-    kind = BOOKKEEPING
+    work = BOOKKEEPING
     for event in sorted(outermost(events), key=lambda event: event.time_range.start):
-        kind = kind_of(event.name, event.input_shapes or [], shape) or kind
-        yield kind, event.time_range.elapsed_us()
+        work = kind_of(event.name, event.input_shapes or [], shape) or work
+        yield work, event.time_range.elapsed_us()
 
 
 def outermost(events: Any) -> Iterator[FunctionEvent]:
@@ -88,15 +88,15 @@ def kind_of(name: str, shapes: Sequence[Sequence[int]], shape: Shape) -> str | N
         return LAYERS
     if name.startswith(OWN_OPS):
         return SAMPLING if name.endswith("::draw") else EVICTION
-    known = [sizes for sizes in shapes if len(sizes) and not (len(sizes) == 2 and sizes[1] == 1)]
-    if not known:
+    operands = [sizes for sizes in shapes if len(sizes) and not (len(sizes) == 2 and sizes[1] == 1)]
+    if not operands:
         return None
-    if any(sizes[-1] == shape.vocab for sizes in known):
+    if any(sizes[-1] == shape.vocab for sizes in operands):
         return SAMPLING
     head_dim = shape.head_dim
     narrow = {head_dim, head_dim // 2, shape.kv_heads * head_dim}
     wide = {shape.hidden, (shape.heads + 2 * shape.kv_heads) * head_dim, shape.intermediate, 2 * shape.intermediate}
-    return LAYERS if any(len(sizes) >= 2 and sizes[-1] in wide | narrow for sizes in known) else BOOKKEEPING
+    return LAYERS if any(len(sizes) >= 2 and sizes[-1] in wide | narrow for sizes in operands) else BOOKKEEPING
 
 
 def split_table(setting: Setting, middle: int, cycles: int) -> Table:
@@ -115,8 +115,8 @@ def split_table(setting: Setting, middle: int, cycles: int) -> Table:
         f"of {middle} and more."
     )
     table = Table("A step", ("part", *columns), note)
-    for kind in (*KINDS, REST):
-        table.add(kind, *(f"{c.times[kind]:.2f} ({100 * c.times[kind] / c.profiled:.0f} %)" for c in columns.values()))
+    for work in (*KINDS, REST):
+        table.add(work, *(f"{c.times[work]:.2f} ({100 * c.times[work] / c.profiled:.0f} %)" for c in columns.values()))
     table.add("whole step, profiled", *(f"{c.profiled:.2f}" for c in columns.values()))
     table.add("whole step, not profiled", *(f"{c.plain:.2f}" for c in columns.values()))
     return table

@@ -44,9 +44,9 @@ def rollout_lengths(
     params = SamplingParams(num_generations=tail.num_generations, max_completion_length=tail.longest + 8)
     lengths, start = [], time.perf_counter()
     for first in range(0, len(prompts), prompts_per_call):
-        own = prompts[first : first + prompts_per_call]
-        ids = range(first * tail.num_generations, (first + len(own)) * tail.num_generations)
-        lengths.append(sampler.generate(own, params, sequence_ids=ids).completion_lengths.cpu())
+        batch = prompts[first : first + prompts_per_call]
+        ids = range(first * tail.num_generations, (first + len(batch)) * tail.num_generations)
+        lengths.append(sampler.generate(batch, params, sequence_ids=ids).completion_lengths.cpu())
     wait(sampler.model.device.type)
     return time.perf_counter() - start, torch.cat(lengths)
 
@@ -66,7 +66,7 @@ def tail_table(tail: Tail, compressor: Compressor, rounds: int) -> Table:
             taken, lengths[name] = rollout_lengths(samplers[name], prompts, tail, count)
             times[name].append(taken)
             say(f"long tail, round {turn + 1}: {name} {taken:.1f} s")
-    work = {name: int(own.sum()) for name, own in lengths.items()}
+    work = {name: int(values.sum()) for name, values in lengths.items()}
     ratio = median_ratio(times["lock-step"], times["refill"])
     note = (
         f"{tail.num_prompts} prompts x {tail.num_generations}, {tail.num_slots} slots, {label(dtype)}, budget "
@@ -77,8 +77,8 @@ def tail_table(tail: Tail, compressor: Compressor, rounds: int) -> Table:
         f"{'yes' if torch.equal(lengths['refill'], lengths['lock-step']) else 'NO'}."
     )
     table = Table("Long-tailed lengths", ("how", "seconds", "tokens/s", "ratio to lock-step", "goal", "met"), note)
-    for name, own in times.items():
-        seconds = statistics.median(own)
+    for name, values in times.items():
+        seconds = statistics.median(values)
         verdict = (f"{ratio:.2f}", f">= {GOAL:g}", met(ratio, GOAL)) if name == "refill" else ("1.00", "", "")
         table.add(name, f"{seconds:.2f}", f"{work[name] / seconds:,.0f}", *verdict)
     return table

@@ -44,7 +44,7 @@ def vocabulary_table(setting: Setting, new_tokens: int, rounds: int) -> Table:
     prompts = random_prompts(setting.num_sequences, setting.prompt_length, setting.shape.vocab)
     sampler = RolloutSampler(policy, setting.compressor(), end_token_ids=[])
     per_token = setting.shape.kv_bytes_per_token(torch.float32)
-    own, rival, alone = ({name: list[float]() for name in DRAWS} for _ in range(3))
+    ours, rival, alone = ({name: list[float]() for name in DRAWS} for _ in range(3))
     runners = {
         name: (own_runner(sampler, prompts, per_token, rule), generate_runner(policy, prompts, rule))
         for name, rule in DRAWS.items()
@@ -53,10 +53,10 @@ def vocabulary_table(setting: Setting, new_tokens: int, rounds: int) -> Table:
         runner(new_tokens)  # neither's first rollout counts
     for turn in range(rounds):
         for name, rule in DRAWS.items():
-            for times, runner in zip((own[name], rival[name]), runners[name], strict=True):
+            for times, runner in zip((ours[name], rival[name]), runners[name], strict=True):
                 times.append(runner(new_tokens).seconds / new_tokens)
             alone[name].append(draw_alone(policy, prompts, rule))
-            say(f"vocabulary, round {turn + 1}: {name} {own[name][-1]:.3f} s, generate {rival[name][-1]:.3f} s")
+            say(f"vocabulary, round {turn + 1}: {name} {ours[name][-1]:.3f} s, generate {rival[name][-1]:.3f} s")
     note = (
         f"Random Qwen2 ({setting.shape.name}), {setting.shape.vocab:,} tokens, {label(policy.dtype)}, "
         f"{setting.num_sequences} sequences, prompt {setting.prompt_length}, {new_tokens} new tokens; a step is the "
@@ -64,9 +64,9 @@ def vocabulary_table(setting: Setting, new_tokens: int, rounds: int) -> Table:
     )
     table = Table("A vocabulary of real size", HEADER, note)
     for name in DRAWS:
-        ratio = median_ratio(rival[name], own[name])
-        share = median_ratio(alone[name], own[name])
-        ms = [f"{1e3 * statistics.median(times[name]):.2f}" for times in (own, rival, alone)]
+        ratio = median_ratio(rival[name], ours[name])
+        share = median_ratio(alone[name], ours[name])
+        ms = [f"{1e3 * statistics.median(times[name]):.2f}" for times in (ours, rival, alone)]
         judged = (f">= {RATIO_GOAL:g}", met(ratio, RATIO_GOAL)) if name == SAMPLED else ("", "")
         few = (f"{100 * share:.0f} %", f"<= {100 * SHARE_GOAL:.0f} %", met(SHARE_GOAL, share))
         table.add(name, ms[0], ms[1], f"{ratio:.2f}", *judged, ms[2], *few)

@@ -51,12 +51,12 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iter
     smallest, evicting, _ = cases[1]
     for name, compressor, top_p in [*cases, (f"{smallest}, top-p {TOP_P:g}", evicting, TOP_P)]:
         free_memory(device)
-        found = rollout(countdown, compressor, grid, device, top_p)
-        if isinstance(found, str):
-            table.add(name, found, *[""] * (len(HEADER) - 2))
+        outcome = rollout(countdown, compressor, grid, device, top_p)
+        if isinstance(outcome, str):
+            table.add(name, outcome, *[""] * (len(HEADER) - 2))
             yield table
             continue
-        taken, result, counts = found
+        taken, result, counts = outcome
         assert result.kv is not None
         dense = taken if name == "FullKV" else dense
         rate = int(result.completion_lengths.sum()) / taken
@@ -67,7 +67,7 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iter
         )  # fmt: skip
         table.note = table.note or note(grid, result)  # of the first row: top-p draws other lengths
         yield table
-        del result, found, counts
+        del result, outcome, counts
     add_generate(table, countdown, grid, device)
     yield table
 
@@ -128,7 +128,7 @@ def share_of_steps(
     if not compressor.evicts:
         return "", "", ""
     length = grid.prompt_length + int(grid.mean)
-    sizes = sorted({max(1, grid.num_slots // part) for part in (32, 8, 4, 2, 1)})
+    sizes = sorted({max(1, grid.num_slots // divisor) for divisor in (32, 8, 4, 2, 1)})
     steps = [try_step(countdown.policy, compressor, length, size, ANY) for size in sizes]
     if failed := [step for step in steps if isinstance(step, str)]:
         return failed[0], "", ""

@@ -98,23 +98,23 @@ def main() -> None:
 
 def runs(setting: Setting, rounds: int, threads: int, work: Path) -> dict[str, list[Measured]]:
     """All rounds of all contenders."""
-    found: dict[str, list[Measured]] = {name: [] for name in CONTENDERS}
+    outcomes: dict[str, list[Measured]] = {name: [] for name in CONTENDERS}
     for turn in range(rounds):
         for name in list(CONTENDERS)[:: 1 if turn % 2 == 0 else -1]:
             run = once(name, setting, threads, work / f"{setting.name}-{threads}-{turn + 1}-{name.replace(', ', '-')}")
             say(f"{setting.name}, round {turn + 1}: {name} {run.seconds:.2f} s per step")
-            found[name].append(run)
-    return found
+            outcomes[name].append(run)
+    return outcomes
 
 
 def once(name: str, setting: Setting, threads: int, folder: Path) -> Measured:
     """One run in a process of its own, unless it was finished earlier."""
-    out, given = folder / "measured.json", folder / "setting.json"
+    out, stored = folder / "measured.json", folder / "setting.json"
     wanted = json.dumps(asdict(setting))
-    if not out.exists() or given.read_text() != wanted:
+    if not out.exists() or stored.read_text() != wanted:
         out.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        given.write_text(wanted)
+        stored.write_text(wanted)
         command = [sys.executable, "-m", "benchmarks.trainer", f"--threads={threads}", "--measure", name, wanted]
         log = folder / "log.txt"
         with log.open("w") as lines:
@@ -124,7 +124,7 @@ def once(name: str, setting: Setting, threads: int, folder: Path) -> Measured:
     return Measured(**json.loads(out.read_text()))
 
 
-def table(setting: Setting, found: dict[str, list[Measured]]) -> Table:
+def table(setting: Setting, outcomes: dict[str, list[Measured]]) -> Table:
     """Everything about one setting."""
     what = "The quickstart's policy and task" if setting.is_quickstart else f"Random Qwen2 ({setting.policy})"
     note = (
@@ -132,37 +132,37 @@ def table(setting: Setting, found: dict[str, list[Measured]]) -> Table:
         f"step(s) per rollout of {setting.accumulate} micro-batch(es), AdamW, float32, no gradient checkpointing"
         f"{', prompts read once' if setting.shares else ''}; RKV "
         f"with budget {setting.budget} + buffer {setting.buffer}, rejection and reweighting. Medians of "
-        f"{len(found[TRL])} round(s) of {setting.rollouts} rollout(s) each. Peak: resident memory above what the "
+        f"{len(outcomes[TRL])} round(s) of {setting.rollouts} rollout(s) each. Peak: resident memory above what the "
         "process held when the first rollout began, its policy included."
     )
     behind = f" behind prompts of {setting.prompt_length:,}" if setting.prompt_length > LEAST_LENGTH else ""
     result = Table(f"{setting.tokens:,} new tokens{behind}", HEADER, note)
-    for name in found:
-        result.add(*row(name, found, GOALS.get(setting.name)))
+    for name in outcomes:
+        result.add(*row(name, outcomes, GOALS.get(setting.name)))
     return result
 
 
-def row(name: str, found: dict[str, list[Measured]], goal: float | None) -> Iterator[str]:
+def row(name: str, outcomes: dict[str, list[Measured]], goal: float | None) -> Iterator[str]:
     """The cells of a contender."""
-    own, plain = found[name], found[PLAIN]
+    runs, plain = outcomes[name], outcomes[PLAIN]
 
     def median(field: str) -> float:
-        return statistics.median(getattr(run, field) for run in own)
+        return statistics.median(getattr(run, field) for run in runs)
 
     yield name
     if name == PLAIN:
         yield from ["", "", "", f"{median('update'):.3g}", "", "", "", ""]
     else:
         yield from (f"{median(field):.3g}" for field in ("seconds", "rollout", "rescoring", "update", "rest"))
-        speed = statistics.median(run.tokens / run.seconds for run in own)
+        speed = statistics.median(run.tokens / run.seconds for run in runs)
         yield from (f"{speed:,.0f}", f"{median('peak') / 2**30:.2f}", f"{median('reward'):.3f}")
     if name == PLAIN:
         yield from ["", "", ""]
     else:
-        ratio = median_ratio([run.seconds for run in found[TRL]], [run.seconds for run in own])
+        ratio = median_ratio([run.seconds for run in outcomes[TRL]], [run.seconds for run in runs])
         judged = goal is not None and name == SPARSE
         yield from (f"{ratio:.2f}", f">= {goal:g}" if judged else "", met(ratio, goal or 0) if judged else "")
-    share = median_ratio([run.update for run in plain], [run.update for run in own])
+    share = median_ratio([run.update for run in plain], [run.update for run in runs])
     judged = goal is not None and name in (DENSE, SPARSE)
     yield from (f"{100 * share:.0f} %", f">= {100 * SHARE_GOAL:.0f} %" if judged else "")
     yield met(share, SHARE_GOAL) if judged else ""

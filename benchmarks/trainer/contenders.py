@@ -129,10 +129,10 @@ def plain(setting: Setting, stages: Stages) -> None:
 
 def update(policy: Any, learner: torch.optim.Optimizer, parts: list[Rollout]) -> None:
     """One optimizer step."""
-    for part in parts:
-        assert part.advantages is not None
-        logprobs, _ = sequence_logprobs(policy, part.sequences, part.completion_mask)
-        loss = policy_loss(logprobs, logprobs.detach(), part.advantages, part.completion_mask).loss
+    for micro_batch in parts:
+        assert micro_batch.advantages is not None
+        logprobs, _ = sequence_logprobs(policy, micro_batch.sequences, micro_batch.completion_mask)
+        loss = policy_loss(logprobs, logprobs.detach(), micro_batch.advantages, micro_batch.completion_mask).loss
         (loss / len(parts)).backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIP)
     learner.step()

@@ -20,11 +20,11 @@ def load(settings: Settings) -> Generate:
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[int]:
         def one(prompt: list[int]) -> int:
-            asked = {
+            request = {
                 "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "cache_prompt": False,
                 "temperature": 1.0, "samplers": ["temperature"],
             }  # fmt: skip
-            count: int = server.handle_completions(asked)["usage"]["completion_tokens"]
+            count: int = server.handle_completions(request)["usage"]["completion_tokens"]
             return count
 
         return list(pool.map(one, prompts))

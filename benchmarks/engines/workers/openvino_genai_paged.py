@@ -22,9 +22,10 @@ def load(settings: Settings) -> Generate:
             start_size=BLOCK, recent_size=BLOCK, max_cache_size=settings["budget"] + settings["buffer"],
             aggregation_mode=genai.AggregationMode.NORM_SUM,
         )  # fmt: skip
-    kind = NAMES[settings["dtype"]]
+    precision = NAMES[settings["dtype"]]
     properties = {
-        "INFERENCE_NUM_THREADS": settings["threads"], "INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind,
+        "INFERENCE_NUM_THREADS": settings["threads"],
+        "INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision,
     }  # fmt: skip
     pipeline = genai.ContinuousBatchingPipeline(settings["policy"], scheduler, "CPU", properties)
 

@@ -23,9 +23,11 @@ def serve(load: Callable[[Settings], Generate]) -> None:
     generate = load(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         start = time.perf_counter()
-        counts = generate(asked["prompts"], asked["new_tokens"])
+        counts = generate(request["prompts"], request["new_tokens"])
         seconds = time.perf_counter() - start
-        assert set(counts) == {asked["new_tokens"]}, f"{asked['new_tokens']} tokens wanted, not {sorted(set(counts))}"
+        assert set(counts) == {request["new_tokens"]}, (
+            f"{request['new_tokens']} tokens wanted, not {sorted(set(counts))}"
+        )
         print(json.dumps({"seconds": seconds}), file=answers)

@@ -23,7 +23,7 @@ def load(settings: Settings) -> Generate:
             detokenize=False,
         )  # fmt: skip
         out = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [len(own.outputs[0].token_ids) for own in out]
+        return [len(request.outputs[0].token_ids) for request in out]
 
     return generate
 
