@@ -179,7 +179,7 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
     return [f"--{key}={value}" for key, value in changes.items()]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@every_config
 def test_one_optimizer_step(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_policy: Callable[[str], Path]
 ) -> None:
@@ -243,34 +243,21 @@ def output_folders(config: dict[str, Any]) -> list[str]:
 
 
 @every_config
-def test_runs_write_below_their_own_folder(path: Path) -> None:
+def test_configurations_are_short_write_below_a_folder_and_can_be_resumed(path: Path) -> None:
     config = read(path)
     assert {Path(folder).parts[:2] for folder in output_folders(config)} == {("runs", path.stem)}
     assert not config["trainer"].get("logger")  # then metrics.csv is there too: see test_one_optimizer_step
-
-
-@every_config
-def test_a_killed_run_can_be_resumed(path: Path) -> None:
-    config = read(path)
     if config["trainer"].get("enable_checkpointing", True):
         assert callbacks(config)["RolloutCheckpoint"] == {}  # its defaults: see test_checkpoint.py
         by_the_clock = path.stem == "real"  # whose steps take long
         assert by_the_clock or 1 <= EVERY_N_TRAIN_STEPS <= config["trainer"]["max_steps"] // 3
     else:
         assert config["model"]["class_path"] == "SupervisedWarmup"  # a minute's work
-
-
-# ---------------------------------------------------------------- readable
-
-
-@every_config
-def test_configurations_are_short_and_say_how_to_run_them(path: Path) -> None:
-    settings = [key for key, _ in leaves(read(path)) if key != "class_path"]
-    assert len(settings) <= MAX_SETTINGS
+    assert len([key for key, _ in leaves(config) if key != "class_path"]) <= MAX_SETTINGS
     lines = path.read_text(encoding="utf-8").splitlines()
     header = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-    first, own = lines[len(header)], [line for line in lines if not line.lstrip().startswith("#")]
-    assert first == "seed_everything: 0" or (first.startswith("base: ") and len(own) <= MAX_OVERLAY_LINES)
+    first, settings = lines[len(header)], [line for line in lines if not line.lstrip().startswith("#")]
+    assert first == "seed_everything: 0" or (first.startswith("base: ") and len(settings) <= MAX_OVERLAY_LINES)
     assert any(f"sparse-rl fit --config {path.relative_to(ROOT).as_posix()} " in f"{line} " for line in header)
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import sparse_rl_lightning
 from benchmarks import REAL as MODEL
+from docs.notebook_pages import markdown_of
 from docs.stored import FOLDER, LARGEST, LOGGED, NOTEBOOKS, REAL, execute, tidied
 
 TINY = [path for path in NOTEBOOKS if path not in REAL]
@@ -71,7 +73,7 @@ def assert_as_stored(path: Path, notebook: nbformat.NotebookNode) -> None:
     """
     stored = nbformat.read(path, as_version=4)
     for index, cells in enumerate(zip(stored.cells, notebook.cells, strict=True)):
-        before, now = (LOGGED.sub("", printed_by(nbformat.v4.new_notebook(cells=[cell]))) for cell in cells)
+        before, now = (LOGGED.sub("", printed_by(new_notebook(cells=[cell]))) for cell in cells)
         if path in REAL:
             before, now = ("\n".join(filter(re.compile(NUMBER).search, text.split("\n"))) for text in (before, now))
         words = [re.sub(r"\s+", " ", re.sub(NUMBER, "#", text)) for text in (before, now)]
@@ -218,3 +220,21 @@ def test_notebook_runs(path: Path, folder: Path) -> None:
     assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
     PROMISES[path.stem].check(notebook, printed)
     assert_as_stored(path, notebook)
+
+
+def test_a_notebook_becomes_a_page() -> None:
+    """Prose, code and every kind of output, however it is fenced."""
+    outputs = [
+        new_output("stream", name="stdout", text="```\n"),
+        new_output("display_data", data={"image/png": "QUJD\nREU=\n", "text/plain": "<Figure>"}),
+        new_output("execute_result", data={"text/html": "<b>x</b>", "text/plain": ""}),
+        new_output("execute_result", data={"text/plain": "3"}),
+        new_output("display_data", data={"text/plain": ""}),
+    ]
+    cells = [new_markdown_cell("# Title\n\n[a](../docs/a.md)"), new_code_cell("x = 1", outputs=outputs)]
+    page = markdown_of(nbformat.writes(new_notebook(cells=cells)))
+    assert page.split("\n\n") == [
+        "# Title", "[a](../a.md)", "```python\nx = 1\n```", "````text\n```\n````",
+        "![Output of the cell above](data:image/png;base64,QUJDREU=)", "```{raw} html\n<b>x</b>\n```",
+        "```text\n3\n```\n",
+    ]  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -190,31 +188,6 @@ def test_one_and_two_seeds_have_no_interval() -> None:
     assert mean([0.25, 0.35], 0, percent=True) == "25 / 35 %"
     assert mean([2.0, -1.0], 1, signed=True) == "+2.0 / -1.0"
     assert mean([1.0, 2.0, 3.0]) == "2.00 ± 2.48"  # 4.303 / sqrt(3)
-
-
-def test_nothing_is_begun_after_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second run has begun before the first one's end is heard of; it goes on until the others are called off."""
-    begun: list[int] = []
-    called_off = Event()
-
-    class Pool(ThreadPoolExecutor):
-        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-            super().shutdown(False, cancel_futures=cancel_futures)
-            called_off.set()
-            super().shutdown(wait)
-
-    def execute(run: Run) -> None:
-        begun.append(len(begun))
-        if len(begun) > 1:
-            called_off.wait()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "execute", execute)
-    monkeypatch.setattr(execution, "ThreadPoolExecutor", Pool)
-    runs = [one_run(tmp_path)] * 50
-    with pytest.raises(KeyboardInterrupt):
-        execution.execute(runs, Archive(tmp_path / "kept.jsonl"), jobs=1)
-    assert len(begun) <= 2
 
 
 def test_tables_say_what_was_found(tmp_path: Path) -> None:

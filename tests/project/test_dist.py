@@ -1,9 +1,11 @@
-"""What ``make dist ARGS=--release`` lets through: a tagged commit as it is, with a version and an address."""
+"""What is given to others: releases of tagged commits as they are, and an image of what is there."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK_DIST = ROOT / ".ci" / "check_dist.py"
+DOCKERFILE = (ROOT / "Dockerfile").read_text("utf-8")  # linted by hadolint, and not built by the tests
 
 
 def metadata(version: str = "1.2.0", url: str = "Repository, https://example.org/some/name") -> bytes:
@@ -66,3 +69,20 @@ def test_templates_and_citation_can_be_read() -> None:
         assert all(field["attributes"]["label"] for field in form["body"])
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+
+
+def test_what_is_copied_is_there_and_not_left_out() -> None:
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()}
+    taken = {line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")}
+    assert copied == taken
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_stages_install_what_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    extras = {name for found in re.findall(r"'\.\[(.+?)\]'", DOCKERFILE) for name in found.split(",")}
+    assert extras <= project["project"]["optional-dependencies"].keys()
+    assert re.findall(r"^FROM \S+:\S+ AS (\w+)$", DOCKERFILE, re.MULTILINE) == ["cpu", "cuda"]
+    assert DOCKERFILE.count("pip install") == DOCKERFILE.count("-c constraints.txt") == 4
+    assert re.findall(r"SPARSE_RL_BUILD=(\w+)", DOCKERFILE) == ["cpu", "cuda"]
+    assert project["build-system"]["requires"][0].startswith("setuptools")
