@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -68,7 +69,7 @@ class TailWatch:
     def length_ratio(self) -> float | None:
         """The newest window's mean length over that of the longest window; None before there is a window."""
         is_full = len(self.lengths) == self.limits.window
-        return _mean(self.lengths) / self.longest if is_full and self.longest else None
+        return fmean(self.lengths) / self.longest if is_full and self.longest else None
 
     def see(self, length: float, rejection_rate: float) -> None:
         """Add a rollout's mean response length and its share of rejected sequences."""
@@ -76,11 +77,11 @@ class TailWatch:
         self.rejections = [*self.rejections, rejection_rate][-self.limits.window :]
         is_full = len(self.lengths) == self.limits.window
         if is_full:
-            self.longest = max(self.longest, _mean(self.lengths))
-            self.fewest = min(self.fewest, _mean(self.rejections))
+            self.longest = max(self.longest, fmean(self.lengths))
+            self.fewest = min(self.fewest, fmean(self.rejections))
         ratio = self.length_ratio
         self._strike("length", ratio is not None and ratio < 1 - self.limits.length_drop)
-        rejected, limit = _mean(self.rejections), self.limits.max_rejection_rate
+        rejected, limit = fmean(self.rejections), self.limits.max_rejection_rate
         self._strike("rejection", is_full and rejected > limit)
         risen = self.limits.rejection_rise * max(self.fewest, HARMLESS / self.limits.rejection_rise)
         self._strike("rise", is_full and risen < rejected <= limit)  # above the limit it is told of anyway
@@ -116,17 +117,13 @@ class TailWatch:
         self.strikes[sign] = self.strikes.get(sign, 0) + 1 if given else 0  # an older checkpoint may not know it
 
 
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
 class TailGuard(RolloutCallback):
     """Watch the acceptance's tail, the rejection rate and the response length, and warn, raise the budget, or stop.
 
     A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
     last in reward (Sparrow, arXiv 2606.08446). There are three signs. A length bin's 5th percentile is below the
-    target, as ``AcceptanceMonitor`` measures it. The mean rejection rate is above its limit, or rising. Responses have
-    become shorter on average. The reaction to a sign that persists is the ``mode``:
+    target, as ``AcceptanceMonitor`` measures it (on rank zero). The mean rejection rate is above its limit, or rising.
+    Responses have become shorter on average. The reaction to a sign that persists is the ``mode``:
 
     - ``warn``: warn once, until the sign is gone.
     - ``raise``: enlarge the budget of the compressor, of the retriever (in whole pages) or of both by a step of its
@@ -256,12 +253,11 @@ class TailGuard(RolloutCallback):
 
     def _judge(self, module: RolloutModule, index: int, length: float, rejected: float) -> None:
         self.watch.see(length, rejected)
-        logged = {"guard/rejection_rate": sum(self.watch.rejections) / len(self.watch.rejections)}
+        logged = {"guard/rejection_rate": fmean(self.watch.rejections)}
         if self.watch.length_ratio is not None:
             logged["guard/length_ratio"] = self.watch.length_ratio
-        own = None if self._monitor is None else self._monitor.report
-        known = [report for report in of_all_ranks(own) if report is not None]  # the same judgment on all ranks
-        report = TailReport.mean(known) if known else None
+        assert self._monitor is not None
+        report: TailReport | None = of_all_ranks(self._monitor.report)[0]  # which is logged; all ranks judge alike
         target = self.target
         if target is None and report is not None and report.ceiling is not None:
             target = tail_target(report.ceiling)
@@ -303,7 +299,7 @@ class TailGuard(RolloutCallback):
 
     def _describe(self, alarms: list[str]) -> str:
         watch, limits = self.watch, self.watch.limits
-        rejected = sum(watch.rejections) / max(len(watch.rejections), 1)
+        rejected = fmean(watch.rejections)
         words = {
             "tail": f"The 5th percentile of the acceptance {self._judged}.",
             "rejection": f"{rejected:.1%} of the sequences of {limits.window} rollouts were rejected, more than "
