@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection, StepGuard
-from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND, Cause, RatioWatch, SpikeWatch
+from sparse_rl_lightning.callbacks.guards import step_guard
+from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND, SpikeWatch, long_step_advice
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.losses import policy_loss, top_token_share
 from sparse_rl_lightning.modules import ReplayGRPO
@@ -30,19 +31,20 @@ def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None
 
 
 def test_cause_is_tokens_only_if_they_are_moved_far() -> None:
-    found = Cause(590.0, 0.35).told(can_correct=True, can_bound=True)
+    found = long_step_advice(590.0, 0.35, can_correct=True, can_bound=True)
     assert found.startswith(
         "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
     )
     replay = "ReplayGRPO with replay_objective: sparse (no replay follows a retriever)"
     assert f"ImportanceReweighting with clip_max: 1.5, or {replay}; then fewer optimizer steps per rollout" in found
-    assert "Reweighting" not in Cause(590.0, 0.35).told(can_correct=False, can_bound=True)  # is done, or none is needed
-    bounded = Cause(590.0, 0.35).told(can_correct=True, can_bound=False)  # delta or cispo keeps them from the gradient
+    done = long_step_advice(590.0, 0.35, can_correct=False, can_bound=True)  # or none is needed
+    assert "Reweighting" not in done
+    bounded = long_step_advice(590.0, 0.35, can_correct=True, can_bound=False)  # by delta or cispo
     assert f"or {replay}; then fewer" in bounded
     assert "delta" not in bounded
-    assert "Look at rewards" in Cause(590.0, 0.35).told(can_correct=False, can_bound=False)
-    assert Cause(1.3, 0.93).told(True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
-    assert Cause().told(True, True).startswith("Look at rewards")
+    assert "Look at rewards" in long_step_advice(590.0, 0.35, can_correct=False, can_bound=False)
+    assert long_step_advice(1.3, 0.93, True, True).startswith("Its largest staleness ratio is 1.3. Look at rewards")
+    assert long_step_advice(0.0, 0.0, True, True).startswith("Look at rewards")
 
 
 def test_share_of_ten_tokens_is_that_of_the_derivative() -> None:
@@ -97,7 +99,7 @@ def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     ):
         trainer = fit(module(lr=1e-4, steps_per_generation=2), 5, [guard, Stale(first=4)], accumulate_grad_batches=2)
     assert guard.watch.spikes == 1
-    assert guard.ratios == RatioWatch(100.0, told=True)  # with the long step, and not again
+    assert guard.has_warned_of_ratio  # with the long step, and not again
     assert float(trainer.callback_metrics["staleness_ratio/max"]) > 1e5
     assert float(trainer.callback_metrics["top10_token_share"]) > 0.5
 
@@ -125,7 +127,7 @@ def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
         assert guard.watch.spikes == 0
         again = StepGuard()
         again.load_state_dict(guard.state_dict())
-        assert again.ratios == RatioWatch(100.0, told=True)  # a run that goes on does not say it again
+        assert again.has_warned_of_ratio  # a run that goes on does not say it again
 
 
 UNACCOUNTED: dict[str, dict[str, Any]] = {
@@ -140,7 +142,7 @@ def test_ratio_is_told_of_wherever_training_is_naive(kind: str) -> None:
     """As the start of the run says: one definition."""
     with pytest.warns(UserWarning, match=r"ratio of optimizer step \d+ is .*ReplayGRPO with replay_objective: sparse"):
         guard, _ = watched([], **UNACCOUNTED[kind])
-    assert guard.ratios == RatioWatch(100.0, told=True)
+    assert guard.has_warned_of_ratio
 
 
 @pytest.mark.parametrize("kind", ["weights", "replay", "mixed", "full cache"])
@@ -150,14 +152,24 @@ def test_ratio_is_not_told_of_where_evictions_are_accounted_for_or_none(kind: st
     if kind in ("replay", "mixed"):
         options = {"kind": ReplayGRPO, "replay_objective": "sparse" if kind == "replay" else "mixed"}
     guard, ratio = watched(callbacks, **options)
-    assert guard.ratios == RatioWatch(100.0)
+    assert not guard.has_warned_of_ratio
     assert ratio > 100
 
 
-def test_ratio_below_the_limit_or_without_one_is_not_told_of() -> None:
-    assert RatioWatch(100.0).see(Cause(99.0)) is None
-    assert RatioWatch(100.0).see(Cause(float("nan"))) is None
-    assert StepGuard(max_staleness_ratio=None).ratios is None
+@pytest.mark.parametrize(
+    ("limit", "ratio", "warns"),
+    [(100.0, 101.0, True), (100.0, 99.0, False), (100.0, float("nan"), False), (None, 1e5, False)],
+)
+@pytest.mark.filterwarnings("ignore:The largest staleness ratio")
+def test_ratio_is_told_of_above_the_limit_alone(
+    limit: float | None, ratio: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_guard, "_can_correct", lambda module: True)
+    guard = StepGuard(max_staleness_ratio=limit)
+    guard._worst = torch.tensor([ratio, 0.5])
+    strategy = SimpleNamespace(all_gather=lambda numbers: numbers)
+    guard._look_at_step(SimpleNamespace(strategy=strategy, global_step=1, callbacks=[]), module(), 1.0)
+    assert guard.has_warned_of_ratio == warns
 
 
 def test_spikes_need_not_be_looked_for() -> None:

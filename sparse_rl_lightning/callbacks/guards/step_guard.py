@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -56,7 +57,8 @@ class StepGuard(Callback):
         check_number("max_staleness_ratio", max_staleness_ratio, least=1, owner="StepGuard", or_none=True)
         self.max_in_a_row = max_in_a_row
         self.watch = None if spike_factor is None else SpikeWatch(spike_factor)
-        self.ratios = None if max_staleness_ratio is None else RatioWatch(max_staleness_ratio)
+        self.max_staleness_ratio = max_staleness_ratio
+        self.has_warned_of_ratio = False
         self.skipped = 0  # since the start of the run
         self.in_a_row = 0
         self._skips_now = False
@@ -87,7 +89,7 @@ class StepGuard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count at the end of an optimizer step."""
-        if self.watch is not None or self.ratios is not None:
+        if self.watch is not None or self.max_staleness_ratio is not None:
             self._note_micro_batch(trainer)
         if trainer.fit_loop._should_accumulate():
             return
@@ -114,16 +116,15 @@ class StepGuard(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
         watched = {} if self.watch is None else {"watch": self.watch.state()}
-        told = {} if self.ratios is None else {"told_of_ratio": self.ratios.told}
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row, **watched, **told}
+        counts = {"skipped": self.skipped, "in_a_row": self.in_a_row, "told_of_ratio": self.has_warned_of_ratio}
+        return counts | watched
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the counts."""
         self.skipped, self.in_a_row = state_dict["skipped"], state_dict["in_a_row"]
         if self.watch is not None:
             self.watch = replace(self.watch, **state_dict.get("watch", {}))
-        if self.ratios is not None:
-            self.ratios.told = state_dict.get("told_of_ratio", False)
+        self.has_warned_of_ratio = state_dict.get("told_of_ratio", False)
 
     def _note_micro_batch(self, trainer: Trainer) -> None:
         """Keep what the micro-batch with the largest ratio logged, on its device until it is asked for."""
@@ -134,23 +135,27 @@ class StepGuard(Callback):
 
     def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
-        asks = self.ratios is not None and not self.ratios.told and learns_from_less(module)
-        if self._worst is None or (times is None and not asks):  # on all ranks alike
+        limit = math.inf if self.has_warned_of_ratio else self.max_staleness_ratio or math.inf
+        is_watched = limit < math.inf and learns_from_less(module)
+        if self._worst is None or (times is None and not is_watched):  # on all ranks alike
             return
-        # whether its rollout has weights is a rank's own: it must not decide who gathers
-        own = torch.cat([self._worst.nan_to_num(), self._worst.new_tensor([_can_correct(module)])])
-        ranks = torch.as_tensor(trainer.strategy.all_gather(own)).view(-1, len(own))
+        # ranks may differ in whether their rollouts have weights: that must not decide who gathers
+        local = torch.cat([self._worst.nan_to_num(), self._worst.new_tensor([_can_correct(module)])])
+        ranks = torch.as_tensor(trainer.strategy.all_gather(local)).view(-1, len(local))
         ratio, share, _ = ranks[ranks[:, 0].argmax()].tolist()
         can_correct = bool(ranks[:, 2].min())
-        cause, step = Cause(ratio, share), f"of optimizer step {trainer.global_step}"
-        said = self.ratios.see(cause) if self.ratios is not None and can_correct else None
+        is_large = can_correct and ratio > limit
+        self.has_warned_of_ratio |= is_large
         if times is not None:
             loss = getattr(module, "loss", None)  # any module may have the guard
             can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
-            told = cause.told(can_correct, can_bound)
-            warn_of_run(trainer, f"The gradient {step} is {times:,.0f} times as long as usual ({norm:.3g}). {told}")
-        elif said:
-            warn_of_run(trainer, f"The largest staleness ratio {step} {said}")
+            warn_of_run(
+                trainer,
+                f"The gradient of optimizer step {trainer.global_step} is {times:,.0f} times as long as usual "
+                f"({norm:.3g}). {long_step_advice(ratio, share, can_correct, can_bound)}",
+            )
+        elif is_large:
+            warn_of_run(trainer, large_ratio_warning(trainer.global_step, ratio))
 
     def _tell(self, trainer: Trainer, module: LightningModule) -> None:
         said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
@@ -261,62 +266,39 @@ class SpikeWatch:
         return {"norms": list(self.norms), "silent": self.silent, "spikes": self.spikes}
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What a long step is made of, as far as its worst micro-batch tells.
+def long_step_advice(ratio: float, share: float, can_correct: bool, can_bound: bool) -> str:
+    """What a long step is made of, as far as its worst micro-batch tells, and what helps.
 
     Args:
-        ratio: Largest staleness ratio of its tokens, 0 if not known.
-        share: Share of the policy term's derivative that ten tokens of that micro-batch have.
+        ratio: Largest staleness ratio of the micro-batch's tokens, 0 if not known.
+        share: Share of the policy term's derivative that ten of its tokens have.
+        can_correct: Whether the sampler sees less than the whole cache, and no weights or replay account for it.
+        can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
     """
-
-    ratio: float = 0.0
-    share: float = 0.0
-
-    def told(self, can_correct: bool, can_bound: bool) -> str:
-        """A sentence on the cause, and one on what helps.
-
-        Args:
-            can_correct: Whether the sampler sees less than the whole cache, and no weights or replay account for it.
-            can_bound: Whether ``loss.delta`` is open to be set; else the loss bounds the ratio already.
-        """
-        known = f"Its largest staleness ratio is {self.ratio:.2g}" if self.ratio else ""
-        if self.ratio < LARGE_RATIO or not (can_correct or can_bound):
-            return (
-                f"{known}{'. ' if known else ''}Look at rewards and completions of this rollout; a lower learning rate "
-                "or gradient_clip_val keeps single steps short."
-            )
-        correct = f"{CORRECTED}; then " if can_correct else ""
-        free, bound = (
-            (" With a negative advantage nothing bounds them.", ", model.loss.delta: 2") if can_bound else ("", "")
-        )
+    largest = f"Its largest staleness ratio is {ratio:.2g}" if ratio else ""
+    if ratio < LARGE_RATIO or not (can_correct or can_bound):
         return (
-            f"{known}, and ten tokens carry {self.share:.0%} of its micro-batch: {MOVED}.{free} What helps: "
-            f"{correct}{FEWER}{bound}."
+            f"{largest}{'. ' if largest else ''}Look at rewards and completions of this rollout; a lower learning rate "
+            "or gradient_clip_val keeps single steps short."
         )
+    correct = f"{CORRECTED}; then " if can_correct else ""
+    free, bound = (
+        (" With a negative advantage nothing bounds them.", ", model.loss.delta: 2") if can_bound else ("", "")
+    )
+    return (
+        f"{largest}, and ten tokens carry {share:.0%} of its micro-batch: {MOVED}.{free} What helps: "
+        f"{correct}{FEWER}{bound}."
+    )
 
 
-@dataclass
-class RatioWatch:
-    """Tells once of tokens whose staleness ratio has grown large under eviction without weights or replay.
+def large_ratio_warning(step: int, ratio: float) -> str:
+    """The warning of tokens whose staleness ratio has grown large under eviction without weights or replay.
 
     A loss that bounds the ratio keeps such a step short, so that its gradient shows nothing. Most runs of
     docs/results.md that passed 100 so ended behind dense training.
-
-    Args:
-        limit: Staleness ratio above which it is told of.
-        told: Whether it has been.
     """
-
-    limit: float = 100.0
-    told: bool = False
-
-    def see(self, cause: Cause) -> str | None:
-        """A step's largest ratio and what helps, if that is to be told of."""
-        if self.told or not self.limit < cause.ratio:
-            return None
-        self.told = True
-        return (
-            f"is {cause.ratio:.2g}: {MOVED}. The step need not be a long one (with model.loss.delta it is not), but "
-            f"most runs that went so far ended behind dense training. What helps: {CORRECTED}; else {FEWER}."
-        )
+    return (
+        f"The largest staleness ratio of optimizer step {step} is {ratio:.2g}: {MOVED}. The step need not be a long "
+        "one (with model.loss.delta it is not), but most runs that went so far ended behind dense training. What "
+        f"helps: {CORRECTED}; else {FEWER}."
+    )
