@@ -16,49 +16,41 @@ class Rule(Enum):
     IGNORED = "changes no result, or none of training"
 
 
-_NAMES = {
-    Rule.BETWEEN_ROLLOUTS: """
-        sampling: num_generations max_completion_length min_completion_length temperature top_k top_p min_p
-            repetition_penalty stop_strings
-        : module retriever steps_per_generation num_iterations replay_objective""",
-    Rule.IF_PARTIAL: """
-        rollout: num_slots memory_limit""",
-    Rule.REFUSED: """
-        policy: lora_alpha
-        adapter: lora_alpha""",
-    Rule.DERIVED: """
-        policy: path model tokenizer policy architecture alphabet hidden_size num_layers num_heads num_kv_heads r
-            target_modules quantization seed
-        adapter: r target_modules lr seed
-        sampling: seed
-        val_sampling: seed
-        rollout: generation_kwargs
-        data: prompts_per_rollout seed tasks num_terms digits num_train path prompt_column answer_column answer_pattern
-            math_answers solution_column prompt_template as_chat system_prompt config split folder benchmarks own
-            prompt_format train max_rows final_assistant
-        : optimizer lr_scheduler""",
-    Rule.IGNORED: """
-        learner: head_chunk_size gradient_checkpointing
-        rollout: keep_pool cuda_graphs decoder
-        sampling: top_logprobs
-        data: val_batch_size max_val_prompts num_val val_path val_split val_benchmarks
-        trainer: max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger
+_SETTINGS = {
+    Rule.BETWEEN_ROLLOUTS: {
+        "sampling": """num_generations max_completion_length min_completion_length temperature top_k top_p min_p
+            repetition_penalty stop_strings""",
+        "": "module retriever steps_per_generation num_iterations replay_objective",
+    },
+    Rule.IF_PARTIAL: {"rollout": "num_slots memory_limit"},
+    Rule.REFUSED: {"policy": "lora_alpha", "adapter": "lora_alpha"},
+    Rule.DERIVED: {
+        "policy": """path model tokenizer policy architecture alphabet hidden_size num_layers num_heads num_kv_heads r
+            target_modules quantization seed""",
+        "adapter": "r target_modules lr seed",
+        "sampling": "seed",
+        "val_sampling": "seed",
+        "rollout": "generation_kwargs",
+        "data": """prompts_per_rollout seed tasks num_terms digits num_train path prompt_column answer_column
+            answer_pattern math_answers solution_column prompt_template as_chat system_prompt config split folder
+            benchmarks own prompt_format train max_rows final_assistant""",
+        "": "optimizer lr_scheduler",
+    },
+    Rule.IGNORED: {
+        "learner": "head_chunk_size gradient_checkpointing",
+        "rollout": "keep_pool cuda_graphs decoder",
+        "sampling": "top_logprobs",
+        "data": "val_batch_size max_val_prompts num_val val_path val_split val_benchmarks",
+        "trainer": """max_steps max_epochs max_time log_every_n_steps val_check_interval limit_val_batches logger
             default_root_dir accelerator devices num_nodes strategy""",
+    },
 }
-
-
-def _parsed() -> dict[str, Rule]:
-    rules, group = dict[str, Rule](), ""
-    for rule, text in _NAMES.items():
-        for word in text.split():
-            if word.endswith(":"):
-                group = word[:-1]
-            else:
-                rules[f"{group}.{word}".lstrip(".")] = rule
-    return rules
-
-
-RULES: dict[str, Rule] = _parsed()
+RULES = {
+    f"{group}.{name}".lstrip("."): rule
+    for rule, groups in _SETTINGS.items()
+    for group, names in groups.items()
+    for name in names.split()
+}
 """The rules of settings that are not simply applied."""
 
 
