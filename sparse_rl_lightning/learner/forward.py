@@ -98,7 +98,7 @@ class Learner:
     def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) under the full cache."""
         if self.options.share_prompts:
-            return self._sharing(policy, part, replays=False)
+            return self._in_parts(partial(shared_statistics, policy, False, *self._head), part, shares_prompts=True)
         return self._in_parts(
             lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head, part.routing),
             part,
@@ -111,7 +111,7 @@ class Learner:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
         if self.options.share_prompts:  # never beside a retriever
-            return self._sharing(policy, part, replays=True)
+            return self._in_parts(partial(shared_statistics, policy, True, *self._head), part, shares_prompts=True)
         retriever = self.retriever
         if retriever is None:
             return self._in_parts(lambda part: replay_statistics(policy, part, *self._head), part)
@@ -138,11 +138,9 @@ class Learner:
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 
-    def _in_parts(self, compute: Compute, part: Rollout) -> tuple[Tensor, Tensor]:
-        most = self.options.micro_batch_tokens
-        return compute(part) if most is None else in_parts(compute, part, split(token_counts(part), most))
-
-    def _sharing(self, policy: PreTrainedModel, part: Rollout, replays: bool) -> tuple[Tensor, Tensor]:
-        most = self.options.micro_batch_tokens
-        compute = partial(shared_statistics, policy, replays, *self._head)
-        return compute(part) if most is None else in_parts(compute, part, split_prompts(part, most))
+    def _in_parts(self, compute: Compute, part: Rollout, shares_prompts: bool = False) -> tuple[Tensor, Tensor]:
+        limit = self.options.micro_batch_tokens
+        if limit is None:
+            return compute(part)
+        pieces = split_prompts(part, limit) if shares_prompts else split(token_counts(part), limit)
+        return in_parts(compute, part, pieces)
