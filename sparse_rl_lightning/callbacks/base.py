@@ -120,10 +120,6 @@ class RolloutModule(Protocol):
     def starts_rollout(self) -> bool:
         """Whether the next training step begins with a rollout."""
 
-    @property
-    def grad_norm_key(self) -> str:
-        """The name under which the norm of this step's gradient is logged."""
-
     def plan(self, num_prompts: int) -> BlockPlan:
         """Plan the optimizer steps of a rollout of ``num_prompts`` prompts."""
 

@@ -270,11 +270,6 @@ class SparseGRPO(PolicyModule):
         """Whether the next training step begins with a rollout."""
         return not self.run_state.has_rest and (self.block is None or self.block.is_spent)
 
-    @property
-    def grad_norm_key(self) -> str:
-        """The name under which this step's gradient norm is logged."""
-        return "grad_norm"
-
     # ---------------------------------------------------------------- validation
 
     def validation_step(self, batch: Rows, batch_idx: int) -> None:

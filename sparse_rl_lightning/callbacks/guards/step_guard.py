@@ -104,7 +104,7 @@ class StepGuard(Callback):
         self.skipped += self._skips_now
         pl_module.log("skipped_steps", float(self.skipped))
         if self._norm is not None:
-            key = getattr(pl_module, "grad_norm_key", "grad_norm")  # any module may have the guard
+            key = getattr(pl_module, "grad_norm_key", "grad_norm")  # most modules have one kind of step
             pl_module.log(key, float(self._norm))
             if key == "grad_norm":  # an adapter's steps are of another size
                 self._look_at_step(trainer, pl_module, float(self._norm))
