@@ -79,14 +79,12 @@ def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> M
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def advantages_of_rank(
-    rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer | None
-) -> Tensor:
+def advantages_of_rank(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer) -> Tensor:
     """Advantages (B,) of this rank's rewards, B the same on every rank; a deviation over the batch covers all ranks.
 
-    Arguments are those of :func:`~sparse_rl_lightning.advantages.group_advantages`; one rank has no trainer.
+    Arguments are those of :func:`~sparse_rl_lightning.advantages.group_advantages`.
     """
-    if trainer is None or scale_rewards != "batch":
+    if scale_rewards != "batch":
         return group_advantages(rewards, num_generations, scale_rewards)
     everyone: Any = trainer.strategy.all_gather(rewards)  # (ranks, B)
     advantages = group_advantages(everyone.flatten(), num_generations, scale_rewards)

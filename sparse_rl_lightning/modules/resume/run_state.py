@@ -296,8 +296,7 @@ class RolloutState(RunState):
 
     def check_agreement(self) -> None:
         """Check that ranks were configured alike, before the end of training is looked for in different checkpoints."""
-        if self.module._world_size > 1:
-            ranks.check_agreement(self.module.same_on_ranks)
+        ranks.check_agreement(self.module.same_on_ranks)
 
     def begin(self) -> None:
         """Check that ranks begin alike and steps are whole; a resumed checkpoint is not saved after its first step.
