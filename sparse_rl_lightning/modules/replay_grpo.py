@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.losses import count_items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
@@ -58,8 +58,7 @@ class ReplayGRPO(SparseGRPO):
                 f"ReplayGRPO replays evictions, and {type(retriever).__name__} evicts nothing: which pages a "
                 "query reads changes with every query. Set model.retriever to null, or train with SparseGRPO."
             )
-        if not 0 <= alpha <= 1:
-            raise UserError(f"alpha is the share of the sparse term, between 0 and 1; got alpha={alpha}.")
+        check_number("alpha", alpha, least=0, most=1)
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
         self.replay_objective = replay_objective
