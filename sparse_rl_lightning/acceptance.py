@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.logprobs import logprobs_at
 from sparse_rl_lightning.records import Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TAIL = 0.05
 """The share of tokens that makes up the tail, whose percentile Sparrow holds above a target (section 3.2)."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.output_head import (
@@ -30,10 +31,6 @@ from sparse_rl_lightning.output_head import (
 from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles
 from sparse_rl_lightning.policies.patched import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _Found = TypeVar("_Found")
 
