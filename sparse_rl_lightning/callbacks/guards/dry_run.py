@@ -190,26 +190,18 @@ class WorstCase:
         self.num_sequences = num_prompts * self.sampling.num_generations
         self.geometry = CacheGeometry.of(module.policy, longest=self.length)
         self.micro_batch = module.plan(max(1, round(num_prompts / self.options.oversampling))).micro_batch
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots that a rollout uses, unless a memory limit allows fewer."""
-        return min(self.options.num_slots or self.num_sequences, self.num_sequences)
-
-    @property
-    def decode_steps(self) -> int:
-        """The number of decode steps until all slots are compressed for the first time."""
-        compressor = self.module.generator.compressor
-        if not compressor.evicts:
-            return DECODE_STEPS
-        return Trigger(compressor, self.geometry.num_layers).after_prompt(len(self.prompt))[1]
+        # unless a memory limit allows fewer
+        self.num_slots = min(self.options.num_slots or self.num_sequences, self.num_sequences)
 
     def rollout(self) -> None:
         """Read the longest prompt into every slot, decode up to the first compression, and allocate a rollout's data.
 
         The record of evictions of all sequences is the largest part of that data.
         """
-        g, steps = self.geometry, min(self.decode_steps, self.sampling.max_completion_length - 1)
+        g, compressor, steps = self.geometry, self.module.generator.compressor, DECODE_STEPS
+        if compressor.evicts:
+            steps = Trigger(compressor, g.num_layers).after_prompt(len(self.prompt))[1]
+        steps = min(steps, self.sampling.max_completion_length - 1)
 
         def stop(progress: Progress) -> None:
             if progress.step >= steps:
