@@ -62,10 +62,6 @@ class FSDPShards(Shards):
             files = [*(folder / TAG).glob(f"__{rank}_*"), *([folder / TAG / ".metadata"] if rank == 0 else [])]
             attempt.written += [str(path.relative_to(folder)) for path in files]
 
-    def fits(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
-        """Always: every rank takes from all files what is its own now."""
-        return True
-
     def read(self, folder: Path, with_optimizer: bool) -> None:
         """Read weights, and the optimizer's state; what an optimizer has now and had not then stays as it is.
 

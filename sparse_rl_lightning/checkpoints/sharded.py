@@ -53,9 +53,9 @@ class Shards(ABC):
     def write(self, folder: Path, with_optimizer: bool, attempt: Attempt) -> None:
         """Write this rank's part durably, and list its files; what the disk refuses is the attempt's error."""
 
-    @abstractmethod
     def fits(self, manifest: dict[str, Any], with_optimizer: bool) -> bool:
-        """Whether shards of this name, of which the manifest tells, can be read now."""
+        """Whether shards of this name, which the manifest lists, can be read by these ranks."""
+        return True
 
     @abstractmethod
     def read(self, folder: Path, with_optimizer: bool) -> None:
@@ -63,7 +63,7 @@ class Shards(ABC):
 
     @abstractmethod
     def weights_were_set(self) -> None:
-        """Let the optimizer know that the policy's weights are others now."""
+        """Let the optimizer know that the policy's weights have changed."""
 
 
 def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[str, Any], path: Path) -> None:

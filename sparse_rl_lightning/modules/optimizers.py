@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sparse_rl_lightning.distributed.ranks import mean_over_ranks
 from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.policies.sharding import part_of
 
 HALF = (torch.bfloat16, torch.float16)
 VALIDATION = "val"
@@ -72,7 +72,7 @@ def lost_steps(optimizers: Iterable[Optimizer]) -> str | None:
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = [
-        (_local(parameter), max(float(group["lr"]), float(group.get("initial_lr", 0))), "betas" in group)
+        (part_of(parameter).detach(), max(float(group["lr"]), float(group.get("initial_lr", 0))), "betas" in group)
         for group in groups for parameter in group["params"] if parameter.dtype in HALF
     ]  # fmt: skip
     if not trained:
@@ -88,12 +88,6 @@ def lost_steps(optimizers: Iterable[Optimizer]) -> str | None:
         f"learning rate, lr={rate:g}. Train float32 weights: leave the policy's dtype at auto, with "
         "trainer.precision=bf16-mixed to compute in 16 bits."
     )
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """The values of this rank."""
-    values = parameter.detach()
-    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _is_stuck(values: Tensor, step: float) -> Tensor:
