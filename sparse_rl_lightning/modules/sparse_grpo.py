@@ -357,12 +357,6 @@ class SparseGRPO(PolicyModule):
         if self._reference and self.block is not None and self.block.rollout.ref_logprobs is None:
             self._score_by_reference(self.block.rollout)  # of a checkpoint of a run without a reference policy
 
-    def on_train_end(self) -> None:
-        """Report sequences that are left unfinished."""
-        unfinished = self.generator.num_unfinished
-        if unfinished:
-            rank_zero_info(f"{unfinished} unfinished sequences of partial rollouts were not trained.")
-
     def teardown(self, stage: str) -> None:
         """End the processes of the reward functions."""
         super().teardown(stage)

@@ -243,11 +243,6 @@ class Generator:
         check_length(self._policy, len(longest) + self.sampling.max_completion_length)
         self.partial.begin(len(longest), None if self.environment is None else self.conversations())
 
-    @property
-    def num_unfinished(self) -> int:
-        """Number of sequences that partial rollouts have not finished."""
-        return 0 if self.partial is None else self.partial.num_unfinished
-
     def longest(self, rows: Rows) -> dict[str, Any]:
         """The row with the longest prompt in tokens."""
         lengths = [len(prompt) for prompt in self.encode(rows)]

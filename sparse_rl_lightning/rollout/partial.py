@@ -119,11 +119,6 @@ class PartialRollouts:
             "rollout/oldest_version": versions.min().float(),
         }
 
-    @property
-    def num_unfinished(self) -> int:
-        """Number of sequences that have not finished."""
-        return 0 if self.session is None else self.session.num_unfinished
-
     # ---------------------------------------------------------------- checkpoints
 
     @property
