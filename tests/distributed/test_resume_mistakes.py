@@ -97,11 +97,6 @@ MISTAKES = {
         ["of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD", "weights"],
         {f"{MODEL}.optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}},
     ),
-    "optimizer, of a checkpoint without its name": Mistake(
-        ["is of another optimizer, model.optimizer is torch.optim.adagrad.Adagrad"],
-        {f"{MODEL}.optimizer": {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1}}},
-        lambda checkpoint: checkpoint.pop("sparse_rl_optimizer"),
-    ),
     "no loops": Mistake(["has no 'loops'", "training cannot go on"], checkpoint=lambda c: c.pop("loops")),
     "no block": Mistake(["has no 'sparse_rl'"], checkpoint=lambda c: c.pop("sparse_rl")),
     "weights only": Mistake(["has no 'optimizer_states'"], checkpoint=lambda c: c.pop("optimizer_states")),

@@ -79,8 +79,6 @@ def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
     """
     was, now = checkpoint.get(KEY, {}).get("optimizer"), full_name(type(optimizer))
     groups = (checkpoint.get("optimizer_states") or [{}])[0].get("param_groups")
-    if was is None and groups and not set(optimizer.defaults) <= set(groups[0]):
-        was = "another optimizer"  # the checkpoint is from before names were kept
     if was is not None and was != now:
         raise UserError(
             f"ckpt_path: this checkpoint is of {was}, model.optimizer is {now}, and neither knows the other's state. "
