@@ -16,8 +16,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.errors import UserError
-
 Checkpointing = bool | Literal["selective", "offload"]
 Store = Callable[[], AbstractContextManager[Any]]
 """A context in which what autograd saves is kept elsewhere."""
@@ -28,19 +26,6 @@ ATTENTION = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
 """Operations whose results selective checkpointing keeps."""
-
-
-def check_checkpointing(value: object) -> None:
-    """Refuse what is no form of checkpointing.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if not isinstance(value, bool) and value not in ("selective", "offload"):
-        raise UserError(
-            "learner.gradient_checkpointing must be true, false, 'selective' or 'offload', got "
-            f"gradient_checkpointing={value!r}."
-        )
 
 
 ON_HOST = partial(save_on_cpu, pin_memory=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.acceptance import rollout_acceptance
-from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.learner.checkpointing import Checkpointing, check_checkpointing, checkpoint_layers
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.learner.checkpointing import Checkpointing, checkpoint_layers
 from sparse_rl_lightning.learner.packing import Compute, in_parts, split, split_prompts, token_counts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
@@ -57,7 +57,12 @@ class LearnerOptions:
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
             check_number(f"learner.{name}", getattr(self, name), least=1, or_none=True)
-        check_checkpointing(self.gradient_checkpointing)
+        how: object = self.gradient_checkpointing
+        if not isinstance(how, bool) and how not in ("selective", "offload"):
+            raise UserError(
+                "learner.gradient_checkpointing must be true, false, 'selective' or 'offload', got "
+                f"gradient_checkpointing={how!r}."
+            )
 
     @cached_property
     def packs(self) -> bool:
