@@ -1,18 +1,12 @@
-"""Text for people: safe printing of model output, numbers and tables in reports, printing beside a progress bar.
-
-And regular expressions that come from people, with a limit on the time that they search a text.
-"""
+"""Text for people: safe printing of model output, numbers and tables in reports, printing beside a progress bar."""
 
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -21,8 +15,6 @@ from sparse_rl_lightning.errors import UserError
 
 DASH = "–"
 """Shown where nothing was measured."""
-PATTERN_SECONDS = 5.0
-"""Time for all matches in one text; a regular expression that does not backtrack needs microseconds."""
 
 
 def printable(text: str, width: int | None = None) -> str:
@@ -143,10 +135,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
-class _Over(Exception):
-    """The time is over."""
-
-
 def compiled(pattern: str, name: str) -> re.Pattern[str]:
     """A user's regular expression, given as the argument ``name``.
 
@@ -157,37 +145,3 @@ def compiled(pattern: str, name: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise UserError(f"{name}={pattern!r} is not a regular expression: {error}.") from error
-
-
-def matches(pattern: re.Pattern[str], text: str, name: str, where: str) -> list[re.Match[str]]:
-    """All matches of a user's regular expression in a text.
-
-    The clock is the main thread's alarm, which Python's search looks at; in another thread there is no limit.
-
-    Args:
-        pattern: Regular expression.
-        text: Text.
-        name: Its argument, for the message.
-        where: Place of the text, for the message.
-
-    Raises:
-        ValueError: If it takes too long.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return list(pattern.finditer(text))
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _Over
-
-    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, PATTERN_SECONDS)
-    try:
-        return list(pattern.finditer(text))
-    except _Over:
-        raise UserError(
-            f"{name}={pattern.pattern!r} took more than {PATTERN_SECONDS:g} seconds on {where}, a text of "
-            f"{len(text):,} characters: it tries exponentially many ways, as repetitions within repetitions do, (a+)+. "
-            "Write it without."
-        ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)

@@ -14,7 +14,7 @@ from sparse_rl_lightning.data.files import is_local, read_table
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
-from sparse_rl_lightning.text import compiled, matches
+from sparse_rl_lightning.text import compiled
 
 MOST_LEVELS = 50
 """Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
@@ -178,7 +178,7 @@ class JsonlPrompts(PromptDataModule):
             )
         text = str(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)  # 2.0 is 2, as is -0.0
         if self._pattern is not None:
-            found = matches(self._pattern, text, "answer_pattern", f"{where}, column {self.answer_column!r}")
+            found = list(self._pattern.finditer(text))
             text = (found[-1][1 if self._pattern.groups else 0] or "") if found else ""
         return (text.replace(",", "") if self.answer_pattern == "gsm8k" else text).strip()
 

@@ -21,7 +21,7 @@ from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import check_tokens, default_end_token_ids, encode_prompt, long_prompts
-from sparse_rl_lightning.text import compiled, matches
+from sparse_rl_lightning.text import compiled
 
 
 class SupervisedWarmup(PolicyModule):
@@ -183,8 +183,8 @@ class SupervisedWarmup(PolicyModule):
 def _parts(text: str, given: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
     """The text in pieces, each with whether the policy is given it."""
     end = 0
-    for found in matches(given, text, "given", "a solution") if given else ():
-        yield text[end : found.start()], False
-        yield found[0], True
-        end = found.end()
+    for match in given.finditer(text) if given else ():
+        yield text[end : match.start()], False
+        yield match[0], True
+        end = match.end()
     yield text[end:], False

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pandas
 import pytest
 
-from sparse_rl_lightning import text as texts
 from sparse_rl_lightning.data import JsonlPrompts, Row
 from sparse_rl_lightning.rewards import boxed_math_reward
 
@@ -428,23 +425,3 @@ def test_what_is_there_but_not_read_is_not_looked_for_on_the_hub(tmp_path: Path)
 )  # fmt: skip
 def test_whole_numbers_have_no_point(tmp_path: Path, value: Any, answer: str) -> None:
     assert rows(write(tmp_path, {"prompt": "1", "answer": value}))[0]["answer"] == answer
-
-
-# ---------------------------------------------------------------- patterns
-
-
-def test_a_pattern_that_backtracks_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "PATTERN_SECONDS", 0.2)
-    path = write(tmp_path, {"prompt": "1", "answer": "2"}, {"prompt": "1", "answer": "a" * 40 + "b"})
-    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    with pytest.raises(
-        ValueError, match=r"answer_pattern='\(a\+\)\+\$' took .* on .*line 2, column 'answer', a text of 41"
-    ):
-        rows(path, answer_pattern="(a+)+$")
-    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == before
-
-
-def test_patterns_in_another_thread_have_no_clock() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(texts.matches, texts.compiled("[0-9]", "p"), "a1b2", "p", "here").result()
-    assert [match[0] for match in found] == ["1", "2"]
