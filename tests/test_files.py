@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from killed import killed_at_rename
 
-from sparse_rl_lightning.callbacks.outputs.completions import csv_cell
 from sparse_rl_lightning.evaluation.results import BenchmarkResult, ResultFolder
 from sparse_rl_lightning.files import (
     LONGEST_NAME,
@@ -242,21 +241,6 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_earlier_one(tmp_path: Pa
         replace_folder(folder, lambda new: new.rmdir())
     assert (folder / "config.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
-
-
-# ---------------------------------------------------------------- cells
-
-
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1", "=cmd|'/c calc'!A1"])
-def test_no_cell_is_a_formula(text: str) -> None:
-    assert csv_cell(text) == f"'{text}"
-
-
-def test_no_cell_takes_over_a_terminal() -> None:
-    cell = csv_cell("a\x1b[2J\x1b]0;x\x07b\u202ec\r\n\t=1")
-    assert cell.isprintable()
-    assert csv_cell(-1.5) == -1.5
-    assert csv_cell(None) is None
 
 
 WRITERS = {"write_text", "write_bytes", "symlink_to", "touch"}

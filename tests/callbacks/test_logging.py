@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from tiny_grpo import Recorder, fit, likes_a, module
 
@@ -119,11 +118,3 @@ def test_what_takes_text_as_wandb_does_has_completions() -> None:
     assert [{"step": row["step"], "completion": row["completion"]} for row in found] == rows
     assert [(key, step) for key, _, _, step in logger.tables] == [("completions", 0), ("completions", 2)]
     assert signature(LikeWandb.log_text).parameters.keys() <= signature(WandbLogger.log_text).parameters.keys()
-
-
-def test_csv_has_completions(tmp_path: Path) -> None:
-    sheet = CSVLogger(tmp_path, version=0)
-    rows, _ = run(sheet)
-    with (Path(sheet.log_dir) / "completions.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [{"step": int(row["step"]), "completion": row["completion"]} for row in found] == rows

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
 from sparse_rl_lightning.callbacks.best_effort import BestEffortWrite
 from sparse_rl_lightning.errors import check_number
-from sparse_rl_lightning.files import append_rows, own_folder, writable_folder, write_parquet
+from sparse_rl_lightning.files import own_folder, writable_folder, write_parquet
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.text import number, printable, prompt_text, say, table
 
@@ -33,8 +33,7 @@ class CompletionsTable(RolloutCallback):
         folder: Parent of the ``completions`` folder, default ``trainer.default_root_dir``.
         console: Whether to print.
         parquet: Whether to write files.
-        loggers: Whether the trainer's loggers get the table: W&B as a table, TensorBoard as text, CSVLogger as
-            ``completions.csv`` beside its metrics.
+        loggers: Whether the trainer's loggers get the table: W&B as a table, TensorBoard as text.
         width: Largest number of characters of a prompt and of a completion to print.
 
     Raises:
@@ -111,32 +110,12 @@ def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:
     W&B, and any logger with ``log_text``, gets a table, TensorBoard (an experiment with ``add_text``) text.
     """
     names, rows = list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
-    if isinstance(logger, CSVLogger):
-        _append_csv(Path(logger.log_dir) / "completions.csv", names, rows)
-    elif hasattr(logger, "log_text"):
+    if hasattr(logger, "log_text"):
         logger.log_text("completions", columns=names, data=rows, step=step)
     elif (experiment := getattr(logger, "experiment", None)) is not None and hasattr(experiment, "add_text"):
         body = [[printable(str(value), 200).replace("|", "\\|") for value in row] for row in rows]
         lines = [" | ".join(row) for row in [names, ["---"] * len(names), *body]]
         experiment.add_text("completions", "\n".join(lines), step)
-
-
-def _append_csv(path: Path, names: list[str], rows: list[list[Any]]) -> None:
-    """Append rows; the first four columns are always there, ``answer`` too, which only some rollouts may have."""
-    own = [dict.fromkeys(OWN_COLUMNS[:4]) | dict(zip(names, row, strict=True)) for row in rows]
-    append_rows(path, [{csv_cell(name): csv_cell(value) for name, value in row.items()} for row in own])
-
-
-def csv_cell(value: Any) -> Any:
-    r"""One line of text that is neither a terminal's control sequence nor a spreadsheet's formula.
-
-    >>> csv_cell("=cmd|'/c calc'!A1"), csv_cell("a\x1b[2Jb"), csv_cell(-1.5)
-    ("'=cmd|'/c calc'!A1", 'a\\x1b[2Jb', -1.5)
-    """
-    if not isinstance(value, str):
-        return value
-    text = printable(value)
-    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 
 def _numbers(values: Tensor | None) -> list[float | None]:
