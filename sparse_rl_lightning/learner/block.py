@@ -97,8 +97,8 @@ class BlockPlan:
         if self.shares:
             order = rows.argsort()
             rows, window = rows[order], window[order]
-            own = (rows // self.num_generations).tolist(), token_counts(window), window.prompt_lengths.tolist()
-            bins = pack_prompts(*own, self.accumulate)
+            prompts, prompt_lengths = (rows // self.num_generations).tolist(), window.prompt_lengths.tolist()
+            bins = pack_prompts(prompts, token_counts(window), prompt_lengths, self.accumulate)
         else:
             bins = pack(token_counts(window), self.accumulate)
         return [rows[torch.tensor(members, device=rows.device)] for members in bins]

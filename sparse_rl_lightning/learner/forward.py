@@ -96,56 +96,56 @@ class Learner:
             check_shares(policy, self.retriever)
         checkpoint_layers(policy, self.options.gradient_checkpointing)
 
-    def logprobs(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+    def logprobs(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) that the policy is trained on."""
-        return self.replayed(policy, part) if self.replays else self.dense(policy, part)
+        return self.replayed(policy, rollout) if self.replays else self.dense(policy, rollout)
 
-    def dense(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) under the full cache."""
         if self.options.share_prompts:
-            return self._in_parts(partial(shared_statistics, policy, False, *self._head), part, shares_prompts=True)
+            return self._in_parts(partial(shared_statistics, policy, False, *self._head), rollout, shares_prompts=True)
         return self._in_parts(
-            lambda part: sequence_logprobs(policy, part.sequences, part.completion_mask, *self._head, part.routing),
-            part,
+            lambda piece: sequence_logprobs(policy, piece.sequences, piece.completion_mask, *self._head, piece.routing),
+            rollout,
         )
 
-    def replayed(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
 
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
         if self.options.share_prompts:  # never beside a retriever
-            return self._in_parts(partial(shared_statistics, policy, True, *self._head), part, shares_prompts=True)
+            return self._in_parts(partial(shared_statistics, policy, True, *self._head), rollout, shares_prompts=True)
         retriever = self.retriever
         if retriever is None:
-            return self._in_parts(lambda part: replay_statistics(policy, part, *self._head), part)
-        return self._in_parts(lambda part: retrieval_logprobs(policy, part, retriever, *self._head), part)
+            return self._in_parts(lambda piece: replay_statistics(policy, piece, *self._head), rollout)
+        return self._in_parts(lambda piece: retrieval_logprobs(policy, piece, retriever, *self._head), rollout)
 
-    def acceptance(self, policy: PreTrainedModel, part: Rollout) -> tuple[Tensor, Tensor]:
+    def acceptance(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
 
         Raises:
             ValueError: For the reasons of :func:`~sparse_rl_lightning.acceptance.rollout_acceptance`.
         """
-        return self._in_parts(lambda part: rollout_acceptance(policy, part, *self._head), part)
+        return self._in_parts(lambda piece: rollout_acceptance(policy, piece, *self._head), rollout)
 
     @torch.no_grad()
     def rescored(self, policy: PreTrainedModel, parts: list[Rollout], replayed: bool = False) -> Tensor:
         """Log-probs (B, T) of sequences in parts of the size of training, as wide as the widest, without gradient."""
         compute = self.replayed if replayed else self.logprobs
         with eval_mode(policy):  # no dropout, like the sampler
-            found = [compute(policy, part)[0] for part in parts]
-        width = max(own.shape[1] for own in found)
-        return torch.cat([F.pad(own, (0, width - own.shape[1])) for own in found])
+            logprobs = [compute(policy, piece)[0] for piece in parts]
+        width = max(rows.shape[1] for rows in logprobs)
+        return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in logprobs])
 
     @cached_property
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 
-    def _in_parts(self, compute: Compute, part: Rollout, shares_prompts: bool = False) -> tuple[Tensor, Tensor]:
+    def _in_parts(self, compute: Compute, rollout: Rollout, shares_prompts: bool = False) -> tuple[Tensor, Tensor]:
         limit = self.options.micro_batch_tokens
         if limit is None:
-            return compute(part)
-        pieces = split_prompts(part, limit) if shares_prompts else split(token_counts(part), limit)
-        return in_parts(compute, part, pieces)
+            return compute(rollout)
+        pieces = split_prompts(rollout, limit) if shares_prompts else split(token_counts(rollout), limit)
+        return in_parts(compute, rollout, pieces)

@@ -202,13 +202,13 @@ class GRPOLoss:
                 "larger."
             )
 
-    def _keep(self, part: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
+    def _keep(self, micro_batch: Rollout, mask: Tensor, logprobs: Tensor) -> Tensor | None:
         """Tokens left by rejection, without sequences the learner has moved away from; divisors ignore these."""
         if self.off_policy_delta is None:
-            return part.keep
+            return micro_batch.keep
         # the sampler's, or their replay where the module replays
-        reference = part.sparse_logprobs if self.off_policy_reference == "sampler" else part.old_logprobs
+        reference = micro_batch.sparse_logprobs if self.off_policy_reference == "sampler" else micro_batch.old_logprobs
         assert reference is not None
-        assert part.advantages is not None
-        near = off_policy_sequences(logprobs, reference, part.advantages, mask, self.off_policy_delta)[:, None]
-        return mask & near if part.keep is None else part.keep & near
+        assert micro_batch.advantages is not None
+        near = off_policy_sequences(logprobs, reference, micro_batch.advantages, mask, self.off_policy_delta)[:, None]
+        return mask & near if micro_batch.keep is None else micro_batch.keep & near

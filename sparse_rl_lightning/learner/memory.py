@@ -55,7 +55,7 @@ class LearnerBytes:
 
 def learner_bytes(
     config: PreTrainedConfig,
-    part: MicroBatch,
+    micro_batch: MicroBatch,
     options: LearnerOptions,
     dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
@@ -65,11 +65,11 @@ def learner_bytes(
 
     Args:
         config: Configuration of the policy.
-        part: Sequences of the micro-batch.
+        micro_batch: Sequences of the micro-batch.
         options: Options of the learner.
         dtype: Type of the weights.
         autocast: Type of mixed precision, None without.
-        adapt: What is done to the policy before training, such as adding adapters.
+        adapt: Function that changes the policy before training, such as adding adapters.
     """
     with torch.device("meta"):  # adapters move what they are added to, which fake tensors do not bear
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -87,14 +87,14 @@ def learner_bytes(
         with LiveBytes() as live:
             trace = _MemoryTrace(live, host, layers[1:])
             with mixed:
-                loss = _loss(model, part, options)
+                loss = _loss(model, micro_batch, options)
             trace.start_backward()
             loss.backward()  # type: ignore[no-untyped-call]
     return trace.with_layers(left_out)
 
 
 class _At(NamedTuple):
-    """The bytes at a place of the pass."""
+    """The bytes at a point of the pass."""
 
     now: int
     most: int
@@ -137,7 +137,7 @@ class _MemoryTrace:
 
 
 def _shortened(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
-    """The layers that are left in a model, and how many were taken out of it: none where they differ."""
+    """The layers left in a model after shortening it, and the number removed: none where layers differ."""
     decoder: Any = model.get_decoder()
     layers, left_out = list(decoder.layers), len(decoder.layers) - PASSED
     if left_out <= 0 or len({_described(layer) for layer in layers}) > 1:
@@ -147,17 +147,25 @@ def _shortened(model: PreTrainedModel) -> tuple[list[nn.Module], int]:
 
 
 def _described(layer: nn.Module) -> str:
-    """What a layer is made of, but for its number."""
+    """Modules, plain settings and parameters of a layer, without its index."""
     plain = (int, float, str, bool)
     parts = [
-        (name, type(part), {n: v for n, v in vars(part).items() if isinstance(v, plain) and n != "layer_idx"})
-        for name, part in layer.named_modules()
+        (name, type(module), {n: v for n, v in vars(module).items() if isinstance(v, plain) and n != "layer_idx"})
+        for name, module in layer.named_modules()
     ]
-    return repr((parts, [(name, own.shape, own.dtype, own.requires_grad) for name, own in layer.named_parameters()]))
+    return repr(
+        (
+            parts,
+            [
+                (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+                for name, parameter in layer.named_parameters()
+            ],
+        )
+    )
 
 
 class _OffloadedBytes(saved_tensors_hooks):
-    """What is saved leaves no bytes here, and comes back as new memory; the bytes are counted."""
+    """Counts saved tensors as memory of the host: they free their bytes here, and are allocated anew when unpacked."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -169,29 +177,31 @@ class _OffloadedBytes(saved_tensors_hooks):
 
 
 def _make_fake(model: PreTrainedModel) -> None:
-    """Put fake tensors of a CPU in the place of a model's parameters and buffers; what was shared stays so."""
-    made: dict[int, Tensor] = {}
+    """Replace a model's parameters and buffers by fake tensors of a CPU; shared ones stay shared."""
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is not None and id(own) not in made:
-                made[id(own)] = nn.Parameter(torch.empty(own.shape, dtype=own.dtype), requires_grad=own.requires_grad)
-            module._parameters[name] = None if own is None else cast(nn.Parameter, made[id(own)])
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in fakes:
+                fakes[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = None if parameter is None else cast(nn.Parameter, fakes[id(parameter)])
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _loss(model: PreTrainedModel, part: MicroBatch, options: LearnerOptions) -> Tensor:
-    """A scalar that every log-prob of the completions has a part in."""
-    ids = torch.zeros(part.rows, part.length, dtype=torch.int64)
+def _loss(model: PreTrainedModel, micro_batch: MicroBatch, options: LearnerOptions) -> Tensor:
+    """The sum of the completions' log-probs, whose gradient needs them all."""
+    ids = torch.zeros(micro_batch.rows, micro_batch.length, dtype=torch.int64)
     if model.config._attn_implementation == "eager":
         states = hidden_states(model, ids)[:, :-1]
     else:
         with attention_implementation(model, CAUSAL):
             states = hidden_states(model, ids, causal=None)[:, :-1]
-    hidden = torch.cat(list(states[:, -part.completion :]))  # a copy, as a mask makes one
+    hidden = torch.cat(list(states[:, -micro_batch.completion :]))  # a copy, as a mask makes one
     del states
     logprobs, _ = token_logprobs(
-        output_head(model), hidden, ids[:, -part.completion :].flatten(), 1.0,
+        output_head(model), hidden, ids[:, -micro_batch.completion :].flatten(), 1.0,
         options.head_chunk_size, options.head_in_float32, LogitScaling.of(model.config),
     )  # fmt: skip
     return logprobs.sum()

@@ -52,7 +52,7 @@ def split(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Returns:
         Indices of the sequences of every part, the longest sequences first.
     """
-    return _filled(_longest_first(lengths), lambda part, _: (len(part) + 1) * lengths[part[0]] <= max_tokens)
+    return _filled(_longest_first(lengths), lambda members, _: (len(members) + 1) * lengths[members[0]] <= max_tokens)
 
 
 def token_counts(rollout: Rollout) -> list[int]:
@@ -90,13 +90,13 @@ def split_prompts(rollout: Rollout, max_tokens: int) -> list[list[int]]:
     lengths = token_counts(rollout)
     prompts: list[int] = rollout.prompt_lengths.tolist()
 
-    def size(part: list[int]) -> int:
-        shortest, longest = min(prompts[i] for i in part), max(prompts[i] for i in part)
-        completion = max(lengths[i] for i in part) - shortest
-        return len({groups[i] for i in part}) * longest + len(part) * completion
+    def size(members: list[int]) -> int:
+        shortest, longest = min(prompts[i] for i in members), max(prompts[i] for i in members)
+        completion = max(lengths[i] for i in members) - shortest
+        return len({groups[i] for i in members}) * longest + len(members) * completion
 
     order = sorted(range(len(lengths)), key=lambda index: (groups[index], -lengths[index]))
-    return _filled(order, lambda part, index: size([*part, index]) <= max_tokens)
+    return _filled(order, lambda members, index: size([*members, index]) <= max_tokens)
 
 
 def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -116,12 +116,12 @@ def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tupl
     if len(parts) < 2:
         first, second = map(rollout.widened, compute(rollout.trimmed()))
         return first, second
-    found = []
+    outputs = []
     for rows in parts:
-        part = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
-        found.append([rollout.widened(one) for one in checkpoint(compute, part, use_reentrant=False)])
+        piece = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
+        outputs.append([rollout.widened(tensor) for tensor in checkpoint(compute, piece, use_reentrant=False)])
     order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()
-    first, second = (torch.cat(column)[order] for column in zip(*found, strict=True))
+    first, second = (torch.cat(column)[order] for column in zip(*outputs, strict=True))
     return first, second
 
 
