@@ -240,7 +240,7 @@ class PolicyModule(LightningModule):
             checkpoint.update(readable(checkpoint))  # on all ranks, of which one writes
 
     def on_train_start(self) -> None:
-        """Tell of steps that 16-bit weights lose; apply changed settings to a resumed run, and tell of them."""
+        """Warn of steps that 16-bit weights lose; apply changed settings to a resumed run, and report them."""
         lost = None if isinstance(self.trainer.strategy, DeepSpeedStrategy) else lost_steps(self.trainer.optimizers)
         if lost is not None:
             rank_zero_warn(lost)
@@ -272,21 +272,21 @@ class PolicyModule(LightningModule):
         self, policy: PreTrainedModel, folder: str | Path, dtype: str | None, state: dict[str, Tensor] | None = None
     ) -> None:
         """Write a model, with whole weights if it has only parts, and the end tokens that it was trained with."""
-        kind = check_dtype(dtype, "dtype")
+        target = check_dtype(dtype, "dtype")
         check_finite(self.named_parameters() if state is None else state.items(), "export", SPOILED)
-        plain = self.policy_source.exported(policy) if kind is None else self.policy_source.exported(policy, kind)
+        plain = self.policy_source.exported(policy) if target is None else self.policy_source.exported(policy, target)
         ends = default_end_token_ids(policy, self.tokenizer, tell=False)
-        save_folder(folder, plain, self.tokenizer, state=state, dtype=kind, ends=ends)
+        save_folder(folder, plain, self.tokenizer, state=state, dtype=target, ends=ends)
 
     @classmethod
-    def load_from_checkpoint(cls, *given: Any, **named: Any) -> Self:
-        """A module with a checkpoint's weights, as Lightning's, from plain data; the module's arguments are given.
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+        """A module with a checkpoint's weights, as Lightning's, from plain data; the module's arguments are keywords.
 
         Raises:
             ValueError: If one of them is missing: a checkpoint does not hold them.
         """
         try:
-            return super().load_from_checkpoint(*given, **{"weights_only": True, **named})
+            return super().load_from_checkpoint(*args, **{"weights_only": True, **kwargs})
         except TypeError as error:
             raise UserError(
                 f"{cls.__name__}.load_from_checkpoint: {error}. A checkpoint holds weights and no arguments of the "

@@ -101,8 +101,8 @@ class DistillSparse(SparseGRPO):
         check_attention(self, self.policy_source.attn_implementation)
         self.adapter = adapter
         self.generator.sparse_mode, self.generator.dense_mode = self.adapter_on, self.adapter_off
-        self._own: list[torch.nn.Parameter] = []  # trained by the policy's objective
-        self._adapter_own: list[torch.nn.Parameter] = []
+        self._policy_parameters: list[torch.nn.Parameter] = []  # trained by the policy's objective
+        self._adapter_parameters: list[torch.nn.Parameter] = []
 
     # ---------------------------------------------------------------- the adapter: off, but where it is named
 
@@ -118,7 +118,7 @@ class DistillSparse(SparseGRPO):
         self.policy.disable_adapters()
         for parameter in trainable:
             parameter.requires_grad_(True)
-        self._own, self._adapter_own = trainable, adapters(self.policy)
+        self._policy_parameters, self._adapter_parameters = trainable, adapters(self.policy)
 
     @contextmanager
     def adapter_on(self) -> Iterator[None]:
@@ -145,10 +145,10 @@ class DistillSparse(SparseGRPO):
         """Switch the adapter off, which a checkpointed backward pass still needed."""
         self.policy.disable_adapters()
 
-    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the sparse policy."""
         with self.adapter_on():
-            return self.learner.replayed(self.policy, part)
+            return self.learner.replayed(self.policy, rollout)
 
     # ---------------------------------------------------------------- two objectives
 
@@ -189,31 +189,32 @@ class DistillSparse(SparseGRPO):
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The policy's loss in its own passes, the adapter's in the last one; the other is frozen."""
-        for parameters, trained in ((self._own, not self.trains_adapter), (self._adapter_own, self.trains_adapter)):
-            for parameter in parameters:
-                parameter.requires_grad_(trained)
+        for parameter in self._policy_parameters:
+            parameter.requires_grad_(not self.trains_adapter)
+        for parameter in self._adapter_parameters:
+            parameter.requires_grad_(self.trains_adapter)
         self.policy.disable_adapters()  # an interrupted backward pass may have left it on
         if self.trains_adapter:
             return self.adapter_loss(part, denominators)
         return super().micro_batch_loss(part, denominators)
 
-    def adapter_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
+    def adapter_loss(self, micro_batch: Rollout, denominators: Denominators) -> LossOutput:
         """The sparse policy's loss; leaves the adapter on, for the backward pass."""
-        assert part.advantages is not None
+        assert micro_batch.advantages is not None
         with torch.no_grad(), eval_mode(self.policy):
-            teacher, _ = self.learner.dense(self.policy, part)
+            teacher, _ = self.learner.dense(self.policy, micro_batch)
         self.policy.enable_adapters()
-        logprobs, _ = self.learner.replayed(self.policy, part)
+        logprobs, _ = self.learner.replayed(self.policy, micro_batch)
         loss = replace(
             self.loss, beta=self.adapter.kl_coef, kl_estimator="k3", kl_on="completion", off_policy_delta=None
         )
-        gain = part.advantages if self.adapter.policy_gradient else torch.zeros_like(part.advantages)
-        own = replace(
-            part, advantages=gain, old_logprobs=part.replay_logprobs, ref_logprobs=teacher, keep=None, weights=None,
-            weight_reference=None,
+        gain = micro_batch.advantages if self.adapter.policy_gradient else torch.zeros_like(micro_batch.advantages)
+        sparse_batch = replace(
+            micro_batch, advantages=gain, old_logprobs=micro_batch.replay_logprobs, ref_logprobs=teacher,
+            keep=None, weights=None, weight_reference=None,
         )  # fmt: skip
         everything = denominators.everything
-        output = loss(own, logprobs, replace(denominators, policy=everything, penalty=everything))
+        output = loss(sparse_batch, logprobs, replace(denominators, policy=everything, penalty=everything))
         named = {"kl": "distill/kl", "clip_ratio/region_mean": "distill/clip_ratio"}
         metrics = {to: output.metrics[name] for name, to in named.items() if name in output.metrics}
         return LossOutput(output.loss, metrics | {"distill/loss": output.loss.detach()})
@@ -236,8 +237,8 @@ class DistillSparse(SparseGRPO):
 
     def parameter_groups(self) -> list[Any]:
         """The policy's own weights, then the adapter's with their learning rate."""
-        own: dict[str, Any] = {} if self.adapter.lr is None else {"lr": self.adapter.lr}
-        return [{"params": self._own}, {"params": self._adapter_own, **own}]
+        rate: dict[str, Any] = {} if self.adapter.lr is None else {"lr": self.adapter.lr}
+        return [{"params": self._policy_parameters}, {"params": self._adapter_parameters, **rate}]
 
     def export(self, folder: str | Path, dtype: str | None = None) -> None:
         """Write the dense policy as a plain Hugging Face folder, and the sampler's adapter in a folder inside it."""

@@ -113,10 +113,12 @@ class Evaluation(PolicyModule):
             raise UserError("Evaluation needs dense: true, compressors or retrievers; got none of them.")
         check_number("batch_size", batch_size, least=1)
         self.sampling = rollout.for_evaluation(sampling)
-        self.sampling_of = {name: _changed(self.sampling, name, own) for name, own in (sampling_of or {}).items()}
-        every = {"sampling": self.sampling} | {f"sampling_of[{name}]": own for name, own in self.sampling_of.items()}
-        for where, params in every.items():
-            check_number(f"{where}.num_generations", params.num_generations, most=MAX_SAMPLES)
+        self.sampling_of = {
+            name: _changed(self.sampling, name, changes) for name, changes in (sampling_of or {}).items()
+        }
+        named = {f"sampling_of[{name}]": params for name, params in self.sampling_of.items()}
+        for name, params in {"sampling": self.sampling, **named}.items():
+            check_number(f"{name}.num_generations", params.num_generations, most=MAX_SAMPLES)
         if environment is not None and retrievers:
             raise UserError("environment does not work with retrievers, whose pages are for single tokens: remove one.")
         self.generator = Generator(FullKV(), self.sampling, rollout, environment=environment)
@@ -181,8 +183,8 @@ class Evaluation(PolicyModule):
         if not self.results:
             return
         for cache in self.caches:
-            own = [result for result in self.results if result.cache == cache]
-            means = {answers: mean_accuracy([r.by(answers) for r in own])[0] for answers in CONVENTIONS}
+            results = [result for result in self.results if result.cache == cache]
+            means = {answers: mean_accuracy([r.by(answers) for r in results])[0] for answers in CONVENTIONS}
             self.log(f"test/mean/{cache}", means[self.answers])
             for answers in CONVENTIONS:
                 self.log(f"test/mean/{cache}/{answers}", means[answers])
@@ -220,18 +222,18 @@ class Evaluation(PolicyModule):
     def _check_benchmarks(self) -> None:
         """Refuse ``sampling_of`` for a name that the data module does not know; one that is not tested now may stay."""
         data = getattr(self.trainer, "datamodule", None)
-        known = data.known if isinstance(data, MathBenchmarks) else self.sampling_of
+        names = data.known if isinstance(data, MathBenchmarks) else self.sampling_of
         for name in self.sampling_of:
-            if name not in known:
-                close = get_close_matches(name, known, 1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(known)}."
+            if name not in names:
+                close = get_close_matches(name, names, 1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(names)}."
                 raise UserError(f"sampling_of: there is no benchmark {name!r}. {hint}")
 
     def _params_of(self, batch: Rows) -> SamplingParams:
         """The sampling parameters of a batch, whose rows may be of several benchmarks if these have the same."""
-        first, *others = benchmark_names(batch)
+        first, *rest = benchmark_names(batch)
         params = self.params(first)
-        for name in others:
+        for name in rest:
             if self.params(name) != params:
                 raise UserError(
                     f"sampling_of: a batch has rows of {first} and {name}, whose settings differ. Leave sampling_of "
@@ -247,8 +249,8 @@ class Evaluation(PolicyModule):
     @contextmanager
     def caching(self, cache: str) -> Iterator[RolloutSampler]:
         """A sampler with one of the caches, whose memory is freed afterwards."""
-        kind = self.caches[cache]
-        pair = (kind, None) if isinstance(kind, Compressor) else (FullKV(), kind)
+        method = self.caches[cache]
+        pair = (method, None) if isinstance(method, Compressor) else (FullKV(), method)
         options = self.generator.options
         if not pair[0].evicts:
             options = options.for_full_cache(self.policy.device)
@@ -265,8 +267,8 @@ class Evaluation(PolicyModule):
             batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
             self._problems = [self._with_room(rows) for rows in batches]
             self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
-        known = [problems for problems in self._problems if problems.rows == batch]
-        return known[0] if known else self._with_room(batch)
+        encoded = [problems for problems in self._problems if problems.rows == batch]
+        return encoded[0] if encoded else self._with_room(batch)
 
     def _with_room(self, rows: Rows) -> Problems:
         name, context = benchmark_name(rows), context_length(self.policy.config)
@@ -295,7 +297,7 @@ class Evaluation(PolicyModule):
             self._clock.report(f"{problems.name}, {cache}", progress, limit)
 
         def judge(scored: ScoredRollout) -> Tensor:
-            failed.extend(one for one in scored.conversations or () if one.has_failed)
+            failed.extend(conversation for conversation in scored.conversations or () if conversation.has_failed)
             return judge_answers(scored, self.checker)
 
         self.checker.take_counters()
@@ -333,7 +335,7 @@ class Evaluation(PolicyModule):
 
     def _fingerprints(self, precision: str) -> dict[str, str]:
         """Fingerprints of the run: of the policy and all that draws with it, and of each cache."""
-        options = {name: own for name, own in vars(self.generator.options).items() if name not in OF_MEMORY}
+        options = {name: option for name, option in vars(self.generator.options).items() if name not in OF_MEMORY}
         shared = {
             "policy": fingerprint(policy=self.policy), "tokenizer": fingerprint(tokenizer=self.tokenizer),
             "end tokens": fingerprint(ids=self.generator.sampler().end_token_ids),
@@ -345,7 +347,7 @@ class Evaluation(PolicyModule):
 
     def _fingerprint(self, problems: Problems, cache: str) -> dict[str, str]:
         """Fingerprints of everything that decides a result, including which problems fit and their order."""
-        shared = {name: own for name, own in self._parts.items() if not name.startswith("cache ")}
+        shared = {name: digest for name, digest in self._parts.items() if not name.startswith("cache ")}
         talks = self.generator.environment is not None  # which may read any column
         rows = [*problems.sampled, *problems.too_long]
         golds = [row if talks else [str(row["answer"]), row.get("tolerance")] for row in rows]

@@ -57,10 +57,10 @@ class OldLogprobs:
             correct(m, rollout)
         else:
             for index in m.plan(len(rollout) // m.group_size).later(*order):
-                part = _uncorrected(rollout[index]).trimmed()
-                part.old_logprobs = m.learner.rescored(m.policy, [part])
-                correct(m, part)
-                _store(rollout, index, part)
+                micro_batch = _uncorrected(rollout[index]).trimmed()
+                micro_batch.old_logprobs = m.learner.rescored(m.policy, [micro_batch])
+                correct(m, micro_batch)
+                _store(rollout, index, micro_batch)
         scored.seconds["rescoring"] = time.perf_counter() - start
 
     def report(self, scored: ScoredRollout) -> None:
@@ -69,23 +69,23 @@ class OldLogprobs:
         if self.is_complete:
             report(self.module, scored)
 
-    def lacking(self, part: Rollout) -> Rollout:
+    def lacking(self, micro_batch: Rollout) -> Rollout:
         """A micro-batch as its loss gets it: without them, if its own pass is to bring them."""
-        return part if self.is_complete else _uncorrected(part)
+        return micro_batch if self.is_complete else _uncorrected(micro_batch)
 
-    def complete(self, part: Rollout, logprobs: Tensor) -> None:
+    def complete(self, micro_batch: Rollout, logprobs: Tensor) -> None:
         """Take those that a micro-batch lacks from its own pass: nothing was updated since the rollout."""
-        if part.old_logprobs is None:
-            part.old_logprobs = logprobs.detach()
-            correct(self.module, part)
+        if micro_batch.old_logprobs is None:
+            micro_batch.old_logprobs = logprobs.detach()
+            correct(self.module, micro_batch)
 
-    def store(self, block: RolloutBlock, part: Rollout) -> None:
+    def store(self, block: RolloutBlock, micro_batch: Rollout) -> None:
         """Keep what the last micro-batch's loss has completed, and report the rollout with the last of them."""
         if self.is_complete:
             return
-        if part.old_logprobs is None:
+        if micro_batch.old_logprobs is None:
             raise UserError("micro_batch_loss must set part.old_logprobs where it is None, as SparseGRPO's does.")
-        _store(block.rollout, block.served, part)
+        _store(block.rollout, block.served, micro_batch)
         self.is_complete = block.cursor >= block.plan.accumulate
         if self.is_complete and self._unreported is not None:  # it is None of a checkpoint's rollout
             report(self.module, self._unreported)
@@ -110,22 +110,22 @@ class OldLogprobs:
             )
 
 
-def _uncorrected(part: Rollout) -> Rollout:
-    """A part without dense log-probs and corrections, which other sequences of its rollout may have."""
-    return replace(part, old_logprobs=None, weights=None, weight_reference=None)
+def _uncorrected(rollout: Rollout) -> Rollout:
+    """Sequences without dense log-probs and corrections, which others of their rollout may have."""
+    return replace(rollout, old_logprobs=None, weights=None, weight_reference=None)
 
 
-def _store(rollout: Rollout, index: Tensor, part: Rollout) -> None:
-    """Take over dense log-probs, and all that callbacks may edit, of the sequences at ``index`` from ``part``.
+def _store(rollout: Rollout, index: Tensor, source: Rollout) -> None:
+    """Take over dense log-probs, and all that callbacks may edit, of the sequences at ``index`` from ``source``.
 
-    Sequences whose part has no weights count with a weight of 1.
+    Sequences whose source has no weights count with a weight of 1.
     """
     for name in ("old_logprobs", "advantages", "keep", "weights", "weight_reference"):
-        value: Tensor | None = getattr(part, name)
+        value: Tensor | None = getattr(source, name)
         if value is None:
             continue
         if getattr(rollout, name) is None:
             setattr(rollout, name, rollout.completion_mask.to(value.dtype) * (name != "old_logprobs"))
         stored: Tensor = getattr(rollout, name)
-        stored = stored[..., : value.shape[-1]] if value.ndim > 1 else stored  # the part may have less padding
+        stored = stored[..., : value.shape[-1]] if value.ndim > 1 else stored  # the source may have less padding
         stored[index] = value

@@ -102,21 +102,23 @@ class ReplayGRPO(SparseGRPO):
                 "(ZeRO-3, FSDP2) must pass through the model equally often. Use ZeRO-2, or replay_objective: mixed."
             )
 
-    def _sparse_term(self, own: Rollout, part: Rollout, denominators: Denominators) -> LossOutput:
+    def _sparse_term(self, sequences: Rollout, micro_batch: Rollout, denominators: Denominators) -> LossOutput:
         """The sparse objective of some sequences of a micro-batch, nothing rejected, as its share of the step."""
-        replayed, _ = self.replayed(own)
-        own = replace(own, old_logprobs=own.replay_logprobs, keep=None, weights=None, weight_reference=None)
+        replayed, _ = self.replayed(sequences)
+        sequences = replace(
+            sequences, old_logprobs=sequences.replay_logprobs, keep=None, weights=None, weight_reference=None
+        )
         loss = replace(self.loss, beta=0.0, off_policy_delta=None)
         everything = denominators.everything
         if everything is None:  # bnpo: the micro-batch by itself
-            everything = count_items(loss.mask(part), None, loss.loss_type, loss.denominator)
-        return loss(own, replayed, replace(denominators, policy=everything, penalty=None))
+            everything = count_items(loss.mask(micro_batch), None, loss.loss_type, loss.denominator)
+        return loss(sequences, replayed, replace(denominators, policy=everything, penalty=None))
 
 
-def _rejected_sequences(part: Rollout) -> Tensor:
+def _rejected_sequences(rollout: Rollout) -> Tensor:
     """Indices of the sequences that have tokens, none of which is kept."""
-    mask = part.completion_mask
-    kept = mask if part.keep is None else mask & part.keep
+    mask = rollout.completion_mask
+    kept = mask if rollout.keep is None else mask & rollout.keep
     return (mask.any(dim=1) & ~kept.any(dim=1)).nonzero().squeeze(1)
 
 
@@ -124,8 +126,8 @@ def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
     """Compute log-probs of the sparse policy before the update, with the learner's own kernels."""
     start = time.perf_counter()
     parts = scored.rollout.trimmed_parts(module.steps_per_generation)
-    found = module.learner.rescored(module.policy, parts, replayed=True)
-    scored.rollout.replay_logprobs = scored.rollout.widened(found)
+    logprobs = module.learner.rescored(module.policy, parts, replayed=True)
+    scored.rollout.replay_logprobs = scored.rollout.widened(logprobs)
     scored.seconds["replay"] = time.perf_counter() - start
 
 

@@ -142,10 +142,10 @@ class SparseGRPO(PolicyModule):
         if self.block is None or self.block.is_spent:
             self.block = self.new_block(self.roll_out(batch))
         served, denominators = self.block.next()
-        part = self.old_logprobs.lacking(served)
-        output = self.micro_batch_loss(part, denominators)
-        self.old_logprobs.store(self.block, part)
-        self.log_dict(output.metrics, batch_size=len(part))
+        micro_batch = self.old_logprobs.lacking(served)
+        output = self.micro_batch_loss(micro_batch, denominators)
+        self.old_logprobs.store(self.block, micro_batch)
+        self.log_dict(output.metrics, batch_size=len(micro_batch))
         if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
@@ -177,10 +177,10 @@ class SparseGRPO(PolicyModule):
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output
 
-    def admit(self, rows: Rows, place: Callable[[int], str], is_training: bool) -> Rows:
-        """The rows of a data set, checked before the first rollout; ``place`` says where one comes from."""
-        rows = self.rewards.admit(rows, place)
-        return self.generator.admit(rows, place, None if is_training else self.val_sampling)
+    def admit(self, rows: Rows, where: Callable[[int], str], is_training: bool) -> Rows:
+        """The rows of a data set, checked before the first rollout; ``where`` names a row's place in its file."""
+        rows = self.rewards.admit(rows, where)
+        return self.generator.admit(rows, where, None if is_training else self.val_sampling)
 
     # ---------------------------------------------------------------- stages of a rollout
 
@@ -239,20 +239,20 @@ class SparseGRPO(PolicyModule):
         return local.summed(lambda sums: self.trainer.strategy.reduce(sums, reduce_op="sum"))
 
     @torch.no_grad()
-    def reference_logprobs(self, part: Rollout) -> Tensor:
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probs (B, T) of the reference policy, zeros without one; its weights move to the device when needed."""
         if not self._reference:
-            return torch.zeros_like(part.sampler_logprobs)
+            return torch.zeros_like(rollout.sampler_logprobs)
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
-        return self.learner.logprobs(self._reference[0], part)[0]
+        return self.learner.logprobs(self._reference[0], rollout)[0]
 
-    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (B, T) of the sparse policy as the sampler saw the sequences."""
-        return self.learner.replayed(self.policy, part)
+        return self.learner.replayed(self.policy, rollout)
 
     @property
     def compares_with_start(self) -> bool:
-        """Whether there is a reference policy of its own; with LoRA it is in the checkpoint, under the adapters."""
+        """Whether the reference policy is a model apart; with LoRA it is in the checkpoint, under the adapters."""
         return bool(self._reference) and isinstance(self._reference[0], PreTrainedModel)
 
     @property
@@ -373,7 +373,7 @@ class SparseGRPO(PolicyModule):
             callback.on_rollout_progress(self.trainer, self, progress)
 
     def _score_by_reference(self, rollout: Rollout) -> None:
-        values = [self.reference_logprobs(part) for part in rollout.trimmed_parts(self.steps_per_generation)]
+        values = [self.reference_logprobs(piece) for piece in rollout.trimmed_parts(self.steps_per_generation)]
         rollout.ref_logprobs = torch.cat([rollout.widened(logprobs) for logprobs in values])
 
     def check_strategy(self) -> None:

@@ -66,15 +66,15 @@ class SupervisedWarmup(PolicyModule):
         self._dealt = DealtRows()
         self.given = None if given is None else compiled(given, "given")
 
-    def admit(self, rows: Rows, place: Callable[[int], str], is_training: bool) -> Rows:
-        """The rows of a data set, checked before the first step; ``place`` says where one comes from."""
+    def admit(self, rows: Rows, where: Callable[[int], str], is_training: bool) -> Rows:
+        """The rows of a data set, checked before the first step; ``where`` names a row's place in its file."""
         prompts = [row.get("prompt", "") for row in rows]
-        long_prompts(self.tokenizer, prompts, None, self.chat_template_kwargs, place)
+        long_prompts(self.tokenizer, prompts, None, self.chat_template_kwargs, where)
         for index, row in enumerate(rows):
             text = row.get(self.solution_column)
             if not isinstance(text, str):
                 raise UserError(
-                    f"{place(index)}: solution_column={self.solution_column!r} must hold text, got {text!r:.80}. Its "
+                    f"{where(index)}: solution_column={self.solution_column!r} must hold text, got {text!r:.80}. Its "
                     f"columns are: {', '.join(map(repr, row))}."
                 )
         return rows
@@ -123,7 +123,7 @@ class SupervisedWarmup(PolicyModule):
         self._tokens = 0.0
 
     def on_train_start(self) -> None:
-        """Begin the first step's mean; tell where there is none."""
+        """Begin the first step's mean; warn where there is none."""
         super().on_train_start()
         self._tokens = 0.0
         if self.trainer.accumulate_grad_batches > 1 and isinstance(self.trainer.strategy, DeepSpeedStrategy):
@@ -140,9 +140,9 @@ class SupervisedWarmup(PolicyModule):
         """Log the same loss, and the token accuracy, on held-out rows."""
         _, counts = self._dealt.next(len(batch))
         loss, accuracy, count = self._loss(batch, counts)  # a token mean over all batches
-        found = {"val_loss": loss.nan_to_num(), "val_token_accuracy": accuracy.nan_to_num()}  # NaN without a token
+        metrics = {"val_loss": loss.nan_to_num(), "val_token_accuracy": accuracy.nan_to_num()}  # NaN without a token
         weight = count * self._world_size  # Lightning divides the sum of the weights by it, in whole numbers
-        self.log_dict(found, prog_bar=True, batch_size=weight, sync_dist=True)
+        self.log_dict(metrics, prog_bar=True, batch_size=weight, sync_dist=True)
 
     def _loss(self, rows: list[dict[str, Any]], counts: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
         """Mean loss and accuracy over the tokens to learn, and their number; all rows count, or those of a mask."""
@@ -166,10 +166,10 @@ class SupervisedWarmup(PolicyModule):
                 )
             prompt = encode_prompt(tokenizer, row["prompt"], self.chat_template_kwargs)
             whole, wanted = list(prompt), [-100] * len(prompt)
-            for text, is_given in _parts(row[self.solution_column], self.given):
-                part = encode_behind(tokenizer, text)
-                whole += part
-                wanted += [-100] * len(part) if is_given else part
+            for text, is_observation in _pieces(row[self.solution_column], self.given):
+                tokens = encode_behind(tokenizer, text)
+                whole += tokens
+                wanted += [-100] * len(tokens) if is_observation else tokens
             check_tokens(
                 [max(whole, default=0)], int(self.policy.config.vocab_size), f"the row with {row['prompt']!r:.40}"
             )
@@ -180,10 +180,10 @@ class SupervisedWarmup(PolicyModule):
         return padded.to(self.device), pad(targets, batch_first=True, padding_value=-100).to(self.device)
 
 
-def _parts(text: str, given: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
-    """The text in pieces, each with whether the policy is given it."""
+def _pieces(text: str, pattern: re.Pattern[str] | None) -> Iterator[tuple[str, bool]]:
+    """The text in pieces, each with whether it matches, so that the policy does not write it."""
     end = 0
-    for match in given.finditer(text) if given else ():
+    for match in pattern.finditer(text) if pattern else ():
         yield text[end : match.start()], False
         yield match[0], True
         end = match.end()

@@ -131,7 +131,7 @@ def test_the_adapters_loss_is_the_formula(policy_gradient: bool) -> None:
     grpo = shaken(distill(adapter={"kl_coef": 0.3, "policy_gradient": policy_gradient}, epsilon=0.1))
     part = scored_part(grpo)
     with torch.no_grad():  # the policy and the adapter have moved since the rollout, and the teacher with them
-        for parameter in (*grpo._own, *grpo._adapter_own):
+        for parameter in (*grpo._policy_parameters, *grpo._adapter_parameters):
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     part.keep = part.completion_mask & (torch.rand(part.keep.shape) > 0.5)  # concerns the policy's own loss only
     part.weights = torch.rand(part.keep.shape)
@@ -151,8 +151,8 @@ def test_the_adapters_loss_is_the_formula(policy_gradient: bool) -> None:
     want = want / len(part)
     assert_same_sums(output.loss, want, size=1.0, share=1e-5)
     grpo.policy.enable_adapters()  # which makes its weights trainable again
-    found = torch.autograd.grad(output.loss, grpo._adapter_own)
-    expected = torch.autograd.grad(want, grpo._adapter_own)
+    found = torch.autograd.grad(output.loss, grpo._adapter_parameters)
+    expected = torch.autograd.grad(want, grpo._adapter_parameters)
     assert_same_sums(found, expected)
     assert max(float(g.abs().max()) for g in found) > 1e-4
 

@@ -36,7 +36,7 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
     Raises:
         ValueError: If a part is missing.
     """
-    missing = [part for part in parts if part not in checkpoint]
+    missing = [name for name in parts if name not in checkpoint]
     if missing:
         raise UserError(
             f"ckpt_path: this checkpoint has no {', '.join(map(repr, missing))}, so training cannot go on from it: it "
@@ -45,18 +45,18 @@ def check_parts(checkpoint: dict[str, Any], parts: list[str]) -> None:
         )
 
 
-def check_weights(other: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Refuse weights of another model, NaN or infinite ones.
 
     Args:
-        other: A checkpoint's weights.
-        own: The module's.
+        stored: A checkpoint's weights.
+        expected: The module's.
 
     Raises:
         ValueError: If names or shapes differ, or a weight is no finite number.
     """
-    unknown, missing = sorted(other.keys() - own.keys()), sorted(own.keys() - other.keys())
-    shapes = sorted(n for n in own.keys() & other.keys() if own[n].shape != other[n].shape)
+    unknown, missing = sorted(stored.keys() - expected.keys()), sorted(expected.keys() - stored.keys())
+    shapes = sorted(n for n in expected.keys() & stored.keys() if expected[n].shape != stored[n].shape)
     if unknown or missing or shapes:
         example = shapes[0] if shapes else (unknown or missing)[0]
         raise UserError(
@@ -64,7 +64,7 @@ def check_weights(other: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Non
             f"{len(shapes)} weights of another shape, for example {example!r}. Give the checkpoint of the policy "
             "named under model.policy, or change model.policy."
         )
-    check_finite(other.items(), "ckpt_path: this checkpoint")
+    check_finite(stored.items(), "ckpt_path: this checkpoint")
 
 
 def check_optimizer(checkpoint: dict[str, Any], optimizer: Optimizer) -> None:
@@ -112,9 +112,9 @@ def apply_settings(optimizer: Optimizer, wanted: Optimizer) -> list[str]:
         Descriptions of the changes.
     """
     changes: dict[str, None] = {}
-    kept = {"params", *_counted(wanted)}  # a strategy may have wrapped the other
-    for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
-        for name, value in other.items():
+    kept = {"params", *_counted(wanted)}  # a strategy may have wrapped the first
+    for group, wanted_group in zip(optimizer.param_groups, wanted.param_groups, strict=True):
+        for name, value in wanted_group.items():
             if name in kept:
                 continue
             old, new = _plain(group.get(name)), _plain(value)
@@ -135,8 +135,8 @@ def schedule_change(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 def _counted(optimizer: Optimizer) -> set[str]:
     """Values that an optimizer keeps in its groups itself: a number of steps, Prodigy's estimate of its rate."""
-    given = {name for kind in type(optimizer).__mro__ for name in inspect.signature(kind.__init__).parameters}  # type: ignore[misc]
-    return optimizer.defaults.keys() - given
+    arguments = {name for base in type(optimizer).__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+    return optimizer.defaults.keys() - arguments
 
 
 def _plain(value: Any) -> Any:

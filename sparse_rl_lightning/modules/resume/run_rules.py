@@ -55,5 +55,5 @@ RULES = {
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a setting by its name; without one of its own a change is applied."""
+    """The rule of a setting by its name; without one a change is applied."""
     return RULES.get(name, Rule.APPLIED)

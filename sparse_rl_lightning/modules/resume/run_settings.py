@@ -43,7 +43,7 @@ VERSIONS = {
     "transformers": transformers.__version__,
     "sparse-rl-lightning": __version__,
 }
-"""What code marks of :func:`describe` depend on; where one is another, it is told, and marks are not compared."""
+"""What code marks of :func:`describe` depend on; where one differs, that is reported, and marks are not compared."""
 
 NOT_OF_WEIGHTS = re.compile(
     "_.*|transformers_version|(torch_)?dtype|use_cache|architectures|name_or_path|.*_token_id|max_position_embeddings|"
@@ -102,7 +102,7 @@ def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
 def seeds_of(module: ResumableModule) -> dict[str, int]:
     """The seeds of all that a module and its data draw, with the keys of the configuration that set them."""
     parts = [*parts_of(module).items(), ("data", getattr(module.trainer, "datamodule", None))]
-    return dict(seed for name, part in parts for seed in _seeds_in(name, part))
+    return dict(seed for name, argument in parts for seed in _seeds_in(name, argument))
 
 
 def policy_facts(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, with_weights: bool) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def _of_source(source: Any) -> dict[str, Any]:
     return inside | {name: kept[name] for name in arguments_of(type(source)) if name in kept}
 
 
-def _seeds_in(name: str, part: Any) -> Iterator[tuple[str, int]]:
-    """The seeds that a part, or one inside it, draws by."""
-    seed = getattr(part, "seed", "none")
+def _seeds_in(name: str, argument: Any) -> Iterator[tuple[str, int]]:
+    """The seeds that an argument, or an object inside it, draws by."""
+    seed = getattr(argument, "seed", "none")
     if seed is None or isinstance(seed, int):
         yield f"{name}.seed", seed_of(seed)
-    if isinstance(part, LoraPolicy):
-        yield from _seeds_in(f"{name}.policy", part.base)
-    inside = getattr(part, "_parts", ())
+    if isinstance(argument, LoraPolicy):
+        yield from _seeds_in(f"{name}.policy", argument.base)
+    inside = getattr(argument, "_parts", ())
     for index, compressor in enumerate(inside):
         yield from _seeds_in(f"{name}.compressor" if len(inside) == 1 else f"{name}.compressors.{index}", compressor)

@@ -110,7 +110,7 @@ class RunState:
             self._check_optimizer(checkpoint)
 
     def apply(self) -> None:
-        """Apply what has changed to optimizer and schedule, and tell of all that has, when training begins."""
+        """Apply what has changed to optimizer and schedule, and report all changes, when training begins."""
         changes, self._changes = self._changes, []
         if self._steps is not None:
             trainer, (optimizer, schedule) = self.module.trainer, self.module.configured()
@@ -170,7 +170,7 @@ class RunState:
         loaders = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or [None]
         state = ((loaders[0] or {}).get("_sampler_iter_state") or {}).get("sampler_state")
         if state is not None and isinstance(data, PromptDataModule):
-            sampler = getattr(data.train_dataloader(), "sampler", None)  # made for this
+            sampler = getattr(data.train_dataloader(), "sampler", None)  # created for this check
             if isinstance(sampler, RepeatedBlockSampler):
                 sampler.load_state_dict(state)
 
