@@ -129,13 +129,13 @@ class RolloutModule(Protocol):
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """Run the learner's forward pass and compute the loss."""
 
-    def replayed(self, part: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (B, T) of the sparse policy, with the evictions of the sampler."""
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (B,) of rewards (B,); NaN rewards count in no baseline and get 0."""
 
-    def reference_logprobs(self, part: Rollout) -> Tensor:
+    def reference_logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probabilities (B, T) of the reference policy."""
 
     def buffers(self) -> Iterator[Tensor]:
@@ -198,21 +198,21 @@ def rescores_all(module: RolloutModule) -> bool:
     )
 
 
-def correct(module: RolloutModule, part: Rollout) -> None:
+def correct(module: RolloutModule, rollout: Rollout) -> None:
     """Let callbacks reject and reweight sequences that have dense log-probs."""
-    correct_by(rollout_callbacks(module), module._trainer, module, part)
+    correct_by(rollout_callbacks(module), module._trainer, module, rollout)
 
 
 @torch.no_grad()
-def correct_by(callbacks: Sequence[RolloutCallback], trainer: Any, module: Any, part: Rollout) -> None:
-    """Let these callbacks edit a part whose weights are 1; weights that all of them leave alone are None again."""
-    ones = None
-    if part.weights is None and any(callback.corrects for callback in callbacks):
-        ones = part.weights = part.completion_mask.to(part.sampler_logprobs.dtype)
+def correct_by(callbacks: Sequence[RolloutCallback], trainer: Any, module: Any, rollout: Rollout) -> None:
+    """Let these callbacks edit sequences whose weights are 1; weights that none of them changes are None again."""
+    unit_weights = None
+    if rollout.weights is None and any(callback.corrects for callback in callbacks):
+        unit_weights = rollout.weights = rollout.completion_mask.to(rollout.sampler_logprobs.dtype)
     for callback in callbacks:
-        callback.correct(trainer, module, part)
-    if part.weights is ones and ones is not None and ones._version == 0:
-        part.weights = None
+        callback.correct(trainer, module, rollout)
+    if rollout.weights is unit_weights and unit_weights is not None and unit_weights._version == 0:
+        rollout.weights = None
 
 
 def report(module: RolloutModule, scored: ScoredRollout) -> None:
@@ -259,12 +259,12 @@ class CorrectionCallback(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second correction of the same kind."""
-        others = [c for c in trainer.callbacks if isinstance(c, CorrectionCallback) and c is not self]  # type: ignore[attr-defined]
-        for other in others:
-            if type(other) is type(self) or (other.weighs and self.weighs):
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for correction in [c for c in callbacks if isinstance(c, CorrectionCallback) and c is not self]:
+            if type(correction) is type(self) or (correction.weighs and self.weighs):
                 raise UserError(
-                    f"trainer.callbacks: {type(other).__name__} and {type(self).__name__} are two corrections of one "
-                    "kind, which would be applied one after the other. Keep one of them."
+                    f"trainer.callbacks: {type(correction).__name__} and {type(self).__name__} are two corrections of "
+                    "one kind, which would be applied one after the other. Keep one of them."
                 )
 
     def needs_rescoring(self, module: RolloutModule) -> bool:

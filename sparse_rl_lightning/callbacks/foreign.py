@@ -29,7 +29,7 @@ def check_foreign(callback: Callback) -> None:
     Raises:
         ValueError: If it is one of :data:`REASONS`, or saves checkpoints on exceptions.
     """
-    reason = next((text for kind, text in REASONS.items() if isinstance(callback, kind)), None)
+    reason = next((text for cls, text in REASONS.items() if isinstance(callback, cls)), None)
     if getattr(callback, "save_on_exception", False):
         reason = "with save_on_exception saves within a step, which no run can go on from. Leave it out"
     if reason is not None:

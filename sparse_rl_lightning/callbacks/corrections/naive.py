@@ -1,4 +1,4 @@
-"""What is said of naive training: samples of a compressed cache that the loss takes for the full one's."""
+"""The warning of naive training: samples of a compressed cache that the loss takes for the full one's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def naive_training(sampling: str, *cures: str) -> str:
 
 def learns_from_less(module: Any) -> bool:
     """Whether a module trains on samples of less than the whole cache, and its loss does not account for that."""
-    generator = getattr(module, "generator", None)  # any module may be asked about
+    generator = getattr(module, "generator", None)  # any module may come
     return isinstance(generator, Generator) and generator.is_sparse and not module.corrects
 
 

@@ -106,12 +106,12 @@ class _Both(CorrectionCallback):
 
     def needs_rescoring(self, module: RolloutModule) -> bool:
         """Look at all sequences if one of the two does."""
-        return any(own.needs_rescoring(module) for own in self.parts)
+        return any(correction.needs_rescoring(module) for correction in self.parts)
 
     def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``keep`` and ``weights``."""
-        for own in self.parts:
-            own.correct(trainer, module, part)
+        for correction in self.parts:
+            correction.correct(trainer, module, part)
 
 
 class MIS(_Both):

@@ -76,7 +76,7 @@ class ImportanceReweighting(CorrectionCallback):
         weights = self.weigh(part, log_ratio)
         reference = self._reference(log_ratio, mask, weights)
         if self.normalize == "batch":
-            weights = normalize_weights(weights, reference, mask) * self._own_to_common(trainer, reference, mask)
+            weights = normalize_weights(weights, reference, mask) * self._local_to_common(trainer, reference, mask)
         elif self.normalize == "micro_batch":
             if part.weight_reference is not None:
                 raise UserError("Only one ImportanceReweighting may have normalize='micro_batch'. Remove the other.")
@@ -87,13 +87,13 @@ class ImportanceReweighting(CorrectionCallback):
         """The weights (B, T) of tokens with these log-ratios, 0 outside the completions."""
         return importance_weights(log_ratio, part.completion_mask, self.mode, self.clip_min, self.clip_max)
 
-    def _own_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
+    def _local_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
         """The ratio of this rank's mean of the reference to the mean over all ranks."""
         if trainer.world_size == 1:
             return 1.0
-        own = torch.stack([reference[mask].sum(), mask.sum()]).double()
-        total: Tensor = trainer.strategy.reduce(own.clone(), reduce_op="sum")
-        means = [sums[0] / sums[1].clamp(min=1) for sums in (own, total)]
+        local = torch.stack([reference[mask].sum(), mask.sum()]).double()
+        total: Tensor = trainer.strategy.reduce(local.clone(), reduce_op="sum")
+        means = [sums[0] / sums[1].clamp(min=1) for sums in (local, total)]
         return torch.where(means[0] > 0, means[0] / means[1].clamp(min=1e-300), 1.0).to(reference.dtype)
 
     def _reference(self, log_ratio: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

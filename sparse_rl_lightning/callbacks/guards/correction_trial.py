@@ -21,7 +21,7 @@ NOTE = (
 
 
 class _NotLoaded(Exception):
-    """Stands for the policy and the tokenizer, and is raised by whatever is asked of them."""
+    """Stands for the policy and the tokenizer, and is raised by any use of them."""
 
     def __getattr__(self, *_: Any, **__: Any) -> NoReturn:
         raise self
@@ -66,19 +66,19 @@ def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
     restore_random_state(random)
 
 
-def _run(trainer: Trainer, trial: Any, piece: Any, part: Rollout) -> None:
+def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
     if isinstance(piece, RolloutCallback):
-        return correct_by([piece], trainer, trial, part)
-    denominators = piece.denominators(part, trial.generator.sampling.max_completion_length)
-    piece(part, part.sampler_logprobs.clone().requires_grad_(), denominators)
+        return correct_by([piece], trainer, trial, rollout)
+    denominators = piece.denominators(rollout, trial.generator.sampling.max_completion_length)
+    piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
 
 
 def made_up_rollout(module: RolloutModule) -> Rollout:
     """The samples of two prompts, with what corrections see in most runs."""
     sampling, count = module.generator.sampling, 2 * module.group_size
     # a length that is no other size: what does not fit cannot be broadcast
-    sample, place, used = torch.arange(count), torch.arange(count + 5), torch.ones(count)
-    mask = (place > 2) & (place < 5 + sample[:, None] % 4)
+    sample, position, used = torch.arange(count), torch.arange(count + 5), torch.ones(count)
+    mask = (position > 2) & (position < 5 + sample[:, None] % 4)
     sparse = -mask.float()
     top = sparse[..., None].expand(-1, -1, max(1, sampling.top_logprobs))
     return Rollout(
@@ -93,7 +93,7 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
         evictions=(
             None
             if module.generator.retriever
-            else EvictionRecord.from_dense(torch.full((1, count, 1, len(place)), NEVER))
+            else EvictionRecord.from_dense(torch.full((1, count, 1, len(position)), NEVER))
         ),
         kv=KVUsage(used, used, used, used, 0, 0, 0),
         keys=torch.zeros(count, 2, dtype=torch.int64),

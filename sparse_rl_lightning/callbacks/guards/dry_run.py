@@ -82,7 +82,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
     kept = f"budget {compressor.schedule} and buffer {compressor.buffer}" if compressor.evicts else "all tokens kept"
     kept += f", decoder {module.generator.sampler().decoder_kind}"
     with _untouched(trainer, module, fresh):
-        told = [
+        reports = [
             _try(
                 module, f"optimizer step of {count_weights(module.policy):,} parameters",
                 lambda: _step(fresh),
@@ -106,7 +106,7 @@ def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None
                 f"model.rollout.keep_pool to false (now {str(options.keep_pool).lower()})",
             ),
         ]  # fmt: skip
-    rank_zero_info(f"Dry run of the worst case: {'; '.join(told)}.")
+    rank_zero_info(f"Dry run of the worst case: {'; '.join(reports)}.")
 
 
 def _try(module: RolloutModule, name: str, work: Callable[[], None], advice: str) -> str:
@@ -221,12 +221,12 @@ class WorstCase:
 
     def update(self) -> None:
         """Run the learner's forward and backward pass on the largest micro-batch; the gradients stay."""
-        module, part = self.module, self._longest_sequences()
+        module, micro_batch = self.module, self._longest_sequences()
         with module.trainer.precision_plugin.train_step_context():
-            part.ref_logprobs = module.reference_logprobs(part)
+            micro_batch.ref_logprobs = module.reference_logprobs(micro_batch)
             # no collective: if memory is short on one rank only, the others do not wait for it
-            own = module.loss.denominators(part, self.sampling.max_completion_length)
-            output = module.micro_batch_loss(part, own)
+            denominators = module.loss.denominators(micro_batch, self.sampling.max_completion_length)
+            output = module.micro_batch_loss(micro_batch, denominators)
         output.loss.backward()  # type: ignore[no-untyped-call]
 
     def _longest_sequences(self) -> Rollout:
@@ -237,7 +237,7 @@ class WorstCase:
         zeros, g = torch.zeros(shape, device=device), self.geometry
         death = oldest_go(self.module.generator.compressor, g.num_layers, len(self.prompt), self.length).to(device)
         death = death[:, None, None].expand(-1, self.micro_batch, g.num_kv_heads, -1)
-        # choices of experts, none made yet: the routers choose, but in the passes that would make choices again
+        # choices of experts, all empty: the routers choose, except in the passes that would replay choices
         routed = self.module.generator.sampler().recorded
         sequences = torch.tensor(tokens, device=device).repeat(self.micro_batch, 1)
         if self.module.learner.options.share_prompts:  # as many samples of a prompt as an optimizer step has
@@ -269,8 +269,8 @@ def oldest_go(compressor: Compressor, num_layers: int, prompt_length: int, lengt
     before, step = (0,) * num_layers, prompt_length
     lost, room = trigger.after_prompt(prompt_length)
     while True:
-        for own, first, end in zip(death, before, lost, strict=True):
-            own[sinks + first : sinks + end] = step
+        for layer_death, first, end in zip(death, before, lost, strict=True):
+            layer_death[sinks + first : sinks + end] = step
         step += room
         if step >= length:
             return death

@@ -70,7 +70,7 @@ class EmptyRollouts(RolloutCallback):
             "in_a_row": kept == 0,
             "few_in_a_row": 0 < kept < self.few * whole,
             "alike_in_a_row": judged and not differing,
-            # where the loss leaves out what was cut off, CUT_OFF tells of it
+            # where the loss leaves out what was cut off, CUT_OFF warns of it
             "cut_in_a_row": cut >= CUT_SHARE * drawn and not module.loss.mask_truncated_completions,
         }
         for name, is_so in goes_on.items():
@@ -118,7 +118,7 @@ def _numbers(trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> 
     is_judged = ~rewards.isnan()
     rewarded = mask if rollout.rewards is None else mask & is_judged[:, None]
     kept = rewarded if rollout.keep is None or module.learns_from_rejected else rewarded & rollout.keep
-    tokens = [part.sum() for part in (rollout.completion_mask, mask, rewarded, kept)]
+    tokens = [counted.sum() for counted in (rollout.completion_mask, mask, rewarded, kept)]
     groups = rewards.view(len(scored.rows), -1)
     differing = groups.nan_to_num(nan=-torch.inf).amax(dim=1) > groups.nan_to_num(nan=torch.inf).amin(dim=1)
     cut = ~rollout.finished
@@ -126,5 +126,5 @@ def _numbers(trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> 
     counts = torch.stack([number.to(mask.device).float() for number in numbers])
     if trainer.world_size > 1:
         counts = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
-    found: list[float] = counts.tolist()
-    return found
+    totals: list[float] = counts.tolist()
+    return totals

@@ -73,6 +73,6 @@ class LastSave(Callback):
 
 
 def save_failed(trainer: Trainer) -> bool:
-    """Whether the newest checkpoint could not be saved, which the rank that writes tells all. Collective."""
+    """Whether the newest checkpoint could not be saved, as the rank that writes knows. Collective."""
     failing = getattr(trainer.strategy.checkpoint_io, "is_failing", False)
     return trainer.strategy.reduce_boolean_decision(failing, all=False)

@@ -22,7 +22,7 @@ from sparse_rl_lightning.files import own_folder, write_files
 from sparse_rl_lightning.learner.block import RolloutBlock
 
 BEHIND = ("staleness_ratio/max", "top10_token_share")
-"""Numbers of every micro-batch that tell what a long step is made of."""
+"""Numbers of every micro-batch that explain a long step."""
 
 
 class StepGuard(Callback):
@@ -84,7 +84,7 @@ class StepGuard(Callback):
         self._norm = None if self._skips_now else _length(trainer, norms, sharded) / _scale(trainer, optimizer)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if self._skips_now and not (scaled and getattr(optimizer, "_step_supports_amp_scaling", False)):
-            for parameter in parameters:  # but for a fused optimizer in float16, which itself looks and skips
+            for parameter in parameters:  # a fused optimizer in float16 looks and skips itself
                 parameter.grad = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -110,7 +110,7 @@ class StepGuard(Callback):
                 self._look_at_step(trainer, pl_module, float(self._norm))
         self._worst = None
         if self._skips_now:
-            self._tell(trainer, pl_module)
+            self._report_skip(trainer, pl_module)
         self._skips_now = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,11 +127,13 @@ class StepGuard(Callback):
         self.has_warned_of_ratio = state_dict.get("told_of_ratio", False)
 
     def _note_micro_batch(self, trainer: Trainer) -> None:
-        """Keep what the micro-batch with the largest ratio logged, on its device until it is asked for."""
+        """Keep what the micro-batch with the largest ratio logged, on its device until it is needed."""
         logged, device = trainer.callback_metrics, trainer.strategy.root_device
-        nothing = torch.zeros((), device=device)  # made there: no copy in every micro-batch
-        own = torch.stack([logged.get(name, nothing).to(device, torch.float32) for name in BEHIND])
-        self._worst = own if self._worst is None else torch.where(own[0] >= self._worst[0], own, self._worst)
+        nothing = torch.zeros((), device=device)  # created there: no copy in every micro-batch
+        numbers = torch.stack([logged.get(name, nothing).to(device, torch.float32) for name in BEHIND])
+        self._worst = (
+            numbers if self._worst is None else torch.where(numbers[0] >= self._worst[0], numbers, self._worst)
+        )
 
     def _look_at_step(self, trainer: Trainer, module: LightningModule, norm: float) -> None:
         times = None if self.watch is None else self.watch.see(norm)
@@ -157,10 +159,10 @@ class StepGuard(Callback):
         elif is_large:
             warn_of_run(trainer, large_ratio_warning(trainer.global_step, ratio))
 
-    def _tell(self, trainer: Trainer, module: LightningModule) -> None:
-        said = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
+    def _report_skip(self, trainer: Trainer, module: LightningModule) -> None:
+        message = f"The gradient of optimizer step {trainer.global_step} is not finite: the step is skipped"
         if self.in_a_row < self.max_in_a_row:
-            warn_of_run(trainer, f"{said} ({self.in_a_row} in a row, {self.skipped} in all).")
+            warn_of_run(trainer, f"{message} ({self.in_a_row} in a row, {self.skipped} in all).")
             return
         folder = Path(trainer.default_root_dir) / "bad_steps"
         path = folder / f"step_{trainer.global_step:06d}_rank_{trainer.global_rank}.pt"
@@ -174,14 +176,14 @@ class StepGuard(Callback):
         except OSError as error:
             kept = f"could not be written ({error})"
         raise UserError(
-            f"{said}, as the {self.in_a_row - 1} before it. The sequences of this step {kept}. Lower the "
+            f"{message}, as the {self.in_a_row - 1} before it. The sequences of this step {kept}. Lower the "
             "learning rate or gradient_clip_val, bound the weights (ImportanceReweighting.clip_max), or check the "
             "reward functions and the policy's weights; --ckpt_path=last goes back to the last checkpoint."
         )
 
 
 def _can_correct(module: LightningModule) -> bool:
-    """Whether training is naive as far as the rollout at hand tells: its weights are what corrections leave."""
+    """Whether training is naive, judged by the current rollout: its weights are what corrections leave."""
     block = getattr(module, "block", None)
     return learns_from_less(module) and isinstance(block, RolloutBlock) and block.rollout.weights is None
 
@@ -203,10 +205,10 @@ def _scale(trainer: Trainer, optimizer: Any) -> float:
 
 def _norms(gradients: list[torch.Tensor], order: float = torch.inf) -> list[torch.Tensor]:
     """One norm per gradient, float32 or wider, infinite or NaN if any element is."""
-    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    own = [gradient for gradient in own if gradient.numel()]  # a rank may have no element of a small weight
-    kind = reduce(torch.promote_types, (gradient.dtype for gradient in own), torch.float32)
-    return list(torch._foreach_norm(own, order, dtype=kind)) if own else []
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [gradient for gradient in local if gradient.numel()]  # a rank may have no element of a small weight
+    dtype = reduce(torch.promote_types, (gradient.dtype for gradient in local), torch.float32)
+    return list(torch._foreach_norm(local, order, dtype=dtype)) if local else []
 
 
 def _are_finite(norms: list[torch.Tensor]) -> bool:
@@ -214,7 +216,7 @@ def _are_finite(norms: list[torch.Tensor]) -> bool:
 
 
 def _length(trainer: Trainer, norms: list[torch.Tensor], sharded: bool) -> float:
-    """The Euclidean norm of all gradients together from their own; of sharded ones every rank has a part."""
+    """The Euclidean norm of all gradients together from the norm of each; of sharded ones every rank has a part."""
     squares = torch.stack(norms).square().sum() if norms else torch.tensor(0.0)
     if sharded:
         squares = torch.as_tensor(trainer.strategy.reduce(squares.to(trainer.strategy.root_device), reduce_op="sum"))
@@ -237,7 +239,7 @@ class SpikeWatch:
 
     Args:
         factor: Multiple of the median from which a step is a spike.
-        window: Steps that the median is of, and after a warning the steps in which nothing is said.
+        window: Steps that the median is of, and after a warning the steps without another.
         least: Steps before anything is judged.
     """
 
@@ -249,7 +251,7 @@ class SpikeWatch:
     spikes: int = 0  # since the start of the run
 
     def see(self, norm: float) -> float | None:
-        """Add a step's norm before clipping; returns its multiple of the usual one if that is to be told of."""
+        """Add a step's norm before clipping; returns its multiple of the usual one if that is to be warned of."""
         usual = median(self.norms) if len(self.norms) >= self.least else 0.0
         self.norms = [*self.norms, norm][-self.window :]
         self.silent = max(0, self.silent - 1)
@@ -267,7 +269,7 @@ class SpikeWatch:
 
 
 def long_step_advice(ratio: float, share: float, can_correct: bool, can_bound: bool) -> str:
-    """What a long step is made of, as far as its worst micro-batch tells, and what helps.
+    """What a long step is made of, judged by its worst micro-batch, and what helps.
 
     Args:
         ratio: Largest staleness ratio of the micro-batch's tokens, 0 if not known.

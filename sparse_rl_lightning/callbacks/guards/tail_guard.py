@@ -84,7 +84,7 @@ class TailWatch:
         rejected, limit = fmean(self.rejections), self.limits.max_rejection_rate
         self._strike("rejection", is_full and rejected > limit)
         risen = self.limits.rejection_rise * max(self.fewest, HARMLESS / self.limits.rejection_rise)
-        self._strike("rise", is_full and risen < rejected <= limit)  # above the limit it is told of anyway
+        self._strike("rise", is_full and risen < rejected <= limit)  # above the limit it is a sign by itself
 
     def see_tail(self, tail: Mapping[str, float], tokens: Mapping[str, int], target: float) -> tuple[str, float] | None:
         """Add the percentiles of a rollout by length bin; bins with too few tokens are not judged.
@@ -113,8 +113,8 @@ class TailWatch:
         """Plain numbers for a checkpoint."""
         return {name: value for name, value in asdict(self).items() if name != "limits"}
 
-    def _strike(self, sign: str, given: bool) -> None:
-        self.strikes[sign] = self.strikes.get(sign, 0) + 1 if given else 0  # an older checkpoint may not know it
+    def _strike(self, sign: str, is_seen: bool) -> None:
+        self.strikes[sign] = self.strikes.get(sign, 0) + 1 if is_seen else 0  # an older checkpoint may not know it
 
 
 class TailGuard(RolloutCallback):
@@ -179,7 +179,7 @@ class TailGuard(RolloutCallback):
         self._monitor: AcceptanceMonitor | None = None
         self._scored: tuple[int, float, float] | None = None  # a rollout's number, length and rejection rate
         self._judged: str = ""  # description of the worst bin
-        self._told: list[str] = []  # signs that a warning was given for
+        self._warned_signs: list[str] = []  # signs that have been warned of
         self._stop = False
 
     # ---------------------------------------------------------------- before training
@@ -275,7 +275,7 @@ class TailGuard(RolloutCallback):
 
     def _act(self, module: RolloutModule, index: int) -> None:
         alarms = self.watch.alarms
-        self._told = [sign for sign in self._told if self.watch.strikes[sign]]
+        self._warned_signs = [sign for sign in self._warned_signs if self.watch.strikes[sign]]
         if not alarms:
             return
         if self.mode == "raise" and self.num_raises < self.max_raises:
@@ -291,8 +291,8 @@ class TailGuard(RolloutCallback):
         elif self.mode == "stop":
             self._stop = True
             warn_of_run(module.trainer, f"TailGuard: {self._describe(alarms)} The run is stopped at rollout {index}.")
-        elif new := [sign for sign in alarms if sign not in self._told]:
-            self._told += new
+        elif new := [sign for sign in alarms if sign not in self._warned_signs]:
+            self._warned_signs += new
             done = f" The budget was raised {self.num_raises} times already." if self.mode == "raise" else ""
             advice = ADVICE["rejection"] if {"rise", "rejection"} & set(new) else ADVICE["other"]
             warn_of_run(module.trainer, f"TailGuard: {self._describe(new)}{done} {advice}")
@@ -320,8 +320,8 @@ class TailGuard(RolloutCallback):
         rank_zero_info(f"TailGuard: stopped; resume from {path}.")
 
     def _folder(self, trainer: Trainer) -> str:
-        own = getattr(trainer.checkpoint_callback, "dirpath", None)
-        return os.path.expanduser(self.folder or own or os.path.join(trainer.default_root_dir, "checkpoints"))
+        dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
+        return os.path.expanduser(self.folder or dirpath or os.path.join(trainer.default_root_dir, "checkpoints"))
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -329,7 +329,7 @@ class TailGuard(RolloutCallback):
         """The observations, and by how much the budget was raised."""
         return {
             "watch": self.watch.state(), "num_raises": self.num_raises, "in_use": self._in_use,
-            "told": list(self._told), "judged": self._judged,
+            "told": list(self._warned_signs), "judged": self._judged,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -337,18 +337,18 @@ class TailGuard(RolloutCallback):
         self.watch = TailWatch(self.watch.limits, **state_dict["watch"])
         self.num_raises = min(state_dict["num_raises"], self.max_raises)  # lower it if no slot fits any more
         self._in_use = min(state_dict["in_use"], self.num_raises)
-        self._told, self._judged = list(state_dict["told"]), state_dict["judged"]
+        self._warned_signs, self._judged = list(state_dict["told"]), state_dict["judged"]
 
 
 def _limited(generator: Generator) -> list[Budgeted]:
     """The parts of the sampler that have a budget: its compressor, its retriever, or both."""
     parts: list[Budgeted | None] = [generator.compressor, generator.retriever]
-    return [part for part in parts if part is not None and part.is_limited]
+    return [budgeted for budgeted in parts if budgeted is not None and budgeted.is_limited]
 
 
 def _raise(generator: Generator, steps: int) -> None:
-    for part in _limited(generator):
-        part.raise_budget(steps)
+    for budgeted in _limited(generator):
+        budgeted.raise_budget(steps)
 
 
 def _budget(generator: Generator, steps: int) -> int:

@@ -95,30 +95,30 @@ class AcceptanceMonitor(RolloutCallback):
         self.report: TailReport | None = None
         self._ceiling: dict[str, float] = {}  # lower and upper
         self._ceiling_index = 0  # number of the rollout at which it was measured
-        self._own_top: int | None = None  # the module's own top_logprobs, while a report is requested
+        self._configured_top: int | None = None  # the configured top_logprobs, while a report is requested
 
     # ---------------------------------------------------------------- request to the sampler
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Request the report already now, so that a dry run of the worst case includes it."""
-        self._ask(rollout_module(pl_module, self), wanted=True)
+        self._request(rollout_module(pl_module, self), wanted=True)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Request the report only for measured rollouts, since it takes memory; partial rollouts keep it."""
         due = not module.num_rollouts % self.every_n_rollouts
-        self._ask(module, wanted=due or module.generator.partial is not None)
+        self._request(module, wanted=due or module.generator.partial is not None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop requesting the report."""
-        if self._own_top is not None:
-            self._ask(rollout_module(pl_module, self), wanted=False)
-            self._own_top = None
+        if self._configured_top is not None:
+            self._request(rollout_module(pl_module, self), wanted=False)
+            self._configured_top = None
 
-    def _ask(self, module: RolloutModule, wanted: bool) -> None:
+    def _request(self, module: RolloutModule, wanted: bool) -> None:
         generator = module.generator
-        if self._own_top is None:
-            self._own_top = generator.sampling.top_logprobs
-        top = max(self._own_top, self._top(module)) if wanted else self._own_top
+        if self._configured_top is None:
+            self._configured_top = generator.sampling.top_logprobs
+        top = max(self._configured_top, self._top(module)) if wanted else self._configured_top
         generator.sampling = replace(generator.sampling, top_logprobs=top)
 
     def _top(self, module: RolloutModule) -> int:
@@ -179,9 +179,9 @@ class AcceptanceMonitor(RolloutCallback):
         rollout = module.generator.generate(rows, params, dense=True, index=scored.index).rollout
         module.generator.sampler(dense=True).release()  # it is small, but a run may have no memory to spare
         bounds = zip(("p05", "p05_upper"), acceptance_of(module, rollout), strict=True)
-        found = {name: AcceptanceTail.of(bound, rollout.completion_mask).overall for name, bound in bounds}
-        if not math.isnan(found["p05"]):
-            self._ceiling, self._ceiling_index = found, scored.index
+        ceiling = {name: AcceptanceTail.of(bound, rollout.completion_mask).overall for name, bound in bounds}
+        if not math.isnan(ceiling["p05"]):
+            self._ceiling, self._ceiling_index = ceiling, scored.index
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -203,7 +203,7 @@ def acceptance_of(module: RolloutModule, rollout: Rollout) -> tuple[Tensor, Tens
     """
     policy, parts = module.policy, rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
-        pairs = [module.learner.acceptance(policy, part) for part in parts]
+        pairs = [module.learner.acceptance(policy, piece) for piece in parts]
     lower, upper = (torch.cat(bounds) for bounds in zip(*pairs, strict=True))
     return lower, upper
 

@@ -75,7 +75,7 @@ class MismatchSplit(RolloutCallback):
             self._warn(split)
 
     def _warn(self, split: dict[str, Tensor]) -> None:
-        rounding, compression = (float(split[f"mismatch_split/{part}/kl_k3"]) for part in ("rounding", "compression"))
+        rounding, compression = (float(split[f"mismatch_split/{name}/kl_k3"]) for name in ("rounding", "compression"))
         if rounding <= self.tolerance * compression or rounding < ROUNDING or self._warned:
             return
         self._warned = True
@@ -93,11 +93,11 @@ def mismatch_split(module: RolloutModule, rollout: Rollout) -> dict[str, Tensor]
     policy, learner = module.policy, module.learner
     parts = rollout.parts(module.steps_per_generation)
     with eval_mode(policy):
-        replay = torch.cat([module.replayed(part)[0] for part in parts])
-        dense = torch.cat([learner.dense(policy, part)[0] for part in parts])
+        replay = torch.cat([module.replayed(piece)[0] for piece in parts])
+        dense = torch.cat([learner.dense(policy, piece)[0] for piece in parts])
         pairs = [("rounding", replay, rollout.sampler_logprobs), ("compression", dense, replay)]
         if rollout.routing is not None:
-            free = torch.cat([module.replayed(replace(part, routing=None))[0] for part in parts])
+            free = torch.cat([module.replayed(replace(piece, routing=None))[0] for piece in parts])
             pairs.append(("routing", free, replay))
     split = {}
     for name, new, old in pairs:

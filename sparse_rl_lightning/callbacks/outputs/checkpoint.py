@@ -44,10 +44,10 @@ class RolloutCheckpoint(ModelCheckpoint):
         **options: Any,
     ) -> None:
         check_number("minutes", minutes, above=0, owner="RolloutCheckpoint", or_none=True)
-        others = (options.get("every_n_epochs"), options.get("train_time_interval"))
-        if every_n_train_steps is None and others == (None, None):
+        intervals = (options.get("every_n_epochs"), options.get("train_time_interval"))
+        if every_n_train_steps is None and intervals == (None, None):
             every_n_train_steps = EVERY_N_TRAIN_STEPS
-        self.minutes = minutes if others == (None, None) else None
+        self.minutes = minutes if intervals == (None, None) else None
         self._step, self._saved_at = 0, time.monotonic()  # optimizer steps seen; the last checkpoint
         super().__init__(
             dirpath=dirpath, every_n_train_steps=every_n_train_steps, save_last=save_last,
@@ -86,12 +86,12 @@ class RolloutCheckpoint(ModelCheckpoint):
 
         Lightning goes on to know that it is what was saved last: an older one is not linked in its place.
         """
-        asked, before = self.save_last, self._last_global_step_saved
-        self.save_last = bool(asked)
+        save_last, before = self.save_last, self._last_global_step_saved
+        self.save_last = bool(save_last)
         try:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         finally:
-            self.save_last, self._last_global_step_saved = asked, before
+            self.save_last, self._last_global_step_saved = save_last, before
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
@@ -121,9 +121,9 @@ def _is_last_step(trainer: Trainer) -> bool:
 
 def checkpoint_folder(callback: Callback, trainer: Trainer) -> str | None:
     """The fixed folder that a callback saves checkpoints to, even before ``setup``; None if it has none."""
-    given = getattr(callback, "dirpath", None)
-    if given or not isinstance(callback, RolloutCheckpoint):
-        return str(given) if given else None
+    dirpath = getattr(callback, "dirpath", None)
+    if dirpath or not isinstance(callback, RolloutCheckpoint):
+        return str(dirpath) if dirpath else None
     folder = default_folder(trainer.default_root_dir)
     return folder if "://" in folder else os.path.realpath(folder)
 

@@ -100,8 +100,8 @@ def completion_columns(scored: ScoredRollout, step: int) -> dict[str, list[Any]]
     for name, values in scored.reward_table.items():
         columns[f"reward_{name}" if name in OWN_COLUMNS else name] = _numbers(values)
     rejected = [False] * count if rollout.keep is None else (~rollout.keep.any(dim=1)).tolist()
-    own = {"reward": _numbers(rollout.rewards), "advantage": _numbers(rollout.advantages), "rejected": rejected}
-    return columns | {name: values for name, values in own.items() if values}
+    numbers = {"reward": _numbers(rollout.rewards), "advantage": _numbers(rollout.advantages), "rejected": rejected}
+    return columns | {name: values for name, values in numbers.items() if values}
 
 
 def log_table(logger: Logger, columns: dict[str, list[Any]], step: int) -> None:

@@ -98,7 +98,7 @@ def kept_folders(trainer: Trainer, module: LightningModule) -> Kept:
         source = source.base
     folders = {
         "the log's folder": [getattr(logger, "log_dir", None) for logger in trainer.loggers],
-        "a folder of checkpoints": [checkpoint_folder(own, trainer) for own in trainer.checkpoint_callbacks],
+        "a folder of checkpoints": [checkpoint_folder(callback, trainer) for callback in trainer.checkpoint_callbacks],
         "the folder of model.policy": [getattr(source, "path", None)],
     }
     root = export_place(trainer.default_root_dir)

@@ -64,8 +64,8 @@ def how_it_ended(exception: BaseException) -> str:
         return "preempted, to be resumed"
     if isinstance(exception, KeyboardInterrupt):
         return "interrupted"
-    said = shortened(str(exception), 500)
-    return f"stopped by {type(exception).__name__}" + (f": {said}" if said else "")
+    message = shortened(str(exception), 500)
+    return f"stopped by {type(exception).__name__}" + (f": {message}" if message else "")
 
 
 def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -89,16 +89,16 @@ def flattened(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _listed(values: list[Any], key: str) -> Iterator[tuple[str, str]]:
     seen: dict[str, int] = {}
-    for place, item in enumerate(values):
+    for index, item in enumerate(values):
         is_class = isinstance(item, dict) and isinstance(item.get("class_path"), str)
-        name = item["class_path"].rpartition(".")[2] if is_class else str(place)
+        name = item["class_path"].rpartition(".")[2] if is_class else str(index)
         seen[name] = seen.get(name, 0) + 1
-        own = f"{key}.{name}" if seen[name] == 1 else f"{key}.{name}#{seen[name]}"
+        dotted = f"{key}.{name}" if seen[name] == 1 else f"{key}.{name}#{seen[name]}"
         if is_class:
-            yield own, "used"
+            yield dotted, "used"
             item = item.get("init_args") or {}
         if item or not is_class:
-            yield from flattened(item, own)
+            yield from flattened(item, dotted)
 
 
 def package_versions() -> dict[str, str]:

@@ -143,7 +143,7 @@ class RunSummary(RolloutCallback):
 
     def on_run_warning(self, trainer: Trainer, text: str) -> None:
         """Store the warning with its rollout; one of the start, which a resumed run gives again, is stored once."""
-        if self._is_open or all(one["text"] != text for one in self.record.warnings):
+        if self._is_open or all(warning["text"] != text for warning in self.record.warnings):
             self.record.warnings.append({"rollout": self._rollout, "text": text})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -153,10 +153,10 @@ class RunSummary(RolloutCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Store its accuracies, except those of the sanity check."""
         logged = {cache: trainer.callback_metrics.get(f"val/pass@1_{cache}") for cache in ("dense", "sparse")}
-        found = {cache: float(value) for cache, value in logged.items() if value is not None}
-        if found and not trainer.sanity_checking:
+        accuracies = {cache: float(value) for cache, value in logged.items() if value is not None}
+        if accuracies and not trainer.sanity_checking:
             done = self._rollout + 1 if self.record.history else 0
-            self.record.validation.append({"rollout": float(done), **found})
+            self.record.validation.append({"rollout": float(done), **accuracies})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock, and write the record, because the final evaluation may fail."""
@@ -193,8 +193,11 @@ class RunSummary(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The record as plain numbers and text."""
-        own = {name: deepcopy(getattr(self.record, name)) for name in RESUMED}
-        return own | {"seconds": self._seconds(), "worst": {kind: list(kept) for kind, kept in self.worst.kept.items()}}
+        fields = {name: deepcopy(getattr(self.record, name)) for name in RESUMED}
+        return fields | {
+            "seconds": self._seconds(),
+            "worst": {reason: list(kept) for reason, kept in self.worst.kept.items()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the record of the run that is resumed."""
@@ -249,29 +252,29 @@ class RunSummary(RolloutCallback):
         if rows and trainer.is_global_zero:
             say(f"Evaluating on {len(rows)} held-out problems ...")
         with trainer.precision_plugin.val_step_context():  # Lightning enters it for steps, not for callbacks
-            found = self._greedy_scores(module, rows, trainer.is_global_zero) if rows else {}
-        means = {cache: scores.mean for cache, scores in found.items() if scores.mean is not None}
+            by_cache = self._greedy_scores(module, rows, trainer.is_global_zero) if rows else {}
+        means = {cache: scores.mean for cache, scores in by_cache.items() if scores.mean is not None}
         record = self.record
         record.num_problems = len(rows)
-        record.samples = _samples(*list(found.items())[-1], self.num_samples) if found else []
+        record.samples = _samples(*list(by_cache.items())[-1], self.num_samples) if by_cache else []
         was_accuracy = not record.before or record.measure == "accuracy"
-        is_accuracy = bool(means) and was_accuracy and all(scores.is_binary for scores in found.values())
+        is_accuracy = bool(means) and was_accuracy and all(scores.is_binary for scores in by_cache.values())
         record.measure = "accuracy" if is_accuracy else "reward"
         return means
 
-    def _greedy_scores(self, module: RolloutModule, rows: Rows, tells: bool) -> dict[str, Scores]:
+    def _greedy_scores(self, module: RolloutModule, rows: Rows, shows_progress: bool) -> dict[str, Scores]:
         greedy = replace(module.val_sampling, num_generations=1, temperature=0.0)
         names = {"dense": "full cache", "sparse": "compressed cache"}
         caches = names if module.generator.is_sparse else {"dense": names["dense"]}
-        left, found = TimeLeft(len(caches) * len(rows), self.progress_seconds), {}
+        left, by_cache = TimeLeft(len(caches) * len(rows), self.progress_seconds), {}
         for cache, name in caches.items():
             module.generator.release()  # each cache has the memory for itself, and training's pool gets its own size
-            told = partial(left.report, name, limit=1) if tells else None
-            draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense", progress=told)
-            found[cache] = evaluate(left.counted(draw), rows, module.rewards, self.batch_size)
+            report = partial(left.report, name, limit=1) if shows_progress else None
+            draw = draw_by_place(module.generator.generate, params=greedy, dense=cache == "dense", progress=report)
+            by_cache[cache] = evaluate(left.counted(draw), rows, module.rewards, self.batch_size)
             module.rewards.settle()
         module.generator.release()
-        return found
+        return by_cache
 
     def _write(self, folder: Path) -> None:
         numbers = json.dumps(self.record.as_json(), indent=1, ensure_ascii=True)

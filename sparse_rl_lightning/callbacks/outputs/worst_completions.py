@@ -39,34 +39,34 @@ class WorstCompletions:
             return
         rollout, ratios = scored.rollout, None if replayed else token_ratios(scored.rollout)
         smallest = None if ratios is None else ratios.amin(dim=1)  # (B,)
-        found: dict[str, int] = {}
+        worst: dict[str, int] = {}
         if rollout.rewards is not None and not bool(rollout.rewards.isnan().all()):
-            found["lowest reward"] = int(rollout.rewards.nan_to_num(nan=math.inf).argmin())
+            worst["lowest reward"] = int(rollout.rewards.nan_to_num(nan=math.inf).argmin())
         if smallest is not None:
-            found["most mismatched"] = int(smallest.argmin())
+            worst["most mismatched"] = int(smallest.argmin())
         order = rollout.rewards if smallest is None else smallest
         if rollout.keep is not None and order is not None:
             rejected = ~rollout.keep.any(dim=1) & rollout.completion_mask.any(dim=1)
             if bool(rejected.any()):
                 places = rejected.nonzero().squeeze(1)
-                found["rejected"] = int(places[order[places].nan_to_num(nan=math.inf).argmin()])
-        for kind, index in found.items():
-            self._keep(kind, described(scored, index, ratios, tokenizer))
+                worst["rejected"] = int(places[order[places].nan_to_num(nan=math.inf).argmin()])
+        for reason, index in worst.items():
+            self._keep(reason, described(scored, index, ratios, tokenizer))
 
-    def _keep(self, kind: str, entry: dict[str, Any]) -> None:
-        ranked = [entry, *self.kept.get(kind, [])]  # the newest first, and sorting is stable
-        if kind != "rejected":
-            measure = "reward" if kind == "lowest reward" else "ratio"
-            ranked.sort(key=lambda one: math.inf if one[measure] is None else one[measure])
-        self.kept[kind] = ranked[: self.count]
+    def _keep(self, reason: str, entry: dict[str, Any]) -> None:
+        ranked = [entry, *self.kept.get(reason, [])]  # the newest first, and sorting is stable
+        if reason != "rejected":
+            measure = "reward" if reason == "lowest reward" else "ratio"
+            ranked.sort(key=lambda candidate: math.inf if candidate[measure] is None else candidate[measure])
+        self.kept[reason] = ranked[: self.count]
 
     def listed(self) -> list[dict[str, Any]]:
         """All kept completions, each once with its ``kinds``."""
         entries: dict[tuple[int, int], dict[str, Any]] = {}
-        for kind, kept in self.kept.items():
+        for reason, kept in self.kept.items():
             for entry in kept:
                 same = entries.setdefault((entry["rollout"], entry["index"]), {**entry, "kinds": []})
-                same["kinds"] = [*same["kinds"], kind]
+                same["kinds"] = [*same["kinds"], reason]
         return list(entries.values())
 
 
@@ -99,10 +99,10 @@ def described(
         "ratio": None,
     }
     if ratios is not None and entry["length"]:
-        place = int(ratios[index].argmin())
-        entry["ratio"] = _finite(float(ratios[index, place].double().exp()))
-        entry["token_place"] = int(mask[: place + 1].sum())
-        token = [] if tokenizer is None else tokenizer.decode([int(rollout.sequences[index, place])])
+        position = int(ratios[index].argmin())
+        entry["ratio"] = _finite(float(ratios[index, position].double().exp()))
+        entry["token_place"] = int(mask[: position + 1].sum())
+        token = [] if tokenizer is None else tokenizer.decode([int(rollout.sequences[index, position])])
         entry["token"] = shortened(str(token), 100) if token else ""
     return entry
 
