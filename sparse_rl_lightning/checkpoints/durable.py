@@ -61,10 +61,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         writers: dict[Path, Callable[[Path], object]] = {path: lambda new: save_tensors(checkpoint, new)}
         state = checkpoint.get("state_dict", {}).items()
-        if self.weights and (own := {n.removeprefix(POLICY): v for n, v in state if n.startswith(POLICY)}):
+        if self.weights and (policy_weights := {n.removeprefix(POLICY): v for n, v in state if n.startswith(POLICY)}):
             beside = weights_beside(path)
             own_folder(beside.parent)
-            writers[beside] = lambda new: save_weights(own, new, checkpoint.get("global_step", 0))
+            writers[beside] = lambda new: save_weights(policy_weights, new, checkpoint.get("global_step", 0))
         write_files(writers, durable=True)
 
     def load_checkpoint(

@@ -25,7 +25,7 @@ Kept = Sequence[tuple[str, str, bool]]
 
 
 def export_place(folder: str | Path) -> Path:
-    """The folder to write, where a link leads: it is made beside that place, and renamed there."""
+    """The folder to write, with links followed: it is written beside its place, and renamed there."""
     return Path(os.path.realpath(Path(folder).expanduser()))
 
 
@@ -43,23 +43,23 @@ def check_replaceable(folder: Path, argument: str, kept: Kept = (), replaces: bo
     Raises:
         ValueError: If it is such a folder, or the one around it cannot be written.
     """
-    given = f"{argument}={str(folder)!r}"
+    setting = f"{argument}={str(folder)!r}"
     try:
         if folder.is_mount():
-            raise UserError(f"{given} is a disk of its own, which is not replaced. Give a folder on it.")
+            raise UserError(f"{setting} is a disk of its own, which is not replaced. Give a folder on it.")
         writable_folder(folder.parent, f"{argument}'s parent")
         recover(folder)
     except OSError as error:
-        raise UserError(f"{given} cannot be written: {error}. Give another folder, of a shorter name.") from error
+        raise UserError(f"{setting} cannot be written: {error}. Give another folder, of a shorter name.") from error
     for name, path, is_closed in (("the working directory", os.getcwd(), False), *kept):
-        place = export_place(path)
-        lies_in = "lies in" if is_closed and folder.is_relative_to(place) else ""
-        if relation := "is or holds" if place.is_relative_to(folder) else lies_in:
-            raise UserError(f"{given} {relation} {name}, which is not replaced. Give another folder.")
+        needed = export_place(path)
+        lies_in = "lies in" if is_closed and folder.is_relative_to(needed) else ""
+        if relation := "is or holds" if needed.is_relative_to(folder) else lies_in:
+            raise UserError(f"{setting} {relation} {name}, which is not replaced. Give another folder.")
     if not os.path.lexists(folder):  # a circle of links is there
         return
     if what := _other_than_export(writable_folder(folder, argument), replaces):
-        raise UserError(f"{given} {what}, so it is not replaced. Give a new folder, or empty this one.")
+        raise UserError(f"{setting} {what}, so it is not replaced. Give a new folder, or empty this one.")
 
 
 def _other_than_export(folder: Path, replaces: bool) -> str:

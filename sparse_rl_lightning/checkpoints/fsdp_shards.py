@@ -99,7 +99,7 @@ def save_parts(parts: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def first_failure() -> Iterator[None]:
-    """Raise what has failed on one rank, which torch tells all of them in an exception that nobody else would catch."""
+    """Raise the error of the rank that failed, which torch wraps, on all ranks, in an exception that nobody catches."""
     try:
         yield
     except CheckpointException as failed:
@@ -108,7 +108,7 @@ def first_failure() -> Iterator[None]:
 
 
 class _Writer(FileSystemWriter):
-    """Says what the disk has said, before the other ranks are told."""
+    """Raises the disk's own errors before torch reports to the other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with raising_disk_errors():

@@ -61,7 +61,7 @@ def load_gguf(file: str | Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Pr
 
 
 def _loaded(path: Path, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Read a file that is one; every error tells its name."""
+    """Read a file that is one; every error names it."""
     from gguf import GGUFReader
 
     packed: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def _loaded(path: Path, name: str, dtype: torch.dtype) -> tuple[PreTrainedModel,
             if scaling := rope_scaling(reader, settings):
                 settings["rope_scaling"] = scaling
             tensors = {tensor.name: tensor for tensor in reader.tensors}
-            pair = [tensors[place] for place in ("token_embd.weight", "output.weight") if place in tensors]
+            pair = [tensors[key] for key in ("token_embd.weight", "output.weight") if key in tensors]
             settings["tie_word_embeddings"] = len(pair) < 2
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 alone, config=AutoConfig.for_model(**settings), dtype=dtype, gguf_file=link.name,
@@ -114,7 +114,7 @@ def _forget(model: PreTrainedModel) -> None:
     wrapped.hf_quantizer, wrapped.is_quantized = None, False
     for name, value in vars(wrapped.config).items():
         if isinstance(value, dict):
-            vars(wrapped.config)[name] = {key: _shortest(one) for key, one in value.items()}
+            vars(wrapped.config)[name] = {key: _shortest(number) for key, number in value.items()}
         else:
             vars(wrapped.config)[name] = _shortest(value)
 

@@ -30,7 +30,7 @@ SCALINGS = {
         "yarn_beta_slow": "beta_slow",
     },
 }
-"""What a file says of each kind of scaling, with transformers' words for it."""
+"""The entries of each kind of scaling, with transformers' names for them."""
 FLOATS = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
 """Bits of a mantissa, which rounds a number relative to itself; other formats round it relative to its block."""
 
@@ -104,8 +104,8 @@ def difference_of_roundings(first: ReaderTensor, second: ReaderTensor) -> float 
     """
     total = size = 0.0
     for rows in (slice(start, start + 4096) for start in range(0, int(first.shape[-1]), 4096)):
-        values, others = unpacked(first, rows), unpacked(second, rows)
-        apart, largest = np.abs(values - others), np.maximum(np.abs(values), np.abs(others))
+        values, counterparts = unpacked(first, rows), unpacked(second, rows)
+        apart, largest = np.abs(values - counterparts), np.maximum(np.abs(values), np.abs(counterparts))
         if (apart.mean(-1) > _rounding(largest, first) + _rounding(largest, second)).any():
             return None
         total, size = total + float(apart.sum(dtype=float)), size + float(np.abs(values).sum(dtype=float))
@@ -128,15 +128,15 @@ def _rounding(values: np.ndarray, tensor: ReaderTensor) -> np.ndarray:
 
 
 def check_read(reader: GGUFReader, model: Any, unexpected: Iterable[str], name: str) -> None:
-    """Refuse tensors, and numbers about positions, that the model does not have; tell of its other numbers."""
+    """Refuse tensors, and numbers about positions, that the model does not have; warn of its other numbers."""
     architecture, config = str(reader.fields["general.architecture"].contents()), model.config
     unread = {*unexpected}
     if not getattr(getattr(model, "hf_quantizer", None), "supported", False):  # the older of transformers' readers
         processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)()  # type: ignore[no-untyped-call]
         unread |= {tensor.name for tensor in reader.tensors} - get_gguf_hf_weights_map(model, processor).keys()
     rotated = rotation_of(getattr(model.get_decoder(), "rotary_emb", None))[0]
-    held = re.findall(r"(?<![\"\w.])-?\d[\d.e+-]*", config.to_json_string(use_diff=False))
-    numbers = {*map(np.float32, [*held, 0 if rotated is None else 2 * len(rotated)])}  # as files have them
+    config_numbers = re.findall(r"(?<![\"\w.])-?\d[\d.e+-]*", config.to_json_string(use_diff=False))
+    numbers = {*map(np.float32, [*config_numbers, 0 if rotated is None else 2 * len(rotated)])}  # as files have them
     ignored = {
         key: value
         for key, field in reader.fields.items()

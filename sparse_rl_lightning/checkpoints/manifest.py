@@ -46,13 +46,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
     try:
-        own = _sign(body)
+        expected = _sign(body)
     except OSError as error:  # for example a home that cannot be written
         raise UserError(
             f"ckpt_path={str(folder)!r} cannot be checked, since this account's key cannot be read or made: {error}. "
             f"Set {KEY_VARIABLE} to the key file of the account that wrote it."
         ) from error
-    if not hmac.compare_digest(signature, own):
+    if not hmac.compare_digest(signature, expected):
         raise UserError(f"ckpt_path={str(folder)!r} carries another account's signature. {advice}")
     manifest: dict[str, Any] = json.loads(body)
     return manifest
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Names of files that are missing or have changed since they were written."""
-    return [n for n, known in digests.items() if not (folder / n).is_file() or digest(folder / n) != known]
+    return [n for n, recorded in digests.items() if not (folder / n).is_file() or digest(folder / n) != recorded]
 
 
 def _sign(body: str) -> str:
@@ -73,12 +73,12 @@ def _key() -> bytes:
     path = Path(os.environ.get(KEY_VARIABLE) or state / "sparse-rl" / "checkpoint.key")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        own = path.with_name(f".{path.name}.{os.getpid()}")
-        own.touch(mode=0o600)
-        own.write_text(secrets.token_hex(32))
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.touch(mode=0o600)
+        temporary.write_text(secrets.token_hex(32))
         try:
             with suppress(FileExistsError):  # another process was faster, whose key then counts
-                os.link(own, path)
+                os.link(temporary, path)
         finally:
-            own.unlink()
+            temporary.unlink()
     return whole_file(path, 2**20)

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold, so that it can be read without unpickling: plain numbers are made so, objects refused."""
+"""Plain data for checkpoints, which are read without unpickling: numbers are converted, objects refused."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def readable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, (name,)) for name, value in checkpoint.items()}
 
 
-def _plain(value: Any, place: tuple[str, ...]) -> Any:
-    kind = type(value)
-    if kind in PLAIN or isinstance(value, Tensor):
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    cls = type(value)
+    if cls in PLAIN or isinstance(value, Tensor):
         return value
-    if kind in (dict, OrderedDict, Counter):
-        made = kind({_plain(key, place): _plain(item, (*place, str(key))) for key, item in value.items()})
-        if kind is OrderedDict:
-            vars(made).update(vars(value))  # versions of modules
-        return made
-    if kind in (list, tuple, set):
-        return kind(_plain(item, (*place, str(index))) for index, item in enumerate(value))
+    if cls in (dict, OrderedDict, Counter):
+        converted = cls({_plain(key, path): _plain(item, (*path, str(key))) for key, item in value.items()})
+        if cls is OrderedDict:
+            vars(converted).update(vars(value))  # versions of modules
+        return converted
+    if cls in (list, tuple, set):
+        return cls(_plain(item, (*path, str(index))) for index, item in enumerate(value))
     if isinstance(value, (np.generic, np.ndarray)) and np.ndim(value) == 0 and value.dtype.kind in "biufcSU":
         number = value.item()
         return number if type(number) in PLAIN else float(number)  # a longdouble stays one
-    base = next((own for own in (bool, int, float, str) if isinstance(value, own)), None)
+    base = next((base_type for base_type in (bool, int, float, str) if isinstance(value, base_type)), None)
     if base is not None:  # an enumeration's member
         return base(value)
     if not _is_read(value):
         shape = f" of the shape {value.shape}" if isinstance(value, np.ndarray) else ""
-        cure = CURES.get(place[0], "convert it where it is stored (float(x), x.tolist(), torch.from_numpy(x))")
+        cure = CURES.get(path[0], "convert it where it is stored (float(x), x.tolist(), torch.from_numpy(x))")
         raise UserError(
-            f"This run cannot be saved so that it could go on: {'/'.join(place)} holds a {kind.__module__}."
-            f"{kind.__qualname__}{shape}, and checkpoints are read without unpickling, so they hold tensors, numbers "
-            f"and texts, in lists and dictionaries. For {place[0]}: {cure}."
+            f"This run cannot be saved so that it could go on: {'/'.join(path)} holds a {cls.__module__}."
+            f"{cls.__qualname__}{shape}, and checkpoints are read without unpickling, so they hold tensors, numbers "
+            f"and texts, in lists and dictionaries. For {path[0]}: {cure}."
         )
     return value
 

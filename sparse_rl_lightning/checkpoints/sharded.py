@@ -47,7 +47,7 @@ class Shards(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What shards of another kind are told apart by."""
+        """The kind of sharding, by which shards of another are recognized."""
 
     @abstractmethod
     def write(self, folder: Path, with_optimizer: bool, attempt: Attempt) -> None:
@@ -74,17 +74,17 @@ def save_sharded(strategy: ParallelStrategy, shards: Shards, checkpoint: dict[st
     Raises:
         ValueError: If it could not be read again.
     """
-    own = readable({key: value for key, value in checkpoint.items() if key not in LEFT_OUT})
+    trainer_state = readable({key: value for key, value in checkpoint.items() if key not in LEFT_OUT})
     attempt, step = Attempt(strategy), checkpoint["global_step"]
     parts = ((name, part_of(weight)) for name, weight in _policy(strategy).named_parameters())
     attempt.here(lambda: check_finite(parts, f"step {step}", ""))
     new = incomplete(path)
     attempt.on_zero(lambda: _make_empty(new))
     if attempt.is_alive:
-        shards.write(new, "optimizer_states" in checkpoint, attempt)  # weights alone may be asked for
+        shards.write(new, "optimizer_states" in checkpoint, attempt)  # weights alone may be saved
         weights = _whole_policy(strategy)
         attempt.on_zero(lambda: save_weights(weights, new / WEIGHTS, step))
-        attempt.on_zero(lambda: save_tensors(own, new / TRAINER))
+        attempt.on_zero(lambda: save_tensors(trainer_state, new / TRAINER))
     if attempt.is_alive:
         digests = attempt.digests(new)
         attempt.on_zero(lambda: _check_shared(new, digests))
@@ -145,8 +145,8 @@ class Attempt:
     @property
     def is_alive(self) -> bool:
         """Whether all ranks have succeeded so far. Collective."""
-        kind = UserError if isinstance(self.error, UserError) else OSError
-        mine = self.error and kind(f"rank {self.strategy.global_rank}: {self.error}")
+        error_type = UserError if isinstance(self.error, UserError) else OSError
+        mine = self.error and error_type(f"rank {self.strategy.global_rank}: {self.error}")
         first = next((error for error in of_all_ranks(mine) if error is not None), None)
         self.error = self.error or first
         return first is None
@@ -169,9 +169,9 @@ class Attempt:
         """Hashes of all files, each computed by the rank that wrote it. Collective."""
         if self.strategy.is_global_zero:
             self.written += [TRAINER, WEIGHTS]
-        own: dict[str, str] = {}
-        self.here(lambda: own.update({name: digest(folder / name) for name in self.written}))
-        return {name: value for part in of_all_ranks(own) for name, value in part.items()}
+        local: dict[str, str] = {}
+        self.here(lambda: local.update({name: digest(folder / name) for name in self.written}))
+        return {name: value for of_rank in of_all_ranks(local) for name, value in of_rank.items()}
 
 
 def _make_empty(folder: Path) -> None:
@@ -219,7 +219,7 @@ def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
     if problem is None:
         first, every, files = strategy.local_rank, len(strategy.parallel_devices or [0]), sorted(manifest["files"])
         changed = changed_files(path, {name: manifest["files"][name] for name in files[first::every]})
-        everywhere = sorted({name for part in of_all_ranks(changed) for name in part})
+        everywhere = sorted({name for of_rank in of_all_ranks(changed) for name in of_rank})
         if everywhere:
             problem = (
                 f"ckpt_path={str(path)!r} is not as it was written: {', '.join(everywhere)}. Resume from another "
