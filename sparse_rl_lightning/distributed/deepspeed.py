@@ -131,12 +131,12 @@ def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters:
     }
 
 
-def not_deepspeed(given: str) -> str:
-    """The error message for one of Lightning's own DeepSpeed strategies, as it was given, with what to use instead."""
-    wanted = f"sparse_rl_{given.rpartition('=')[2]}"
+def not_deepspeed(setting: str) -> str:
+    """The error message for a setting that names Lightning's own DeepSpeed strategy, with what to use instead."""
+    wanted = f"sparse_rl_{setting.rpartition('=')[2]}"
     names = [name for name in StrategyRegistry.available_strategies() if name.startswith("sparse_rl_deepspeed")]
     return (
-        f"{given} is Lightning's own, which divides the loss twice where gradients are accumulated. Use "
+        f"{setting} is Lightning's own, which divides the loss twice where gradients are accumulated. Use "
         f"--trainer.strategy={wanted if wanted in names else f'sparse_rl_deepspeed_stage_2 (or {names})'}, or "
         "SparseRLDeepSpeed with a configuration of your own."
     )

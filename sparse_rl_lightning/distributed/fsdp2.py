@@ -52,12 +52,12 @@ class SparseRLFSDP2(ShardedStrategy, ModelParallelStrategy):
         strategy_registry.register("sparse_rl_fsdp2", cls, description="FSDP2 over all ranks, as sparse-rl drives it")
 
 
-def not_fsdp(given: str, *, is_flat: bool) -> str:
+def not_fsdp(setting: str, *, is_flat: bool) -> str:
     """The error message for a strategy that shards fully but is not this one: it is FSDP1 if weights become flat."""
     why = "its checkpoints are unpickled whoever wrote them, and broken by a run that is killed while saving"
     if is_flat:
         why = "FSDP1 flattens weights, so rollouts cannot read them"
-    return f"{given}: {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
+    return f"{setting}: {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
 
 
 SparseRLFSDP2.register_strategies(StrategyRegistry)

@@ -72,11 +72,11 @@ def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> M
     """
     if world_size == 1:
         return metrics
-    own = {name: float(value) for name, value in metrics.items()}
-    ranks = of_all_ranks(own)
+    local = {name: float(value) for name, value in metrics.items()}
+    ranks = of_all_ranks(local)
     names = dict.fromkeys(name for metrics in ranks for name in metrics)
     values = {name: [metrics[name] for metrics in ranks if name in metrics] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def advantages_of_rank(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer) -> Tensor:
@@ -130,15 +130,15 @@ def check_processes(world_size: int) -> None:
 
 
 def check_agreement(facts: dict[str, str]) -> None:
-    """Refuse facts, as text by their names, that are not the same on all ranks. Collective; one rank always agrees."""
+    """Refuse facts, as text by their names, that differ between ranks. Collective; one rank always agrees."""
     ranks = of_all_ranks(facts)
-    for name in dict.fromkeys(name for own in ranks for name in own):
-        values = [own.get(name, "none") for own in ranks]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
+    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
+        values = [of_rank.get(name, "none") for of_rank in ranks]
+        differing = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if differing is not None:
             raise UserError(
-                f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {other} has {values[other]}. All must "
-                "read the same files: name a folder that they share, or copy rank 0's to the others' machines."
+                f"Ranks differ in their {name}: rank 0 has {values[0]}, rank {differing} has {values[differing]}. All "
+                "must read the same files: name a folder that they share, or copy rank 0's to the others' machines."
             )
 
 
@@ -161,7 +161,7 @@ class DealtRows:
     def next(self, count: int) -> tuple[list[int], Tensor]:
         """The places of the next rows of this rank, and which of them (count,) are not repeats."""
         places = list(itertools.islice(self._places, count))
-        return places, torch.tensor([place < self._num_rows for place in places])
+        return places, torch.tensor([index < self._num_rows for index in places])
 
 
 def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
@@ -173,12 +173,12 @@ def check_training(trainer: Trainer, facts: dict[str, str]) -> None:
     for name, loader in loaders.items():
         if isinstance(getattr(loader, "sampler", None), DistributedSampler):  # which deals the rows out
             rows = loader.dataset
-            found = fingerprint(rows=[rows[index] for index in range(len(rows))])
-            facts[f"{name} rows"] = f"{len(rows)} of the hash {found}"
+            digest = fingerprint(rows=[rows[index] for index in range(len(rows))])
+            facts[f"{name} rows"] = f"{len(rows)} of the hash {digest}"
     check_agreement(facts)
     if isinstance(trainer.strategy, ShardedStrategy):  # all ranks write
-        given = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
-        folders = [str(folder) for folder in given if folder]
+        dirpaths = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        folders = [str(folder) for folder in dirpaths if folder]
         if remote := [folder for folder in folders if "://" in folder]:
             raise UserError(
                 f"dirpath={remote[0]!r} of ModelCheckpoint: under {type(trainer.strategy).__name__} every rank writes "
