@@ -129,7 +129,7 @@ def accuracy(correct: Tensor, problems: Tensor | None = None) -> Accuracy:
 
 def mean_accuracy(parts: Sequence[Accuracy]) -> tuple[float, float, float]:
     """The unweighted mean over at least one benchmark, and bounds of 95 % confidence from theirs."""
-    mean = sum(part.mean for part in parts) / len(parts)
-    below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
-    above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
+    mean = sum(benchmark.mean for benchmark in parts) / len(parts)
+    below = math.sqrt(sum((benchmark.mean - benchmark.low) ** 2 for benchmark in parts)) / len(parts)
+    above = math.sqrt(sum((benchmark.high - benchmark.mean) ** 2 for benchmark in parts)) / len(parts)
     return mean, max(0.0, mean - below), min(1.0, mean + above)

@@ -41,13 +41,13 @@ def conversation_metrics(rollout: Rollout, conversations: list[Conversation]) ->
 
     Args:
         rollout: B sequences.
-        conversations: What was said in each.
+        conversations: The messages of each.
     """
     count = len(conversations)
-    turns = torch.tensor([float(one.num_turns) for one in conversations])
+    turns = torch.tensor([float(conversation.num_turns) for conversation in conversations])
 
     def ended(why: str) -> float:
-        return float(sum(one.end == why for one in conversations))
+        return float(sum(conversation.end == why for conversation in conversations))
 
     metrics: dict[str, Tensor | float] = {
         "turns/mean": turns.mean(),
@@ -55,8 +55,8 @@ def conversation_metrics(rollout: Rollout, conversations: list[Conversation]) ->
         "turns/given_tokens": ((roles_of(rollout) == ROLES.index("given")).sum() / count).float(),
         "turns/cut_by_turns": ended("turns") / count,
         "turns/cut_by_length": ended("length") / count,
-        "turns/cut_turns": float(sum(one.cut_turns for one in conversations)),
-        "turns/cut_observations": float(sum(one.cut_observations for one in conversations)),
+        "turns/cut_turns": float(sum(conversation.cut_turns for conversation in conversations)),
+        "turns/cut_observations": float(sum(conversation.cut_observations for conversation in conversations)),
     }
     if rollout.evictions is not None:
         metrics |= evicted_by_role(rollout, rollout.evictions)
@@ -64,8 +64,8 @@ def conversation_metrics(rollout: Rollout, conversations: list[Conversation]) ->
         mask = rollout.completion_mask
         log_ratio = consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, mask)
         is_first = torch.ones_like(mask) if rollout.turns is None else rollout.turns == 1
-        for name, part in (("first_turn", mask & is_first), ("later_turns", mask & ~is_first)):
-            metrics[f"mismatch/kl_k3/{name}"] = mismatch_statistics(log_ratio, part)["mismatch/kl_k3"]
+        for name, tokens in (("first_turn", mask & is_first), ("later_turns", mask & ~is_first)):
+            metrics[f"mismatch/kl_k3/{name}"] = mismatch_statistics(log_ratio, tokens)["mismatch/kl_k3"]
     return metrics
 
 
