@@ -147,11 +147,11 @@ class AcceptanceTail:
         if not bool(values.isfinite().all()):
             raise UserError("The acceptance of some tokens is not finite: look for NaN in the log-probabilities.")
         bins = (mask.nonzero()[:, 1] // bin_size).clamp(max=num_bins - 1)
-        own = {number: values[bins == number] for number in torch.unique(bins).tolist()}
-        names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in own}
+        binned = {number: values[bins == number] for number in torch.unique(bins).tolist()}
+        names = {n: f"{n * bin_size}-{(n + 1) * bin_size}" if n < num_bins - 1 else f"{n * bin_size}+" for n in binned}
         return cls(
-            by_length={names[number]: percentile(found, share) for number, found in own.items()},
-            tokens={names[number]: len(found) for number, found in own.items()},
+            by_length={names[number]: percentile(members, share) for number, members in binned.items()},
+            tokens={names[number]: len(members) for number, members in binned.items()},
             overall=percentile(values, share),
             mean=float(values.mean()),
             near_one=float((values > NEAR_ONE).double().mean()),

@@ -21,7 +21,7 @@ def group_advantages(
 ) -> Tensor:
     """Reward minus the mean reward of the prompt's samples, divided by a standard deviation.
 
-    Rejected samples belong here too: rejection happens later and moves no baseline, unless it is asked to. A NaN reward
+    Rejected samples belong here too: rejection happens later and moves no baseline, unless configured to. A NaN reward
     (a reward function that did not apply) is left out of every mean and deviation, and its advantage is 0. Groups
     whose rewards are all equal have advantage 0. Source: GRPO (arXiv 2402.03300); "none" is Dr. GRPO (arXiv
     2503.20783).

@@ -48,7 +48,7 @@ def check_number(
         above: Largest number that is too small.
         most: Largest number allowed.
         below: Smallest number that is too large.
-        owner: The class whose argument it is, where the name alone does not tell.
+        owner: The class whose argument it is, where the name alone is not enough.
         or_none: Whether None is allowed too.
         whole: Whether it must be a whole number.
 
@@ -63,11 +63,11 @@ def check_number(
     if (or_none and value is None) or (is_number and _within(cast(float, value), least, above, most, below)):
         return
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    said = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
-    wanted = said if is_number else f"a {'whole' if whole else 'finite'} number, {said}".rstrip(", ")
+    limits = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    wanted = limits if is_number else f"a {'whole' if whole else 'finite'} number, {limits}".rstrip(", ")
     wanted += sizes_known(value) + ", or null" * or_none
-    given = f"{name.rpartition('.')[2]}={value}"
-    raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {given}.")
+    assignment = f"{name.rpartition('.')[2]}={value}"
+    raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {assignment}.")
 
 
 def is_float32(value: object) -> bool:
@@ -77,7 +77,7 @@ def is_float32(value: object) -> bool:
 
 
 def sizes_known(value: object) -> str:
-    """What to add to a range that a message tells of, if the number given is none that float32 holds."""
+    """The addition to a message's range, if the number given is none that float32 holds."""
     is_finite = isinstance(value, Real) and bool(abs(cast(Any, value)) < math.inf)
     return f" (0, or of a size from {LEAST:.2g} to {MOST:.2g}: float32)" if is_finite and not is_float32(value) else ""
 
@@ -89,7 +89,7 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "", or_non
         name: Name of the argument; what follows its last dot is repeated before the value.
         value: Value that was given for it.
         choices: The ``Literal``.
-        owner: Class whose argument it is, where the name alone does not tell.
+        owner: Class whose argument it is, where the name alone is not enough.
         or_none: Whether None is allowed too.
 
     Raises:
@@ -98,8 +98,8 @@ def check_choice(name: str, value: object, choices: Any, owner: str = "", or_non
     allowed = get_args(choices)
     if value not in allowed and not (or_none and value is None):
         owner = f"{owner}: " if owner else ""
-        given = f"{name.rpartition('.')[2]}={value!r}"
-        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {given}.")
+        assignment = f"{name.rpartition('.')[2]}={value!r}"
+        raise UserError(f"{owner}{name} must be one of {', '.join(allowed)}, got {assignment}.")
 
 
 def check_seed(value: object, name: str = "seed") -> None:
@@ -109,8 +109,8 @@ def check_seed(value: object, name: str = "seed") -> None:
         ValueError: If it is no whole number of 64 bits.
     """
     if value is not None and not (isinstance(value, Integral) and -(2**63) <= int(value) < 2**63):
-        given = f"{name.rpartition('.')[2]}={value}"
-        raise UserError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {given}.")
+        assignment = f"{name.rpartition('.')[2]}={value}"
+        raise UserError(f"{name} must be a whole number of 64 bits, from -2**63 to 2**63 - 1, got {assignment}.")
 
 
 def _within(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:

@@ -35,7 +35,7 @@ def _memory() -> int:
 
 
 LARGEST = _memory() // 4
-"""Bytes of the largest file that is read whole: beside them stand its text, its lines and what is made of them."""
+"""Bytes of the largest file that is read whole: beside them stand its text, its lines and what is parsed from them."""
 UNUSABLE = (OSError, ValueError, RuntimeError)
 """Errors of a path: nothing to be done there, a null character, and a circle of links or an unknown user's ``~``."""
 
@@ -85,23 +85,23 @@ def from_json(cls: type, values: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: If a field is missing, unknown, or of another type than the class says.
     """
-    made = cls(**values)
-    if wrong := [name for name, kind in get_type_hints(cls).items() if not is_of(getattr(made, name), kind)]:
+    loaded = cls(**values)
+    if wrong := [name for name, hint in get_type_hints(cls).items() if not is_of(getattr(loaded, name), hint)]:
         raise TypeError(f"{', '.join(wrong)}: of another type")
-    return made
+    return loaded
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def is_of(value: Any, hint: Any) -> bool:
     """Whether a value of a JSON file is of a type: numbers, texts, None, and lists and dictionaries of them.
 
     >>> is_of({"a": [1, 2.5]}, dict[str, list[float]]), is_of("1", float | None)
     (True, False)
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return any(is_of(value, choice) for choice in inner)
     if origin is None:
-        return isinstance(value, (int, float) if kind is float else kind)
+        return isinstance(value, (int, float) if hint is float else hint)
     entries = value.values() if origin is dict and isinstance(value, dict) else ()
     return (
         isinstance(value, origin)
@@ -122,7 +122,7 @@ def stored_tensors(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def raising_disk_errors() -> Iterator[None]:
-    """Raise what the disk has said: torch.save, safetensors and tokenizers report a full one as errors of their own."""
+    """Raise the disk's own errors: torch.save, safetensors and tokenizers report a full one as others."""
     try:
         yield
     except Exception as error:
@@ -141,11 +141,11 @@ def check_regular(path: str | Path, most: int | None = None, descriptor: int | N
     Raises:
         OSError: If it is one, or cannot be found.
     """
-    found = os.stat(path if descriptor is None else descriptor)
-    mode = found.st_mode
+    status = os.stat(path if descriptor is None else descriptor)
+    mode = status.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder is an error by itself
         raise FileError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
-    if most is not None and found.st_size > most:
+    if most is not None and status.st_size > most:
         _refuse_size(path, most)
 
 
@@ -315,43 +315,43 @@ def writable_folder(folder: str | Path, argument: str, first: str = "", names: I
         raise UserError(
             f"{argument}={str(folder)!r} cannot be written: {error}. Give a folder you may write to."
         ) from error
-    there = [name for name in names if os.path.lexists(path / name)]
-    if there and not os.path.lexists(path / first):
+    existing = [name for name in names if os.path.lexists(path / name)]
+    if existing and not os.path.lexists(path / first):
         raise UserError(
-            f"{argument}={str(folder)!r} holds {', '.join(there)} and no {first}: of something else, which would be "
+            f"{argument}={str(folder)!r} holds {', '.join(existing)} and no {first}: of something else, which would be "
             "replaced. Give another folder."
         )
     return path
 
 
 def output_file(
-    given: str | Path, argument: str, follows: bool = True, replaces: Callable[[Path], bool] = lambda _: True
+    target: str | Path, argument: str, follows: bool = True, replaces: Callable[[Path], bool] = lambda _: True
 ) -> Path:
     """The file that a user names to be written, where a link leads.
 
     Args:
-        given: The path.
+        target: The path.
         argument: What names it, for the message.
         follows: Whether a link is followed: not one in a folder whose files we name, which is replaced.
         replaces: Whether a file that is there may be replaced. Commands say no to what they have not written, inputs
-            above all, unless the user says ``--overwrite``.
+            above all, without ``--overwrite``.
 
     Raises:
         ValueError: If it is a folder, a pipe or a device, its folder cannot be written, or it must not be replaced.
     """
     try:
-        path = Path(given).expanduser()
+        path = Path(target).expanduser()
         path = path.resolve() if follows else path
-        kind = path.stat(follow_symlinks=follows).st_mode
+        mode = path.stat(follow_symlinks=follows).st_mode
     except (FileNotFoundError, NotADirectoryError):  # for the folder to say
-        kind = stat.S_IFREG
+        mode = stat.S_IFREG
     except UNUSABLE as error:
-        raise UserError(f"{argument}={str(given)!r} cannot be written: {error}. Give another file.") from error
-    if not stat.S_ISREG(kind) and not stat.S_ISLNK(kind):
-        what = "a folder" if stat.S_ISDIR(kind) else "a pipe, a socket or a device"
-        raise UserError(f"{argument}={str(given)!r} is {what}. Give the file to write.")
+        raise UserError(f"{argument}={str(target)!r} cannot be written: {error}. Give another file.") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise UserError(f"{argument}={str(target)!r} is {what}. Give the file to write.")
     if path.exists() and not replaces(path):
-        raise UserError(f"{argument}={str(given)!r} exists. Give another name, or --overwrite.")
+        raise UserError(f"{argument}={str(target)!r} exists. Give another name, or --overwrite.")
     writable_folder(path.parent, f"folder of {argument}")
     return path
 
@@ -405,10 +405,10 @@ def append_rows(
         order: Function that brings the names into an order, default the table's own with new ones at the end.
     """
     with _table(path) as file:
-        known = next(csv.reader(file), [])
-        names = order(dict.fromkeys(chain(known, *rows)))
-        if names != known:
-            old = csv.DictReader(file, known)
+        header = next(csv.reader(file), [])
+        names = order(dict.fromkeys(chain(header, *rows)))
+        if names != header:
+            old = csv.DictReader(file, header)
             write_files({path: lambda new: _write_rows(new, names, chain(old, rows))})
             return
     text = io.StringIO(newline="")

@@ -1,9 +1,8 @@
 """Whether something is the same as before: a value as text that says all of it, and a hash of that text and its code.
 
 One walk answers it for stored results, checkpoints and ranks. What an object prints may omit what counts (a file's
-statistics, a private tensor), so objects are told by what pickle would store of them, numbers are hashed as they are in
-memory, with shape and type, and of classes and functions the code counts:
-an edited score has the name of the one before.
+statistics, a private tensor), so objects are identified by what pickle would store of them, numbers are hashed as they
+are in memory, with shape and type, and of classes and functions the code counts: an edited score keeps its name.
 """
 
 from __future__ import annotations
@@ -83,9 +82,10 @@ def change(name: str, was: Any, now: Any) -> str:
         return f"the code of {name}, {after}, has changed"
     arguments = [re.split(r", (?=\w+=)", text.partition("(")[2].removesuffix(")")) for text in (before, after)]
     if min(map(len, arguments)) > 3:
-        shown = [[each for each in own if each not in arguments[1 - index]] for index, own in enumerate(arguments)]
+        differing = [[text for text in texts if text not in arguments[1 - i]] for i, texts in enumerate(arguments)]
         before, after = (
-            f"{text.partition('(')[0]}({', '.join(own)}, ...)" for text, own in zip((before, after), shown, strict=True)
+            f"{text.partition('(')[0]}({', '.join(texts)}, ...)"
+            for text, texts in zip((before, after), differing, strict=True)
         )
     return f"{name} was {before} and is {after}"
 
@@ -107,28 +107,28 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return _hash([full_name(type(tokenizer)), tokenizer.get_vocab(), rules, special, chat])
 
 
-def sources(kind: Any) -> str:
+def sources(definition: Any) -> str:
     """A hash of a class's or function's code: its file, and those of its own that the file imports, in turn.
 
     Of this package these are files of the same folder, and of the answer checker: the version says which the others
     are. Of a user's they are all that lie below the folder it is imported from. A class has the files of its bases too.
     A file is read again when its module is imported again, so that edits during a run are not taken for what runs.
     """
-    codes = [code for each in _bases(kind) for code in _codes(each)]
-    contents = sorted(hashlib.sha256(content).hexdigest() for content in source_files(kind).values())
+    codes = [code for each in _bases(definition) for code in _codes(each)]
+    contents = sorted(hashlib.sha256(content).hexdigest() for content in source_files(definition).values())
     return _hash([contents, _Walk().text(codes)])
 
 
-def source_files(kind: Any) -> dict[Path, bytes]:
+def source_files(definition: Any) -> dict[Path, bytes]:
     """The files of ``sources``, and what they hold."""
-    return {file: _content(file) for each in _bases(kind) for file in _files(each)}
+    return {file: _content(file) for each in _bases(definition) for file in _files(each)}
 
 
-def full_name(thing: Any) -> str:
+def full_name(definition: Any) -> str:
     """Module and name of a class or function; of this library's the name alone."""
-    module = str(getattr(thing, "__module__", None) or "builtins")
+    module = str(getattr(definition, "__module__", None) or "builtins")
     is_plain = module.partition(".")[0] in (PACKAGE.name, "builtins")
-    return str(thing.__qualname__) if is_plain else f"{module}.{thing.__qualname__}"
+    return str(definition.__qualname__) if is_plain else f"{module}.{definition.__qualname__}"
 
 
 # ---------------------------------------------------------------- stored results
@@ -147,7 +147,7 @@ def read_results(
     Args:
         path: The file.
         settings: What the results are of now.
-        parse: Makes the results of the file's content; any error in it says that the file is damaged.
+        parse: Function from the file's content to the results; any error in it means that the file is damaged.
         advice: What to do about a file that cannot be used, for the message.
 
     Raises:
@@ -235,56 +235,58 @@ class _Walk:
         """A function, method or class: its name, what it holds, and its code where it is the user's."""
         if _is_builder(function):
             return full_name(function)
-        held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        held += [
+        contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        contents += [
             *(getattr(function, "__defaults__", None) or ()),
             *(getattr(function, "__kwdefaults__", None) or {}).items(),
         ]
-        held += [function.__self__] if isinstance(function, MethodType) else []
-        held += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
+        contents += [function.__self__] if isinstance(function, MethodType) else []
+        contents += [function.__wrapped__] if hasattr(function, "__wrapped__") else []
         name = self._name(function)
-        return self._join(name, held, {}) if held else name
+        return self._join(name, contents, {}) if contents else name
 
     def _object(self, value: Any) -> str:
         """An object by what pickle would make it from: arguments and attributes."""
-        kind = type(value)
-        if _is_builder(kind):
+        cls = type(value)
+        if _is_builder(cls):
             return ""
-        if f"{kind.__module__}.{kind.__qualname__}".startswith(LIVE):
-            return full_name(kind)
-        reduce = copyreg.dispatch_table.get(kind)
-        made: Any
+        if f"{cls.__module__}.{cls.__qualname__}".startswith(LIVE):
+            return full_name(cls)
+        reduce = copyreg.dispatch_table.get(cls)
+        reduced: Any
         try:
-            made = reduce(value) if reduce else value.__reduce_ex__(4)
+            reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:  # foreign code; or a lock, a stream, which are no settings
-            return self._name(kind)
-        if isinstance(made, str):
-            return made
-        function, arguments, state = (*made, None)[:3]
-        if function is not kind:
-            arguments = arguments[1:] if arguments and arguments[0] is kind else (function, *arguments)
+            return self._name(cls)
+        if isinstance(reduced, str):
+            return reduced
+        function, arguments, state = (*reduced, None)[:3]
+        if function is not cls:
+            arguments = arguments[1:] if arguments and arguments[0] is cls else (function, *arguments)
         attributes: dict[str, Any] = {}
         for some in state if isinstance(state, tuple) else (state,):  # those in slots apart
             if isinstance(some, Mapping):
-                attributes |= {str(name): held for name, held in some.items() if not _is_cache(kind, str(name))}
+                attributes |= {
+                    str(name): attribute for name, attribute in some.items() if not _is_cache(cls, str(name))
+                }
             elif some is not None:
                 arguments = (*arguments, some)
-        named = {name: held for name, held in attributes.items() if name not in self._without}
+        named = {name: attribute for name, attribute in attributes.items() if name not in self._without}
         return self._join(
-            self._name(kind),
+            self._name(cls),
             arguments,
             {name: named[name] for name in sorted(named, key=lambda name: (name.startswith("_"), name))},
         )
 
-    def _name(self, kind: Any) -> str:
+    def _name(self, definition: Any) -> str:
         """Module and name of a class or function, and a hash of the code of a user's: versions name the rest."""
-        if kind not in self.classes:
-            files = source_files(kind)
+        if definition not in self.classes:
+            files = source_files(definition)
             is_theirs = any(not is_own(file) and not is_installed(file) for file in files) or (
-                not files and any(_codes(kind))
+                not files and any(_codes(definition))
             )
-            self.classes[kind] = f"@{sources(kind)[:12]}" if is_theirs else ""
-        return full_name(kind) + self.classes[kind]
+            self.classes[definition] = f"@{sources(definition)[:12]}" if is_theirs else ""
+        return full_name(definition) + self.classes[definition]
 
     _WRITERS: ClassVar[Sequence[tuple[Any, Callable[[_Walk, Any], str]]]] = (
         (Tensor, lambda walk, value: _bytes_of(value)),
@@ -304,9 +306,9 @@ class _Walk:
         return f"{name}({', '.join([*map(self.text, values), *(f'{key}={self.text(named[key])}' for key in named)])})"
 
 
-def _is_cache(kind: type, name: str) -> bool:
+def _is_cache(cls: type, name: str) -> bool:
     """Whether an attribute is what a cached property has stored since it was first read."""
-    return isinstance(getattr_static(kind, name, None), cached_property)
+    return isinstance(getattr_static(cls, name, None), cached_property)
 
 
 # ---------------------------------------------------------------- numbers
@@ -333,7 +335,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _without_places(config: Any) -> Any:
-    """A model's configuration, and those inside, without what says where they lie."""
+    """A model's configuration, and those inside, without the entries that name their places."""
     if not isinstance(config, dict):
         return config
     return {name: _without_places(value) for name, value in config.items() if name not in PLACE_OF_MODELS}
@@ -342,49 +344,49 @@ def _without_places(config: Any) -> Any:
 # ---------------------------------------------------------------- code
 
 
-def _is_builder(thing: Any) -> bool:
-    kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}".startswith(BUILDERS)
+def _is_builder(value: Any) -> bool:
+    definition = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(definition, '__module__', '')}.{definition.__qualname__}".startswith(BUILDERS)
 
 
-def _bases(kind: Any) -> tuple[Any, ...]:
+def _bases(definition: Any) -> tuple[Any, ...]:
     """A class with its bases, or a function."""
-    return inspect.getmro(kind) if isinstance(kind, type) else (kind,)
+    return inspect.getmro(definition) if isinstance(definition, type) else (definition,)
 
 
-def _codes(kind: Any) -> Iterator[CodeType]:
+def _codes(definition: Any) -> Iterator[CodeType]:
     """The code of a function, or of a class's own: of what was typed into a notebook there is no file."""
-    own = vars(kind).values() if isinstance(kind, type) else [kind]
-    for one in own:
-        parts = [one.fget, one.fset] if isinstance(one, property) else [getattr(one, "__func__", one)]
-        yield from (part.__code__ for part in parts if isinstance(part, FunctionType))
+    members = vars(definition).values() if isinstance(definition, type) else [definition]
+    for member in members:
+        parts = [member.fget, member.fset] if isinstance(member, property) else [getattr(member, "__func__", member)]
+        yield from (function.__code__ for function in parts if isinstance(function, FunctionType))
 
 
-def _files(kind: Any) -> set[Path]:
+def _files(definition: Any) -> set[Path]:
     """The file of a class or function and those of its own that are imported there; none where there is no file."""
     try:
-        file = Path(inspect.getfile(kind)).resolve()
+        file = Path(inspect.getfile(definition)).resolve()
     except (TypeError, OSError):  # built in
         return set()
     if not file.is_file():  # typed into a notebook, whose cells have names of files that nobody writes
         return set()
-    depth = kind.__module__.count(".") + (file.name == "__init__.py")
+    depth = definition.__module__.count(".") + (file.name == "__init__.py")
     return _with_imports(file, file.parents[min(depth, len(file.parents) - 1)])
 
 
 def _with_imports(file: Path, root: Path) -> set[Path]:
     """A file and what it imports, in turn, of the same part of this package, or of the user's below ``root``."""
     ours = is_own(file)
-    part = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
-    within = (part, ANSWERS) if ours else (root,)
-    found, waiting = set[Path](), [file]
+    subpackage = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
+    within = (subpackage, ANSWERS) if ours else (root,)
+    files, waiting = set[Path](), [file]
     while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            near = (path for path in _imported(one, root) if any(map(path.is_relative_to, within)))
+        importer = waiting.pop()
+        if importer not in files:
+            files.add(importer)
+            near = (path for path in _imported(importer, root) if any(map(path.is_relative_to, within)))
             waiting += [path for path in near if ours or not is_installed(path)]
-    return found
+    return files
 
 
 def is_own(path: Path) -> bool:
@@ -398,7 +400,7 @@ def is_installed(path: Path) -> bool:
         return True
     named = FOUNDATIONS.intersection(path.parts)
     origins = (Path(getattr(sys.modules.get(name), "__file__", None) or "none.py") for name in named)
-    return any(path.is_relative_to(one.resolve().parent) for one in origins if one.name == "__init__.py")
+    return any(path.is_relative_to(origin.resolve().parent) for origin in origins if origin.name == "__init__.py")
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:
@@ -407,7 +409,7 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
         return
     for level, name in _import_lines(_content(file)):
         path = (file.parents[level - 1] if level else root).joinpath(*filter(None, name.split(".")))
-        yield from (one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file())
+        yield from (candidate for candidate in (path.with_suffix(".py"), path / "__init__.py") if candidate.is_file())
 
 
 @cache
@@ -429,7 +431,7 @@ _READ: dict[Path, tuple[str, object, bytes]] = {}
 
 
 def _content(file: Path) -> bytes:
-    """A file as it was when its module was imported, or rather when this was asked first after it."""
+    """A file as it was when its module was imported, or rather at the first call after that."""
     name, spec, content = _READ.get(file, ("", None, b""))
     if spec is None or getattr(sys.modules.get(name), "__spec__", None) is not spec:
         content = file.read_bytes()

@@ -32,7 +32,7 @@ from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles
 from sparse_rl_lightning.policies.patched import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
 
-_Found = TypeVar("_Found")
+_Output = TypeVar("_Output")
 
 
 def sequence_logprobs(
@@ -122,14 +122,16 @@ def logprobs_at(
     lm_head, scaling = output_head(model), LogitScaling.of(model.config)
     plain = is_plain_linear(lm_head)
 
-    def found_by(hidden: Tensor, ids: Tensor) -> Tensor:
+    def candidate_logprobs(hidden: Tensor, ids: Tensor) -> Tensor:
         product_of = _head(lm_head, plain, head_in_float32)
         pairs = zip(torch.split(hidden, chunk_size), torch.split(ids, chunk_size), strict=True)
-        return torch.cat([logprobs_of_ids(scaling(product_of(rows)), asked, temperature) for rows, asked in pairs])
+        return torch.cat(
+            [logprobs_of_ids(scaling(product_of(rows)), candidates, temperature) for rows, candidates in pairs]
+        )
 
-    found = in_one_call(lm_head, found_by, hidden, ids[mask])
-    logprobs = found.new_zeros(ids.shape)
-    logprobs[mask] = found
+    per_token = in_one_call(lm_head, candidate_logprobs, hidden, ids[mask])
+    logprobs = per_token.new_zeros(ids.shape)
+    logprobs[mask] = per_token
     return logprobs
 
 
@@ -157,7 +159,7 @@ def hidden_states(
     if positions is None:
         positions = torch.arange(sequences.shape[1], device=sequences.device).unsqueeze(0)
     experts = nullcontext() if routing is None else replayed_routing(model, routing)
-    rounds = any(one.fp32_precision in ROUNDED for one in PRODUCTS)
+    rounds = any(backend.fp32_precision in ROUNDED for backend in PRODUCTS)
     with experts, exact_angles(model) if rounds else nullcontext():
         outputs = model.get_decoder()(
             input_ids=sequences, position_ids=positions, use_cache=False, return_dict=True, **attention_kwargs
@@ -275,7 +277,7 @@ def _logits_in_float32(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) ->
         return logits_of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
 
 
-def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Tensor) -> _Found:
+def in_one_call(module: nn.Module, function: Callable[..., _Output], *inputs: Tensor) -> _Output:
     """``function(*inputs)``, for which ZeRO-3 gathers the module's weights once in forward and once in backward.
 
     The function replaces the module's forward, and does not call the module: calling it would gather in every call, and
@@ -291,7 +293,7 @@ def in_one_call(module: nn.Module, function: Callable[..., _Found], *inputs: Ten
         )
     module.forward = function
     try:
-        found: _Found = module(*inputs)
+        output: _Output = module(*inputs)
     finally:
         del module.forward
-    return found
+    return output

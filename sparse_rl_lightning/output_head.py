@@ -90,8 +90,8 @@ PLAIN = LogitScaling()
 
 def _looks_like_scaling(name: str, value: object) -> bool:
     is_number = isinstance(value, (int, float)) and value not in (0, 1)
-    elsewhere = any(part in name for part in ("attn", "router", "gate"))
-    return is_number and not elsewhere and any(part in name for part in ("scal", "cap", "mult"))
+    elsewhere = any(word in name for word in ("attn", "router", "gate"))
+    return is_number and not elsewhere and any(word in name for word in ("scal", "cap", "mult"))
 
 
 def output_head(model: PreTrainedModel) -> nn.Module:
@@ -156,8 +156,8 @@ class ChunkedLogprobs(torch.autograd.Function):
             head = _cast(weight, bias, dtype)
             for rows in _chunks(len(hidden), chunk_size):
                 logits = scaling(F.linear(hidden[rows].to(dtype), *head).to(wide))
-                found = logprobs_of_logits(logits, targets[rows], temperature, overwrite=True)
-                logprobs[rows], entropy[rows], peaks[rows], log_totals[rows] = found
+                statistics = logprobs_of_logits(logits, targets[rows], temperature, overwrite=True)
+                logprobs[rows], entropy[rows], peaks[rows], log_totals[rows] = statistics
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, peaks, log_totals)
         ctx.temperature, ctx.chunk_size, ctx.dtype, ctx.scaling = temperature, chunk_size, dtype, scaling
         ctx.set_materialize_grads(False)
@@ -179,8 +179,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                 logits = ctx.scaling(F.linear(states, *head).to(wide))
                 slope = None if ctx.scaling.is_plain else ctx.scaling.slope(logits)
                 logs = logits.sub_(peaks[rows, None]).div_(ctx.temperature).sub_(log_totals[rows, None])
-                own = (None if grad is None else grad[rows, None] for grad in (grad_logprobs, grad_entropy))
-                gradient = _of_logits(logs, targets[rows, None], entropy[rows, None], *own).div_(ctx.temperature)
+                grads = (None if grad is None else grad[rows, None] for grad in (grad_logprobs, grad_entropy))
+                gradient = _of_logits(logs, targets[rows, None], entropy[rows, None], *grads).div_(ctx.temperature)
                 if slope is not None:
                     gradient = gradient.mul_(slope)
                 if grad_bias is not None:
@@ -212,9 +212,9 @@ def logprobs_of_logits(
         Four (n,) tensors, at least float32: log p of the target; -sum p log p; the largest logit; and the logarithm
         of sum exp((logits - largest) / temperature).
     """
-    own = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = own.detach().amax(dim=-1, keepdim=True)
-    shifted = own.sub_(peak).div_(temperature) if overwrite else (own - peak) / temperature
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak = wide.detach().amax(dim=-1, keepdim=True)
+    shifted = wide.sub_(peak).div_(temperature) if overwrite else (wide - peak) / temperature
     powers = shifted.exp()
     total = powers.sum(dim=-1)
     log_total = total.log()

@@ -97,19 +97,19 @@ class StateUpdate:
 
         It is 0 for entries the token does not see: later tokens of its block, and free memory.
         """
-        return self._asked("mass", "needs_attention")
+        return self._declared("mass", "needs_attention")
 
     @property
     def hidden_states(self) -> Tensor:
         """The input (S, Q, E) float32 of the layer's attention: after the norm, before the projections."""
-        return self._asked("hidden_states", "needs_hidden_states")
+        return self._declared("hidden_states", "needs_hidden_states")
 
     @property
     def output_norms(self) -> Tensor:
         """The 1-norm (S, Hq, Q) float32 of W v: how much each new value moves the layer's output, for each head."""
-        return self._asked("output_norms", "needs_output_norms")
+        return self._declared("output_norms", "needs_output_norms")
 
-    def _asked(self, name: str, declaration: str) -> Tensor:
+    def _declared(self, name: str, declaration: str) -> Tensor:
         if name not in self.asked:
             raise UserError(f"update_state reads {name}, which the compressor does not ask for: {declaration} = True.")
         return self.asked[name]
@@ -159,7 +159,7 @@ class KVUsage:
         columns = {f.name: [getattr(usage, f.name) for usage in usages] for f in fields(cls)}
         read = columns.pop("read_integral")
         joined: dict[str, Any] = {n: max(v) if n.endswith("bytes") else torch.cat(v) for n, v in columns.items()}
-        if any(one is not None for one in read):  # the others read all that they store
+        if any(column is not None for column in read):  # the others read all that they store
             stored = columns["stored_integral"]
             joined["read_integral"] = torch.cat([s if r is None else r for r, s in zip(read, stored, strict=True)])
         return cls(**joined)
@@ -241,7 +241,7 @@ class Rollout:
 
     def trimmed_parts(self, count: int) -> list[Rollout]:
         """As :meth:`parts`, each no wider than its longest sequence; :meth:`widened` puts results together again."""
-        return [part.trimmed() for part in self.parts(count)]
+        return [piece.trimmed() for piece in self.parts(count)]
 
     def widened(self, values: Tensor) -> Tensor:
         """Values (B, t) of the sequences without padding as (B, T), with zeros for the padding."""
@@ -270,7 +270,7 @@ class Rollout:
 
 @dataclass
 class Conversation:
-    """What a sequence and its environment said to each other; its tokens are in the rollout."""
+    """The messages between a sequence and its environment; its tokens are in the rollout."""
 
     row: dict[str, Any] = field(default_factory=dict)  # of the data, as the environment got it
     messages: list[dict[str, str]] = field(default_factory=list)  # role and content of all turns, hostile text
@@ -284,7 +284,7 @@ class Conversation:
     @property
     def completion(self) -> str:
         """The policy's turns, each on lines of its own."""
-        return "\n".join(one["content"] for one in self.messages if one["role"] == "assistant")
+        return "\n".join(message["content"] for message in self.messages if message["role"] == "assistant")
 
     @property
     def has_failed(self) -> bool:
@@ -294,7 +294,7 @@ class Conversation:
     @property
     def text(self) -> str:
         """All turns as text, each behind its role; further lines are indented, so that no text can pose as a role."""
-        indented = [(one["role"], one["content"].replace("\n", "\n    ")) for one in self.messages]
+        indented = [(message["role"], message["content"].replace("\n", "\n    ")) for message in self.messages]
         return "\n".join(f"[{role}] {content}" for role, content in indented)
 
 
@@ -318,14 +318,14 @@ class ScoredRollout:
 
     @property
     def asked(self) -> Rows:
-        """The rows as the data has them: environments may have given others a prompt."""
+        """The rows as they are in the data: an environment may have replaced the prompt of its own copy."""
         talks = self.conversations
-        return self.rows if talks is None else [one.row for one in talks[:: self.num_generations]]
+        return self.rows if talks is None else [talk.row for talk in talks[:: self.num_generations]]
 
     @property
     def texts(self) -> list[str]:
         """The completions to be read: of conversations all turns, each behind its role."""
-        return self.completions if self.conversations is None else [one.text for one in self.conversations]
+        return self.completions if self.conversations is None else [talk.text for talk in self.conversations]
 
     @property
     def num_generations(self) -> int:

@@ -1,6 +1,6 @@
 """Estimates a micro-batch's peak memory by running forward and backward on fake tensors.
 
-The policy is made of its configuration under torch's fake tensors and goes forward and backward as in training, with
+The policy is built from its configuration under torch's fake tensors and goes forward and backward as in training, with
 the learner's own options; what is allocated and freed is added up. Nothing is priced by hand, so a new family, adapters
 and checkpointing count as they are. Where all layers are alike the pass goes through three, since a fake layer takes as
 long as a small real one, and each of the others adds what the one in the middle does. Not in it: what an allocator
