@@ -56,7 +56,6 @@ def end_group_at_exit() -> None:
 
     Lightning does so for NCCL only. Threads of gloo that are still there then abort a process that has finished well.
     """
-    atexit.unregister(_end_group)
     atexit.register(_end_group)
 
 

@@ -16,7 +16,6 @@ from sparse_rl_lightning.distributed.ranks import mean_over_ranks
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.sharding import part_of
 
-HALF = (torch.bfloat16, torch.float16)
 VALIDATION = "val"
 """Beginning of the names of metrics that a validation logs."""
 
@@ -73,7 +72,7 @@ def lost_steps(optimizers: Iterable[Optimizer]) -> str | None:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = [
         (part_of(parameter).detach(), max(float(group["lr"]), float(group.get("initial_lr", 0))), "betas" in group)
-        for group in groups for parameter in group["params"] if parameter.dtype in HALF
+        for group in groups for parameter in group["params"] if parameter.dtype.itemsize == 2
     ]  # fmt: skip
     if not trained:
         return None
