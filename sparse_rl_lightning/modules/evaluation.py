@@ -127,7 +127,7 @@ class Evaluation(PolicyModule):
         self.answers: Convention = answers
         self.batch_size = batch_size
         self.results: list[BenchmarkResult] = []
-        self._problems: list[Problems] = []  # problems of the test loader, encoded once
+        self._problems: list[Problems] = []  # of a test loader in memory, encoded once
         self._clock = TimeLeft(0)
         self._parts: dict[str, str] = {}  # fingerprints of what all benchmarks have in common
         self._part_way = BestEffortWrite("A finished benchmark")
@@ -154,10 +154,13 @@ class Evaluation(PolicyModule):
         if self.trainer.world_size > 1:
             raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
         self._check_benchmarks()
-        check_benchmarks(_in_memory(self.trainer.test_dataloaders, self.trainer.num_test_batches[0]))
+        batches = list(_in_memory(self.trainer.test_dataloaders, self.trainer.num_test_batches[0]))
+        check_benchmarks(batches)
         writable_folder(self.folder.path, "trainer.default_root_dir")
         self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
-        self.results, self._problems = [], []
+        self.results = []
+        self._problems = [self._with_room(rows) for rows in batches]
+        self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
         self._parts = self._fingerprints(str(self.trainer.precision))
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
@@ -261,12 +264,7 @@ class Evaluation(PolicyModule):
             sampler.release()
 
     def _encoded(self, batch: Rows) -> Problems:
-        """The problems of a batch; the first call encodes those of the whole loader, to estimate the time."""
-        if not self.results:
-            data = getattr(self.trainer.test_dataloaders, "dataset", None)
-            batches = data if isinstance(data, list) and data and isinstance(data[0], list) else [batch]
-            self._problems = [self._with_room(rows) for rows in batches]
-            self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
+        """The problems of a batch, encoded before the test if the loader is in memory."""
         encoded = [problems for problems in self._problems if problems.rows == batch]
         return encoded[0] if encoded else self._with_room(batch)
 
