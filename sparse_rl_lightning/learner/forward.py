@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -131,13 +130,11 @@ class Learner:
         return self._in_parts(lambda piece: rollout_acceptance(policy, piece, *self._head), rollout)
 
     @torch.no_grad()
-    def rescored(self, policy: PreTrainedModel, parts: list[Rollout], replayed: bool = False) -> Tensor:
-        """Log-probs (B, T) of sequences in parts of the size of training, as wide as the widest, without gradient."""
+    def rescored(self, policy: PreTrainedModel, rollout: Rollout, replayed: bool = False) -> Tensor:
+        """Log-probs (B, T) without gradient, of as many sequences as a micro-batch of training has."""
         compute = self.replayed if replayed else self.logprobs
         with eval_mode(policy):  # no dropout, like the sampler
-            logprobs = [compute(policy, piece)[0] for piece in parts]
-        width = max(rows.shape[1] for rows in logprobs)
-        return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in logprobs])
+            return compute(policy, rollout)[0]
 
     @cached_property
     def _head(self) -> tuple[float, int, bool]:

@@ -52,13 +52,13 @@ class OldLogprobs:
                 rows: Sequence[Tensor] = torch.split(in_order, len(rollout) // m.steps_per_generation)
             else:  # in the micro-batches of training, to round as they do
                 rows = m.plan(len(rollout) // m.group_size).later(*order, step=0)
-            values = [rollout.widened(m.learner.rescored(m.policy, [rollout[index].trimmed()])) for index in rows]
+            values = [rollout.widened(m.learner.rescored(m.policy, rollout[index].trimmed())) for index in rows]
             rollout.old_logprobs = torch.cat(values)[torch.cat(list(rows)).argsort()]
             correct(m, rollout)
         else:
             for index in m.plan(len(rollout) // m.group_size).later(*order):
                 micro_batch = _uncorrected(rollout[index]).trimmed()
-                micro_batch.old_logprobs = m.learner.rescored(m.policy, [micro_batch])
+                micro_batch.old_logprobs = m.learner.rescored(m.policy, micro_batch)
                 correct(m, micro_batch)
                 _store(rollout, index, micro_batch)
         scored.seconds["rescoring"] = time.perf_counter() - start

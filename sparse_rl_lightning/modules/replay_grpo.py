@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
@@ -124,10 +125,10 @@ def _rejected_sequences(rollout: Rollout) -> Tensor:
 
 def replay_old(module: SparseGRPO, scored: ScoredRollout) -> None:
     """Compute log-probs of the sparse policy before the update, with the learner's own kernels."""
-    start = time.perf_counter()
-    parts = scored.rollout.trimmed_parts(module.steps_per_generation)
-    logprobs = module.learner.rescored(module.policy, parts, replayed=True)
-    scored.rollout.replay_logprobs = scored.rollout.widened(logprobs)
+    start, rollout = time.perf_counter(), scored.rollout
+    pieces = rollout.trimmed_parts(module.steps_per_generation)
+    logprobs = [module.learner.rescored(module.policy, piece, replayed=True) for piece in pieces]
+    rollout.replay_logprobs = torch.cat([rollout.widened(values) for values in logprobs])
     scored.seconds["replay"] = time.perf_counter() - start
 
 

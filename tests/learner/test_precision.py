@@ -92,7 +92,7 @@ PASSES: dict[str, Pass] = {
     "checkpointed": lambda model, rollout: checkpointed(model, rollout),
     "replay": lambda model, rollout: Learner(LearnerOptions(), replays=True).logprobs(model, rollout),
     "reference": lambda model, rollout: Learner(LearnerOptions()).dense(reference(model), rollout),
-    "rescored": lambda model, rollout: Learner(LearnerOptions()).rescored(model, [rollout]),
+    "rescored": lambda model, rollout: Learner(LearnerOptions()).rescored(model, rollout),
     "sampler": lambda model, rollout: drawn(model, decoder="transformers"),
     "calibration": lambda model, rollout: gather_statistics(model, rollout.sequences, torch.tensor([9, 9])),
 }

@@ -44,10 +44,10 @@ class Counting(Learner):
 
     count = 0
 
-    def rescored(self, policy: Any, parts: list[Rollout], replayed: bool = False) -> Tensor:
-        type(self).count += 0 if replayed else sum(map(len, parts))
-        assert all(part.sequences.shape[1] == part.lengths.max() for part in parts)
-        return super().rescored(policy, parts, replayed)
+    def rescored(self, policy: Any, rollout: Rollout, replayed: bool = False) -> Tensor:
+        type(self).count += 0 if replayed else len(rollout)
+        assert rollout.sequences.shape[1] == rollout.lengths.max()
+        return super().rescored(policy, rollout, replayed)
 
 
 class Whole(RolloutCallback):
