@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.constants import default_pg_timeout
@@ -46,11 +45,6 @@ class SparseRLFSDP2(ShardedStrategy, ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name for ``--trainer.strategy``."""
-        strategy_registry.register("sparse_rl_fsdp2", cls, description="FSDP2 over all ranks, as sparse-rl drives it")
-
 
 def not_fsdp(setting: str, *, is_flat: bool) -> str:
     """The error message for a strategy that shards fully but is not this one: it is FSDP1 if weights become flat."""
@@ -60,4 +54,4 @@ def not_fsdp(setting: str, *, is_flat: bool) -> str:
     return f"{setting}: {why}. Use --trainer.strategy=sparse_rl_fsdp2, which is FSDP2 over all ranks."
 
 
-SparseRLFSDP2.register_strategies(StrategyRegistry)
+StrategyRegistry.register("sparse_rl_fsdp2", SparseRLFSDP2, description="FSDP2 over all ranks, as sparse-rl drives it")
