@@ -143,7 +143,8 @@ class Evaluation(PolicyModule):
     # ---------------------------------------------------------------- Lightning
 
     def setup(self, stage: str) -> None:
-        """Take the seed of the process where none was given, and set up like the base class."""
+        """Refuse settings of unknown benchmarks; take the seed of the process where none was given."""
+        self._check_benchmarks()
         self.sampling = self.generator.sampling = self.sampling.seeded
         self.sampling_of = {name: params.seeded for name, params in self.sampling_of.items()}
         super().setup(stage)
@@ -153,7 +154,6 @@ class Evaluation(PolicyModule):
         super().on_test_start()
         if self.trainer.world_size > 1:
             raise UserError(f"Evaluation runs in one process, got {self.trainer.world_size}: set trainer.devices to 1.")
-        self._check_benchmarks()
         batches = list(_in_memory(self.trainer.test_dataloaders, self.trainer.num_test_batches[0]))
         check_benchmarks(batches)
         writable_folder(self.folder.path, "trainer.default_root_dir")
@@ -200,11 +200,6 @@ class Evaluation(PolicyModule):
                 f"trainer.default_root_dir: the results cannot be written to {self.folder.path}: {error}. The table "
                 "above is what there is of them."
             ) from error
-
-    def on_predict_start(self) -> None:
-        """Refuse settings of benchmarks that do not exist."""
-        super().on_predict_start()
-        self._check_benchmarks()
 
     def predict_step(self, batch: Rows, batch_idx: int) -> Rows:
         """The rows, each with its ``completions`` by cache: a list of ``num_generations`` texts."""
