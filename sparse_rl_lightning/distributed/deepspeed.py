@@ -97,17 +97,6 @@ class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
         if hasattr(optimizer, "check_grad_overflow"):
             optimizer.check_grad_overflow = True
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names for ``--trainer.strategy``."""
-        for stage, offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
-            name = f"{cls.strategy_name}_stage_{stage}{'_offload' if offload else ''}"
-            where = ", offloaded to the CPU" if offload else ""
-            strategy_registry.register(
-                name, cls, description=f"DeepSpeed ZeRO stage {stage}{where}, as sparse-rl drives it", stage=stage,
-                offload_optimizer=offload, offload_parameters=offload and stage == 3,
-            )  # fmt: skip
-
 
 def zero_config(stage: int, offload_optimizer: bool = False, offload_parameters: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration of a ZeRO stage; Lightning sets accumulation, clipping and precision.
@@ -142,4 +131,9 @@ def not_deepspeed(setting: str) -> str:
     )
 
 
-SparseRLDeepSpeed.register_strategies(StrategyRegistry)
+for _stage, _offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
+    StrategyRegistry.register(
+        f"{SparseRLDeepSpeed.strategy_name}_stage_{_stage}{'_offload' * _offload}", SparseRLDeepSpeed,
+        description=f"DeepSpeed ZeRO stage {_stage}{', offloaded to the CPU' * _offload}, as sparse-rl drives it",
+        stage=_stage, offload_optimizer=_offload, offload_parameters=_offload and _stage == 3,
+    )  # fmt: skip
