@@ -97,11 +97,8 @@ def course(record: RunRecord) -> str:
     steps = f", {record.steps:,} optimizer steps" if record.steps else ""
     time = f", {duration(record.seconds)}" if record.seconds else ""
     when = f" Written {record.written.replace('T', ' ').replace('+00:00', ' UTC')}." if record.written else ""
-    state = {
-        "finished": "",
-        "unknown": " Whether it finished is not known.",
-        "running": " Not finished: it goes on, or was killed.",
-    }.get(record.state, f" Not finished: {record.state}.")
+    endings = {"finished": "", "running": " Not finished: it goes on, or was killed."}
+    state = endings.get(record.state, f" Not finished: {record.state}.")
     return f"{len(record.history):,} rollouts{steps}{time}.{state}{when}"
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from tiny_run import config, contents, run_console, write
 
+from sparse_rl_lightning.report import RunRecord
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 
@@ -23,7 +24,7 @@ def place(folder: Path) -> Path:
     Path("t.jsonl").write_text(json.dumps({"prompt": "1+2=", "completion": "3"}) + "\n")
     Path("link").symlink_to("t.jsonl")
     Path("run").mkdir()
-    Path("run/metrics.csv").write_text("step,reward\n0,0.5\n1,0.75\n")
+    Path("run/summary.json").write_text(json.dumps(RunRecord(history=[{"rollout": 0.0, "reward": 0.5}]).as_json()))
     Path("run/report.html").write_text("<!DOCTYPE html><html>of the user's</html>")
     Path("tables").mkdir()
     for name in ("table.md", "table.csv"):
@@ -38,7 +39,7 @@ def place(folder: Path) -> Path:
     "command",
     [
         "statistics pol t.jsonl t.jsonl", "statistics pol t.jsonl link", "statistics pol t.jsonl pol/model.safetensors",
-        "statistics pol t.jsonl other/model.safetensors", "report run", "report run --output run/metrics.csv",
+        "statistics pol t.jsonl other/model.safetensors", "report run", "report run --output run/summary.json",
         "report run --output config.yaml", "calibrate --hardware=t.jsonl", "plan --model pol --length 9 --output link",
         "calibrate --config calibrate.yaml", "benchmark SnapKV --policy pol --problems 2 --output tables",
     ],

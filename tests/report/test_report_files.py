@@ -1,9 +1,8 @@
-"""Runs as they lie on disk: finished, killed, logged to CSV only, broken, hostile, and several of them compared."""
+"""Runs as they lie on disk: finished, killed, broken, hostile, and several of them compared."""
 
 from __future__ import annotations
 
 import copy
-import csv
 import errno
 import importlib
 import json
@@ -37,16 +36,6 @@ def write_json(folder: Path, content: dict[str, Any]) -> Path:
     return folder
 
 
-def write_csv(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(name for one in rows for name in one))
-    with (folder / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -66,33 +55,6 @@ def test_progress_of_a_killed_run_comes_before_an_older_summary(tmp_path: Path) 
     assert (run.title, run.state) == ("new", "running")
     assert "0.250 → " not in page(run)
     assert "Not finished: it goes on, or was killed." in text_of(page(run))
-
-
-def test_a_run_with_metrics_only(tmp_path: Path) -> None:
-    def logged(i: int, **others: Any) -> dict[str, Any]:
-        return {"step": 2 * i + 1, "epoch": 0, **others}
-
-    write_csv(tmp_path / "run" / "version_2", [logged(0, reward=0.9)])
-    rows = [
-        logged(0, reward=0.25, **{"kv/peak_bytes": 1024.0}), logged(0, **{"time/update": 1.5, "time/block": 4.0}),
-        logged(1, **{"val/pass@1_dense": 0.5}), logged(1, reward="nan"), logged(2, reward=0.75),
-        logged(2, reward="1e999"),
-    ]  # fmt: skip
-    write_csv(tmp_path / "run" / "version_10", rows)
-    run = read_run(tmp_path / "run")
-    assert [one["reward"] for one in run.history] == [0.25, 0.75]
-    assert [one["rollout"] for one in run.history] == [0, 1]
-    assert (run.history[0]["time/update"], run.seconds, run.steps) == (1.5, 4.0, 5)
-    assert run.validation == [{"rollout": 1.0, "dense": 0.5}]
-    assert run.title == "run"
-    assert "Whether it finished is not known." in text_of(page(run))
-    assert read_run(tmp_path / "run" / "version_2").history[0]["reward"] == 0.9
-
-
-def test_a_csv_file_cut_in_the_middle_of_a_row(tmp_path: Path) -> None:
-    file = write_csv(tmp_path, [{"step": i, "reward": 0.5, "kv/peak_bytes": 10} for i in range(3)]) / "metrics.csv"
-    file.write_bytes(file.read_bytes()[:-6])
-    assert len(read_run(tmp_path).history) == 3
 
 
 class Planted:
@@ -122,15 +84,15 @@ def test_broken_files_are_a_clear_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SUMMARY).write_bytes(content)
     with pytest.raises(ValueError, match=r"summary\.json cannot be read: .+\nNothing else in the folder"):
         read_run(tmp_path)
-    write_csv(tmp_path, [{"step": 1, "reward": 0.5}])
-    run = read_run(tmp_path)
-    assert len(run.history) == 1
-    assert "The page is made from metrics.csv." in text_of(page(run))
+    (tmp_path / PROGRESS).write_bytes(content)
+    run = read_run(write_run(tmp_path, record(title="whole")))
+    assert run.title == "whole"
+    assert "The page is made from summary.json." in text_of(page(run))
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    for name in (SUMMARY, PROGRESS, "metrics.csv", "checkpoints/last.ckpt"):
+    for name in (SUMMARY, PROGRESS, "checkpoints/last.ckpt"):
         (tmp_path / name).write_bytes(pickle.dumps(Planted(tmp_path / "planted")))
     with pytest.raises(ValueError, match="cannot be read"):
         read_run(tmp_path)
@@ -154,7 +116,7 @@ WHOLE = record(
     history=[{"rollout": 0.0, "reward": 0.5}], title="A run", written="2030-01-01T00:00:00+00:00",
     config={"model.beta": "0"}, versions={"torch": "2"}, settings={"compressor": "RKV"},
     validation=[{"rollout": 4.0, "dense": 0.3}],
-    warnings=[{"rollout": 3, "text": "TailGuard"}, {"file": "metrics.csv", "text": "cut"}],
+    warnings=[{"rollout": 3, "text": "TailGuard"}, {"file": "summary.json", "text": "cut"}],
     samples=[{"cache": "dense", "prompt": "p", "completion": "c", "reward": 1.0, "answer": "a"}],
     worst=[{"rollout": 1, "kinds": ["rejected"], "prompt": "p", "completion": "c", "rejected": True, "reward": 0.5,
             "finished": False, "ratio": 2.0, "token": "t", "token_place": 3, "length": 9, "index": 0, "answer": "a"}],
@@ -176,19 +138,20 @@ def changed(value: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def test_a_node_of_any_other_type_is_shown_or_named(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never a traceback: the report promises that a file that cannot be read is named, and the next one taken."""
+    """Never a traceback: a file that cannot be read is named."""
     module = importlib.import_module("sparse_rl_lightning.report.page")  # the package's own page is a function
     monkeypatch.setattr(module, "drawings", lambda plots: ["" for _ in plots])  # of numbers that are checked
-    write_csv(tmp_path, [{"step": 1, "reward": 0.5}])
     for place, content in changed(WHOLE, wrong):
+        refused = f"{SUMMARY} cannot be read"
         try:
             run = read_run(write_json(tmp_path, content))
-            shown = page(run)
+            page(run)
             differing_settings([("a", run), ("b", run)])
+        except UserError as error:
+            refused = str(error)
         except Exception as error:
             raise AssertionError(f"{place} = {wrong!r}") from error
-        taken = run.settings.get("source", SUMMARY)
-        assert taken == SUMMARY or f"{SUMMARY} cannot be read" in shown or "compressor" in run.settings, place
+        assert f"{SUMMARY} cannot be read" in refused, place
 
 
 ENDLESS: dict[str, Callable[[Path], object]] = {
@@ -198,7 +161,7 @@ ENDLESS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [SUMMARY, PROGRESS, "metrics.csv"])
+@pytest.mark.parametrize("name", [SUMMARY, PROGRESS])
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_what_never_ends_is_named(kind: str, name: str, tmp_path: Path) -> None:
     ENDLESS[kind](tmp_path / name)
@@ -217,16 +180,6 @@ def test_numbers_that_no_axis_can_hold_are_left_out(tmp_path: Path) -> None:
     assert (run.before, run.after, run.steps) == ({}, {"sparse": 0.5}, 0)
     Parser(page(run))
     Parser(comparison([("a", run), ("b", record())]))
-
-
-def test_newest_log_in_lightnings_default_place(tmp_path: Path) -> None:
-    for version, reward in ((2, 0.25), (9, 0.5), (10, 0.75)):
-        write_csv(tmp_path / "run" / "lightning_logs" / f"version_{version}", [{"step": 1, "reward": reward}])
-    run = read_run(tmp_path / "run")
-    assert (run.title, run.history[0]["reward"]) == ("run", 0.75)
-    told = "made from version_10 alone; version_9 and 1 before it may be earlier parts"
-    assert told in text_of(page(run))
-    assert read_run(tmp_path / "run" / "lightning_logs" / "version_2").warnings == []
 
 
 def test_hostile_text_comes_through_the_files(tmp_path: Path) -> None:
@@ -248,9 +201,7 @@ def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> N
         folder.write_text("x")
     elif make != "missing":
         (folder / make).mkdir(parents=True)
-    message = (
-        "is not a folder" if make in ("missing", "file") else r"no summary\.json or progress\.json .* no metrics\.csv"
-    )
+    message = "is not a folder" if make in ("missing", "file") else r"no summary\.json or progress\.json"
     with pytest.raises(ValueError, match=message):
         read_run(folder)
 
