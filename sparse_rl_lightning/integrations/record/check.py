@@ -73,29 +73,21 @@ def check_record(
         raise UserError(f"The record has the token {int(record.tokens.max())}, and the model {vocabulary} tokens.")
     rollout = record.rollout()
 
-    def differences(part: Rollout) -> Tensor:
-        replayed = replay_logprobs(model, part.to(model.device), record.temperature).cpu()
-        return (replayed - part.sampler_logprobs).abs() * part.completion_mask
+    def differences(sequences: Rollout) -> Tensor:
+        replayed = replay_logprobs(model, sequences.to(model.device), record.temperature).cpu()
+        return (replayed - sequences.sampler_logprobs).abs() * sequences.completion_mask
 
     with eval_mode(model):
-        found = torch.cat([differences(part) for part in rollout.parts(-(-len(rollout) // micro_batch))])
-        largest, mean = float(found.max()), float(found.sum() / rollout.completion_mask.sum().clamp(min=1))
-        verdict = Verdict(int(rollout.completion_mask.sum()), largest, mean)
-        wrong = (found > tolerance).nonzero()
+        errors = torch.cat([differences(rows) for rows in rollout.parts(-(-len(rollout) // micro_batch))])
+        count = int(rollout.completion_mask.sum())
+        verdict = Verdict(count, float(errors.max()), float(errors.sum()) / max(count, 1))
+        wrong = (errors > tolerance).nonzero()
         if not len(wrong):
             return verdict
         request, token = wrong[0].tolist()
-        suspect = rollout[request : request + 1]
-        best, before = ("", torch.inf), float(found[request].sum())
-        for words, changed in _changes(suspect):
-            size = differences(changed)
-            best = min(best, (words, float(size.sum())), key=lambda one: one[1])
-            if float(size.max()) <= tolerance:
-                best = (words, 0.0)
-                break
-    finding = f"It would with {best[0]}." if best[1] == 0 else "No change that was tried explains it."
-    if 0 < best[1] < before / 2:
-        finding += f" Nearest comes: {best[0]}."
+        changes = _changes(rollout[request : request + 1])
+        explanation = next((words for words, changed in changes if float(differences(changed).max()) <= tolerance), "")
+    finding = f"It would with {explanation}." if explanation else "No change that was tried explains it."
     return replace(verdict, request=request, token=token, finding=finding)
 
 
@@ -103,18 +95,18 @@ def _changes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
     """One sequence under other records, each with words for what was changed."""
     assert rollout.evictions is not None
     death = rollout.evictions.death
-    layers, own = len(death), torch.arange(1, death.shape[-1] + 1, dtype=torch.int32)
-    moved = {
+    layers, birth = len(death), torch.arange(1, death.shape[-1] + 1, dtype=torch.int32)
+    variants = {
         "nothing evicted": torch.full_like(death, NEVER),
         "every eviction one query later": death + (death != NEVER).int(),
-        "every eviction one query earlier": torch.where(death == NEVER, death, torch.maximum(death - 1, own)),
+        "every eviction one query earlier": torch.where(death == NEVER, death, torch.maximum(death - 1, birth)),
     }
     spans = [("in all layers", slice(None))]
     spans += [(f"in layer {i} of the record", slice(i, i + 1)) for i in range(layers)]
     spans += [(f"in layer {i} of the record and all behind it", slice(i, None)) for i in range(1, layers - 1)]
-    for place, span in spans:
-        for what, other in moved.items():
+    for where, span in spans:
+        for what, variant in variants.items():
             changed = death.clone()
-            changed[span] = other[span]
+            changed[span] = variant[span]
             if not torch.equal(changed, death):
-                yield f"{what} {place}", replace(rollout, evictions=EvictionRecord.from_dense(changed))
+                yield f"{what} {where}", replace(rollout, evictions=EvictionRecord.from_dense(changed))
