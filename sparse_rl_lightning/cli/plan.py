@@ -59,7 +59,7 @@ def proposed(args: Sequence[str]) -> Plan:
     short = given.model.rstrip("/").rpartition("/")[2].lower()
     output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
     target = output_file(output, "--output", replaces=lambda _: given.overwrite)
-    _tell(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.")
+    say(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.", sys.stderr)
     plan = propose(given.model, card, given.length)
     write_whole(target, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
@@ -70,20 +70,15 @@ def planned(args: Sequence[str]) -> Plan:
     """Print the plan of a configuration; errors as of :func:`main`."""
     given, rest = options.plan(proposes=False).parse_known_args(args)
     card = card_of(given.card, given.memory)
-    _tell("Reading the configuration")
+    say("Reading the configuration", sys.stderr)
     job = job_of(rest, given.prompt)
-    _tell(f"Counting {job.blueprint.path}: the learner's passes are walked through layer by layer")
+    say(f"Counting {job.blueprint.path}: the learner's passes are walked through layer by layer", sys.stderr)
     plan = make_plan(job, card)
     say(plan.text)
     if not plan.fits:
-        _tell("Looking for the setting that helps most")
+        say("Looking for the setting that helps most", sys.stderr)
         raise UserError(f"{plan.verdict} {advice(plan)}")
     return plan
-
-
-def _tell(text: str) -> None:
-    """Say what takes time, beside the answer."""
-    say(text, sys.stderr)
 
 
 class _Configured(LightningCLI):

@@ -68,8 +68,13 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part of a rollout and what is learned from it; a UserError for layers without a price."""
-        return seconds_of(self.job, self.card, self.slots)
+        """Seconds by part of a rollout and all that is learned from it; a UserError for layers without a price."""
+        job, flops = self.job, self.card.hardware.flops
+        return {
+            "rollout": rollout_seconds(job, self.card, self.slots),
+            "rescoring": forward_flops(job) * rescored(job) / flops,
+            "learner": forward_flops(job) * passes(job) * job.block.num_iterations / flops,
+        }
 
     @property
     def verdict(self) -> str:
@@ -129,15 +134,6 @@ def make_plan(job: Job, card: Card) -> Plan:
 def gigabytes(count: float) -> str:
     """Bytes as gigabytes (1e9) with one digit."""
     return f"{count / 1e9:.1f}"
-
-
-def seconds_of(job: Job, card: Card, slots: int) -> dict[str, float]:
-    """Seconds by part, of one rollout and of all that is learned from it."""
-    return {
-        "rollout": rollout_seconds(job, card, slots),
-        "rescoring": forward_flops(job) * rescored(job) / card.hardware.flops,
-        "learner": forward_flops(job) * passes(job) * job.block.num_iterations / card.hardware.flops,
-    }
 
 
 def rollout_seconds(job: Job, card: Card, slots: int) -> float:
