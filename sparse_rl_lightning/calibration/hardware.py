@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer, timer
 
 from sparse_rl_lightning.calibration.shapes import Hardware
 from sparse_rl_lightning.compressors import FullKV
@@ -33,27 +33,19 @@ def measure_hardware(
     """
     device = torch.device(device)
     size, width = SIZES[device.type]
-    numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-    # read and written
-    copy = torch.empty_like(numbers)
-    bandwidth = 2 * size / _seconds(lambda: copy.copy_(numbers), device, repeats)
-    left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    flops = 2 * width**3 / _seconds(lambda: left @ right, device, repeats)
-    return Hardware(bandwidth, flops, _step_overhead(device, dtype, num_layers))
+    with torch.accelerator.device_index(device.index):  # for which the clock waits
+        numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+        copy = torch.empty_like(numbers)  # read and written
+        bandwidth = 2 * size / _seconds(lambda: copy.copy_(numbers), repeats)
+        left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+        flops = 2 * width**3 / _seconds(lambda: left @ right, repeats)
+        return Hardware(bandwidth, flops, _step_overhead(device, dtype, num_layers))
 
 
-def _seconds(work: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    """The seconds of the fastest repetition, after a warm-up: other work on the machine can only slow it down."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    return min(once() for _ in range(repeats))
+def _seconds(work: Callable[[], Tensor], repeats: int) -> float:
+    """The seconds of the fastest repetition: other work on the machine can only slow it down."""
+    clock = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(clock.timeit(1).mean for _ in range(repeats))
 
 
 def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) -> float:
@@ -63,10 +55,8 @@ def _step_overhead(device: torch.device, dtype: torch.dtype, num_layers: int) ->
     sampler = RolloutSampler(model, FullKV())
     clock: dict[int, float] = {}
 
-    def note(now: Progress) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        clock[now.step] = time.perf_counter()
+    def note(progress: Progress) -> None:
+        clock[progress.step] = timer()
 
     for _ in range(2):  # graphs are captured the first time
         clock.clear()

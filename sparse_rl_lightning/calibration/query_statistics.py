@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.calibration.watched import Seen, watch
@@ -100,7 +101,4 @@ def encode_texts(
 def pad(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Right-padded ids (B, T) and lengths (B,)."""
     lengths = torch.tensor([len(text) for text in texts])
-    ids = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
-    for row, text in zip(ids, texts, strict=True):
-        row[: len(text)] = torch.tensor(text)
-    return ids, lengths
+    return pad_sequence([torch.tensor(text, dtype=torch.int64) for text in texts], batch_first=True), lengths
