@@ -4,7 +4,6 @@ from sparse_rl_lightning.rewards.base import (
     RewardFunction,
     check_rewards,
     counting,
-    reward_counters,
     reward_name,
     reward_names,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "check_rewards",
     "compute_rewards",
     "counting",
-    "reward_counters",
     "reward_name",
     "reward_names",
     "worked_steps_reward",

@@ -142,16 +142,6 @@ def counting(take: Callable[[], Mapping[str, float]]) -> Callable[[_F], _F]:
     return mark
 
 
-def reward_counters(functions: Sequence[Any]) -> dict[str, float]:
-    """The counts since the last call, as ``{function}/{counter}``, of the functions that have ``take_counters``."""
-    return {
-        f"{called}/{name}": float(value)
-        for function, called in zip(functions, reward_names(functions), strict=True)
-        if hasattr(function, "take_counters")
-        for name, value in function.take_counters().items()
-    }
-
-
 def reward_name(function: Any) -> str:
     """The name of a single reward function."""
     return str(getattr(function, "__name__", type(function).__name__))

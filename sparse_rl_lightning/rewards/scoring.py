@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.advantages import informative_groups
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.records import Conversation, Rows, ScoredRollout
 from sparse_rl_lightning.rewards.base import (
@@ -35,10 +34,6 @@ from sparse_rl_lightning.rewards.base import (
 )
 from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
 
-VISIBLE = 1e-3
-"""Difference of rewards that somebody means, and that is not the rounding of a reward of order 1."""
-ORDINARY = 100.0
-"""Size below which rewards that differ by so much are told apart in float32."""
 LOST = 3
 """Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
 
@@ -177,7 +172,6 @@ class Rewards:
         }
         scored.reward_failures = {guard.__name__: len(guard.failures) for guard in self.guards}
         rewards = weighted_rewards(table, weights)
-        self._warn_of_rounding(judged, weights, rewards, samples)
         if talks is not None:
             self._count_failures(scored, talks)
         self.failures.judged += len(rewards)
@@ -216,26 +210,6 @@ class Rewards:
                     f"{scored.index}: it says that it applies to none of them, and nothing is learned from it. If that "
                     "is wrong, look at the columns that it reads.",
                 )
-
-    def _warn_of_rounding(
-        self, judged: Mapping[str, Sequence[float | None]], weights: Sequence[float], rewards: Tensor, group: int
-    ) -> None:
-        """Warn once if rewards (B,) differ within groups, but in none by more than float32 rounds at their size."""
-        pairs = zip(weights, judged.values(), strict=True)
-        sizes = (abs(weight * reward) for weight, given in pairs for reward in given if reward is not None)
-        if group < 2 or max(sizes, default=0.0) < ORDINARY or bool(informative_groups(rewards, group).any()):
-            return
-        rows = [[math.nan if reward is None else reward for reward in given] for given in judged.values()]
-        exact = torch.tensor(weights, dtype=torch.float64) @ torch.tensor(rows, dtype=torch.float64)
-        spread = exact.view(-1, group).amax(dim=1) - exact.view(-1, group).amin(dim=1)
-        if bool((spread > VISIBLE).any()):
-            widest = int(spread.nan_to_num().argmax())
-            self._warn_once(
-                ("rounding", ""),
-                f"The rewards of a prompt's samples differ by {float(spread[widest]):.3g} at a size of "
-                f"{float(exact.view(-1, group)[widest].abs().max()):.3g}, which float32 does not tell apart: they "
-                "count as equal, and nothing is learned. Subtract what they have in common, or scale them down.",
-            )
 
     def close(self) -> None:
         """End the processes of the functions; the next call starts them again."""

@@ -11,10 +11,9 @@ from sparse_rl_lightning.rewards import (
     MathReward,
     boxed_format_reward,
     boxed_math_reward,
-    compute_rewards,
     counting,
-    reward_counters,
 )
+from sparse_rl_lightning.rewards.scoring import GuardedReward, Rewards
 
 
 @pytest.mark.parametrize(
@@ -51,19 +50,16 @@ def test_a_row_may_bring_its_tolerance() -> None:
 
 def test_counters_reach_the_metrics() -> None:
     reward = MathReward()
-    reward_counters([boxed_math_reward])  # of other tests
-    total, table = compute_rewards(
-        [reward, boxed_math_reward], [1.0, 0.5], ["p"] * 2, [r"\boxed{5}", "x"], [[0]] * 2, {"answer": ["5", "5"]}
-    )
-    assert total.tolist() == [1.5, 0.0]
+    GuardedReward(boxed_math_reward).take_counters()  # of other tests
     mask = torch.tensor([[False, True]] * 2)
     rollout = Rollout(torch.ones(2, 2, dtype=torch.long), torch.ones(2), mask, mask[:, 1], torch.zeros(2, 2))
-    scored = ScoredRollout(rollout, [{}], ["5", "x"], {"MathReward": table[:, 0]}, 0)
-    scored.reward_counters = reward_counters([reward, boxed_math_reward])
+    scored = ScoredRollout(rollout, [{"prompt": "p", "answer": "5"}], [r"\boxed{5}", "x"], {}, 0)
+    total = Rewards([reward, boxed_math_reward], [1.0, 0.5])(scored)
+    assert total.tolist() == [1.5, 0.0]
     metrics = rollout_metrics(scored)
     assert metrics["rewards/MathReward/no_box"] == 1
     assert metrics["rewards/boxed_math_reward/checks"] == 2
-    assert set(reward_counters([reward]).values()) == {0.0}
+    assert set(reward.take_counters().values()) == {0}
 
 
 def test_any_function_may_count() -> None:
@@ -71,4 +67,4 @@ def test_any_function_may_count() -> None:
     def counted(**_: object) -> list[float]:
         return []
 
-    assert reward_counters([counted, lambda **_: []]) == {"counted/seen": 3.0}
+    assert GuardedReward(counted).take_counters() == {"seen": 3}

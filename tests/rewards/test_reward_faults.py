@@ -513,18 +513,3 @@ def test_counters_come_from_where_the_function_runs(timeout: float | None) -> No
         guard.judge(reward_batch(batch, batch, [[1]] * len(batch), {}))
         assert guard.take_counters() == {"seen": len(batch)}
     guard.close()
-
-
-@pytest.mark.parametrize(("pays", "size"), [
-    (lambda text: 1e8 + text.count("a"), "1e+08"), (lambda text: 3e9 + 100 * len(text), "3e+09"),
-    (lambda text: float(text.count("a")), None), (lambda text: 0.1 + 0.2 if "a" in text else 0.3, None),
-    (lambda text: 1e8, None), (lambda text: None, None),
-])  # fmt: skip
-def test_rewards_that_float32_does_not_tell_apart_are_told_of(pays: Callable[[str], Any], size: str | None) -> None:
-    """1e8 and a few: the differences from which a prompt is learned round to nothing. Those of sums mean nothing."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module(of(lambda texts: [pays(text) for text in texts])), 2)
-    told = [str(one.message) for one in caught if "float32 does not tell apart" in str(one.message)]
-    assert len(told) == (size is not None)
-    assert all(f"at a size of {size}" in one and "nothing is learned" in one for one in told)
