@@ -33,13 +33,11 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> Ta
     """
     path = os.path.expanduser(path)
     if not is_local(path):
-        _check_kind(path)
         return _read_with_datasets(path, config, split)
     path = data_file(path)
-    kind = path.lower()
-    if kind.endswith(LINE_SUFFIXES):
+    if path.lower().endswith(LINE_SUFFIXES):
         return read_json_lines(path)
-    return _read_csv(path) if kind.endswith(".csv") else _read_parquet(path)
+    return _read_csv(path) if path.lower().endswith(".csv") else _read_parquet(path)
 
 
 def is_local(path: str) -> bool:
@@ -80,13 +78,11 @@ def read_json_lines(path: str) -> Table:
         try:
             row = json.loads(_decoded(line))
         except (ValueError, RecursionError) as error:
-            excerpt, advice = ascii(line[:60].decode("utf-8", "replace")), ""
-            if not rows and _spans_lines(content):
-                advice = (
-                    ". The object goes on in the next line: write each in a line of its own (jq -c . FILE), or all as "
-                    "one array"
-                )
-            raise UserError(f"{where} is not JSON ({error}): {excerpt}{advice}") from error
+            excerpt = ascii(line[:60].decode("utf-8", "replace"))
+            raise UserError(
+                f"{where} is not JSON ({error}): {excerpt}. Write each object in a line of its own (jq -c . FILE), or "
+                "all as one array."
+            ) from error
         rows.append(_object(where, row))
     return rows
 
@@ -112,15 +108,6 @@ def _read_array(path: str, content: bytes) -> list[Any]:
     return array
 
 
-def _spans_lines(content: bytes) -> bool:
-    """Whether the file begins with a JSON object of several lines."""
-    try:
-        text = _decoded(content).lstrip()
-        return "\n" in text[: json.JSONDecoder().raw_decode(text)[1]]
-    except (ValueError, RecursionError):
-        return False
-
-
 def _read_csv(path: str) -> Table:
     """The rows of a CSV file (RFC 4180) with a header; all cells are text."""
     before = csv.field_size_limit(sys.maxsize)  # a solution may have more than 131,072 characters
@@ -143,18 +130,6 @@ def _read_csv(path: str) -> Table:
         raise UserError(f"{path} is no CSV file in UTF-8: {error}.") from error
     finally:
         csv.field_size_limit(before)
-
-
-def _check_kind(path: str) -> None:
-    """Refuse a file or folder that is there, but not of a kind that is read: the hub would be asked for it."""
-    kinds = ", ".join(FILE_SUFFIXES)
-    if Path(path).is_file():
-        raise UserError(f"{path!r} is a file, but not of a kind that is read, which are {kinds}. Convert it to one.")
-    if (Path(path) / "dataset_info.json").is_file() and (Path(path) / "state.json").is_file():
-        raise UserError(
-            f"{path!r} is a folder written by save_to_disk of datasets. Write a file of it: "
-            f"datasets.load_from_disk({path!r}).to_parquet('rows.parquet')."
-        )
 
 
 def _read_parquet(path: str) -> Table:

@@ -76,14 +76,14 @@ BAD_FILES = [
     ("a.json", '[{"prompt": "1"}, 2]', "a.json, row 1 holds a JSON int; expected an object"),
     ("a.json", '[{"prompt": "1"},', r"a.json begins as a JSON array, and is not JSON \("),
     ("a.json", '["a"]\n["b"]', r"a.json begins as a JSON array, and is not JSON \(Extra data"),
-    ("a.json", '{\n "prompt": "1"\n}\n{\n "prompt": "1"\n}', r"line 1 is not JSON .*: '\{'\. The object goes on"),
-    ("a.json", '{"data": [\n {"prompt": "1"}\n]}', "line 1 is not JSON .*The object goes on in the next line"),
+    ("a.json", '{\n "prompt": "1"\n}\n{\n "prompt": "1"\n}', r"line 1 is not JSON .*: '\{'\. Write each object"),
+    ("a.json", '{"data": [\n {"prompt": "1"}\n]}', "line 1 is not JSON .*or all as one array"),
     ("a.csv", "prompt,answer\n1,2\n1,2,3\n", r"a.csv, line 3 has 3 cells and the first line 2 names"),
     ("a.csv", "prompt,answer,answer\n1,2,3\n", "more than one column 'answer'"),
     ("a.csv", "prompt;answer\n1;2\n", r"a.csv, line 2 has no column 'prompt' .* Its columns are: 'prompt;answer'"),
     ("a.csv", 'prompt,answer\n"1,2\n', "a.csv is no CSV file in UTF-8: unexpected end of data"),
     ("a.csv", b"prompt,answer\n\xff,2\n", "a.csv is no CSV file in UTF-8: 'utf-8' codec"),
-    ("a.tsv", "prompt\tanswer\n", r"a.tsv' is a file, but not of a kind that is read, which are .*\.csv"),
+    ("a.tsv", "prompt\tanswer\n", r"could not load '.*a.tsv' .* A local file must end in one of .*\.csv"),
     *[
         ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}'.encode(encoding),
          rf"data.jsonl is in {encoding.upper()} by its first bytes. Save it in UTF-8")
@@ -411,10 +411,10 @@ def test_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_there_but_not_read_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+def test_a_folder_of_save_to_disk_is_named_by_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(TWO[:1]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"written by save_to_disk of datasets\. Write a file of it"):
+    with pytest.raises(ValueError, match=r"could not load .* saved using `save_to_disk`"):
         rows(str(tmp_path / "saved"))
 
 
