@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
@@ -50,31 +50,16 @@ class ClearParser(LightningArgumentParser):
         """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
-        try:
-            return super().parse_args(args, *rest, **kwargs)
-        except UnicodeDecodeError as error:  # of a file in place of a class
-            raise UserError(f"{' '.join(args or ())}: a file that is named here is not YAML. {error!r}") from error
+        return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""
         super().error(visible(explain(message)) if self.exit_on_error else message, ex)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Validate like the base class, which accepts null for any type; here a number must allow null to get it.
-
-        Raises:
-            TypeError: If a value does not fit its key.
-        """
+        """Validate like the base class, and refuse schedules that its types allow and nothing can be made of."""
         super().validate(namespace, *args, **kwargs)
         _check_schedule(namespace.get("lr_scheduler"))
-        for action in self._actions:
-            annotation = getattr(action, "_typehint", None)
-            kinds = [annotation, *get_args(annotation)]
-            is_number = (int in kinds or float in kinds) and type(None) not in kinds
-            if is_number and action.default is not None and namespace.get(action.dest, action.default) is None:
-                raise TypeError(
-                    f"{action.dest} must be a number, got null. Leave the key out for the default, {action.default}."
-                )
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""

@@ -28,34 +28,29 @@ def read(text: str, path: str | Path = "") -> Any:
     values it overrides.
 
     Raises:
-        YAMLError: If it is not YAML, a key is twice in one mapping, or its base cannot be used.
+        YAMLError: If it is not YAML, a key is twice in one mapping, or its base cannot be used; names the file.
     """
-    return _read(text, Path(path) if path else None, ())
-
-
-def read_file(path: str | Path) -> Any:
-    """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
-    return _read(Path(path).read_text("utf-8"), Path(path), ())
-
-
-set_loader(MODE, read, (yaml.YAMLError,))
-
-
-def _read(text: str, path: Path | None, overlays: tuple[Path, ...]) -> Any:
-    """The value of a text; ``overlays`` are the files that build on it, the outermost first."""
     try:
         root = yaml.compose(text, Loader=_LOADER)
         if root is not None:
             _refuse_doubles(root, set())
         value = get_loader("yaml")(text)
-        if path is None or not isinstance(value, dict) or "base" not in value:
-            return value
-        return _on_bases(value, path, (*overlays, path.resolve()))
-    except UnusableYAML as error:
+        if path and isinstance(value, dict) and "base" in value:
+            return _on_bases(value, Path(path).parent)
+        return value
+    except yaml.YAMLError as error:
         raise UnusableYAML(f"{path}: {error}" if path else str(error)) from None
 
 
-def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) -> dict[str, Any]:
+def read_file(path: str | Path) -> Any:
+    """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
+    return read(Path(path).read_text("utf-8"), path)
+
+
+set_loader(MODE, read, (yaml.YAMLError,))
+
+
+def _on_bases(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The values on top of the files that their key ``base`` names, where later files override earlier ones."""
     base = values.pop("base")
     names = base if isinstance(base, list) else [base]
@@ -63,28 +58,19 @@ def _on_bases(values: dict[str, Any], path: Path, overlays: tuple[Path, ...]) ->
         raise UnusableYAML(f"base must name a file or a list of files, such as base: quickstart.yaml, got {base!r}.")
     result: dict[str, Any] = {}
     for name in names:
-        result = merged(result, _base(path.parent / Path(name).expanduser(), name, overlays))
+        result = merged(result, _base(folder, name))
     return merged(result, values)
 
 
-def _base(path: Path, name: str, overlays: tuple[Path, ...]) -> dict[str, Any]:
-    """The values of a file that another one names as its base."""
-    if path.resolve() in overlays:
-        circle = " -> ".join(file.name for file in (*overlays[overlays.index(path.resolve()) :], path))
-        raise UnusableYAML(f"base: {circle} is a circle. Remove one of these lines.")
+def _base(folder: Path, name: str) -> dict[str, Any]:
+    """The values of a file that another one, in this folder, names as its base."""
     try:
-        text = path.read_text("utf-8")
+        value = read_file(folder / Path(name).expanduser())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text"
         raise UnusableYAML(
             f"base: {name!r} cannot be read: {reason}. Its place is given from the folder of the file that names it."
         ) from None
-    try:
-        value = _read(text, path, overlays)
-    except UnusableYAML:
-        raise
-    except yaml.YAMLError as error:
-        raise UnusableYAML(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise UnusableYAML(f"base: {name!r} must hold keys such as model: and trainer:, got a {type(value).__name__}.")
     return value
