@@ -107,8 +107,9 @@ MISTAKES = {
     "code, when exporting": Mistake(
         ["pickled objects"], checkpoint=lambda c: c.update(x=Planted()), args=("export", "--folder=policy")
     ),
-    "two reports": Mistake(["RunSummary is listed twice"], listed("RunSummary", "RunSummary")),
-    "two guards": Mistake(["StepGuard is listed twice"], listed("StepGuard", "StepGuard")),
+    "two reports": Mistake(
+        ["more than one stateful callback of type `RunSummary`"], listed("RunSummary", "RunSummary")
+    ),
 }
 
 

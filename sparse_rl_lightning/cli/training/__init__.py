@@ -65,13 +65,13 @@ class SparseRLCLI(LightningCLI):
         """Check folders and checkpoint, and apply settings of the whole process.
 
         Raises:
-            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, a callback
-                is listed twice, or strategy and processes do not fit together.
+            ValueError: If the checkpoint to resume from does not exist, an output folder cannot be written, or strategy
+                and processes do not fit together.
         """
         config = self.config[self.subcommand] if self.subcommand else self.config
         checks.name_logger(config, self._num_loggers)
-        for check in (checks.check_callbacks, checks.check_launch, checks.check_folders):
-            check(config)
+        checks.check_launch(config)
+        checks.check_folders(config)
         checks.check_checkpoint(config, self.subcommand or "fit")
         if self.subcommand == "validate" and config.trainer.limit_val_batches == 0:
             config.trainer.limit_val_batches = None  # the 0 in a configuration is meant for `fit`

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -180,18 +179,6 @@ def warn_of_earlier_run(config: Any) -> None:
             f"{used[0]} holds checkpoints of an earlier run. This run starts anew and overwrites them and the earlier "
             "reports. To go on with the earlier run instead, add --ckpt_path=last."
         )
-
-
-def check_callbacks(config: Any) -> None:
-    """Refuse two callbacks whose states a checkpoint could not tell apart, more clearly than Lightning does.
-
-    Raises:
-        ValueError: If a callback is listed twice.
-    """
-    kinds = [imported(callback.class_path) for callback in _objects(config.trainer.callbacks)]
-    for kind in (kind for n, kind in enumerate(kinds) if kind in kinds[:n]):
-        if kind.state_dict is not Callback.state_dict and kind.state_key is Callback.state_key:
-            raise UserError(f"trainer.callbacks: {kind.__name__} is listed twice. One is enough, remove the other.")
 
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
