@@ -114,7 +114,8 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     columns = list(columns)
     for function, name in zip(functions, reward_names(functions), strict=True):
         given = [*_ARGUMENTS, *columns, *([PROMPT_TEXTS] if asks_for_prompt_texts(function, columns) else [])]
-        if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004  # of a class
+        call = getattr(function, "__call__", None)  # noqa: B004  # of a class
+        if any(map(inspect.iscoroutinefunction, (function, call))):
             raise UserError(_ASYNC.format(name))
         _check_columns(function, name, given)
 
@@ -160,22 +161,6 @@ def reward_names(functions: Sequence[Any]) -> list[str]:
     return names
 
 
-def describe_sample(sample: int, completion: str) -> str:
-    """The index and shortened text of a sample, unable to steer a terminal or break a log."""
-    text = completion if len(completion) <= 120 else f"{completion[:60]} [...] {completion[-60:]}"
-    return f"sample {sample}, completion {text!a}"
-
-
-def one_sample(batch: Mapping[str, Sequence[Any]], sample: int) -> dict[str, Sequence[Any]]:
-    """The batch with this sample alone."""
-    return {name: [values[sample]] for name, values in batch.items()}
-
-
-def no_number(returned: str) -> str:
-    """What a function did that returned this for a sample: the text continues after its name."""
-    return f"returned {returned}, not a finite number (or None where it does not apply),"
-
-
 def _check_columns(function: RewardFunction, name: str, columns: Iterable[str]) -> None:
     try:
         signature = inspect.signature(function)
@@ -188,10 +173,6 @@ def _check_columns(function: RewardFunction, name: str, columns: Iterable[str]) 
             f"The reward function {name}{signature} does not fit the data: {error}. It is called with "
             f"{', '.join(columns)}; give the data the missing column, and the function **columns for those it ignores."
         ) from error
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _copied(value: Any) -> Any:

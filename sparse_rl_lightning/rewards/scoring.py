@@ -22,10 +22,7 @@ from sparse_rl_lightning.rewards.base import (
     asks_for_prompt_texts,
     attempt,
     check_rewards,
-    describe_sample,
     named_arguments,
-    no_number,
-    one_sample,
     reward_batch,
     reward_name,
     reward_names,
@@ -33,6 +30,7 @@ from sparse_rl_lightning.rewards.base import (
     weighted_rewards,
 )
 from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
+from sparse_rl_lightning.text import shown
 
 LOST = 3
 """Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
@@ -314,7 +312,8 @@ class GuardedReward:
         except RewardFailure as failure:
             returned = self._one_by_one(batch, failure)
         texts = {sample: reward for sample, reward in enumerate(returned) if isinstance(reward, str)}
-        self.failures |= {sample: RewardFailure(no_number(text)) for sample, text in texts.items()}
+        wanted = "not a finite number (or None where it does not apply)"
+        self.failures |= {sample: RewardFailure(f"returned {text}, {wanted},") for sample, text in texts.items()}
         if self.failures:
             self.error = self._error(batch["completions"], UserError if texts else RuntimeError)
         return [None if isinstance(reward, str) else reward for reward in returned]
@@ -337,7 +336,7 @@ class GuardedReward:
         spread = [count * part // LOST for part in range(LOST)]  # of different prompts, one of which may be at fault
         for tried, sample in enumerate(dict.fromkeys([*spread, *range(count)]), 1):
             try:
-                (rewards[sample],) = self._attempt(one_sample(batch, sample))
+                (rewards[sample],) = self._attempt({name: [values[sample]] for name, values in batch.items()})
             except RewardFailure as failure:
                 self.failures[sample] = failure
                 lost += isinstance(failure, LostProcess)
@@ -355,7 +354,7 @@ class GuardedReward:
     def _error(self, completions: Sequence[str], kind: type[Exception]) -> Exception:
         """The first failure as an error; it is noted, too."""
         sample, failure = next(iter(self.failures.items()))
-        where = describe_sample(sample, completions[sample])
+        where = f"sample {sample}, completion {shown(completions[sample], 120)}"
         self.first = f"it {failure} on {where}"
         text = f"The reward function {self.__name__} {failure} on {where}."
         if self.timeout is not None and (isinstance(failure, LostProcess) or "CUDA" in str(failure)):
