@@ -15,6 +15,7 @@ from sparse_rl_lightning.errors import UserError
 
 DASH = "–"
 """Shown where nothing was measured."""
+BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def printable(text: str, width: int | None = None) -> str:
@@ -119,11 +120,13 @@ def size(num_bytes: float | None) -> str:
     """Bytes for people, in powers of 1024."""
     if num_bytes is None:
         return DASH
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("unreachable")
+    unit, factor = byte_unit(num_bytes)
+    return f"{num_bytes / factor:.{0 if factor == 1 else 1}f} {unit}"
+
+
+def byte_unit(num_bytes: float) -> tuple[str, int]:
+    """The largest unit that a number of bytes fills, and its size."""
+    return next((unit, factor) for unit, factor in BYTE_UNITS if num_bytes >= factor or factor == 1)
 
 
 def duration(seconds: float) -> str:

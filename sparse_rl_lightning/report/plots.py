@@ -10,12 +10,12 @@ from statistics import fmean
 from sparse_rl_lightning.report.measures import CACHES
 from sparse_rl_lightning.report.panels import LEARNING, PANELS, Line, Panel, reward_panel
 from sparse_rl_lightning.report.record import RunRecord
+from sparse_rl_lightning.text import byte_unit
 
 MOST_POINTS = 400
 """Largest number of points in a line; the lines of several runs share three times as many."""
 COLORS = 12
 """Number of lines that are distinguishable in a chart, by color and dashes."""
-UNITS = (("GiB", 1024.0**3), ("MiB", 1024.0**2), ("KiB", 1024.0), ("bytes", 1.0))
 
 Points = list[tuple[float, float]]
 Named = Sequence[tuple[str, RunRecord]]
@@ -93,14 +93,9 @@ def short(value: float) -> str:
 # ---------------------------------------------------------------- numbers over the rollouts
 
 
-def points(record: RunRecord, key: str, factor: float = 1.0) -> Points:
-    """Rollout and value, wherever both exist, in the unit of a panel."""
-    return [(x, factor * y) for x, y in record.points(key)]
-
-
 def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
     """The lines that have values; a stack keeps only the rollouts that all its lines have, without the first."""
-    found = [(line, values) for line in panel.lines if (values := points(record, line.key, panel.factor))]
+    found = [(line, values) for line in panel.lines if (values := record.points(line.key, panel.factor))]
     if not panel.stacked or not found:
         return found
     common = set.intersection(*({x for x, _ in values} for _, values in found))
@@ -123,7 +118,7 @@ def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = T
         return []
     if panel.unit == "bytes":
         largest = max(y for s in series for _, y in s.points)
-        unit, factor = next((unit, factor) for unit, factor in UNITS if largest >= factor or factor == 1)
+        unit, factor = byte_unit(largest)
         panel = replace(panel, unit=unit)
         series = [replace(s, points=[(x, y / factor) for x, y in s.points]) for s in series]
     return [Plot(panel, series, pale)]
@@ -150,7 +145,7 @@ def _of_runs(panel: Panel, records: Named) -> list[Plot]:
     for line in panel.lines if panel.log else panel.lines[:1]:
         is_only = len(panel.lines) == 1 or any(other.reference for other in panel.lines)
         title = panel.title if is_only else f"{panel.title}: {line.label}"
-        found = [points(record, line.key, panel.factor) for _, record in records]
+        found = [record.points(line.key, panel.factor) for _, record in records]
         plots += _together(replace(panel, title=title), found, records)
     return plots
 

@@ -55,10 +55,10 @@ class RunRecord:
     state: str = "finished"  # "running" until then; a sentence if an error ended the run
     written: str = ""  # time of writing, UTC
 
-    def points(self, key: str) -> list[tuple[float, float]]:
-        """Rollout and value, wherever both are numbers."""
+    def points(self, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+        """Rollout and value times a factor, wherever both are numbers."""
         pairs = [(row.get("rollout", float(place)), _value(row, key)) for place, row in enumerate(self.history)]
-        return [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
+        return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
     def mean(self, key: str) -> float | None:
         """The mean over the rollouts that have it, None if none has."""
