@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ class Acceptances:
     @classmethod
     def cat(cls, parts: Sequence[Acceptances]) -> Acceptances:
         """All parts joined; their sequence numbers differ."""
-        names = ("lengths", "lower", "upper", "sequences")
-        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.lengths)
