@@ -9,22 +9,13 @@ import time
 
 import torch
 
-from sparse_rl_lightning.errors import check_number
-
 VARIABLE = "SPARSE_RL_LAUNCHER"
 """Environment variable with the id of the process from which Lightning starts the other ranks."""
-MOST_THREADS = 2**15
-"""Threads of torch; it takes any number, and a large one ends the process."""
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Set the number of CPU threads of torch in this process, None for the default.
-
-    Raises:
-        ValueError: If there are more than any machine runs.
-    """
+    """Set the number of CPU threads of torch in this process, None for the default."""
     if num_threads is not None:
-        check_number("num_threads", num_threads, most=MOST_THREADS)
         torch.set_num_threads(num_threads)
 
 

@@ -100,8 +100,6 @@ def told(error: Exception) -> str | None:
         return f"{error}. Make room on the disk, or name another place."
     if isinstance(error, OSError) and error.errno in NO_PLACE and error.filename is not None:
         return f"{error}. Name a place that you may use."
-    if isinstance(error, RuntimeError) and "determine home directory" in str(error):
-        return f"{error} A path begins with ~ and a name that no user of this machine has."
     said = error if isinstance(error, MisconfigurationException) else first_error(error)
     return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
 

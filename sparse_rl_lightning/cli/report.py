@@ -7,7 +7,6 @@ from pathlib import Path
 
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.options import ONE, SEVERAL
-from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import output_file, whole_file, write_whole
 from sparse_rl_lightning.report import MARK, comparison, page, read_run
 from sparse_rl_lightning.text import say
@@ -23,12 +22,10 @@ def main(args: Sequence[str]) -> Path:
         The path of the page.
 
     Raises:
-        ValueError: If a folder contains no readable run, one is given twice, or the page cannot be written.
+        ValueError: If a folder contains no readable run, two have one name, or the page cannot be written.
     """
     given = options.report().parse_args(args)
     folders = [Path(folder).expanduser() for folder in given.folders]
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError(f"A folder is given twice: {', '.join(map(str, folders))}. Give each run once.")
     records = [(str(folder), read_run(folder)) for folder in folders]
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
     output = Path(given.output).expanduser() if given.output else usual

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from string import Formatter
 from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -240,9 +239,6 @@ def _check_template(template: str | None) -> None:
     if template is None:
         return
     try:
-        fields = [field for _, field, form, conversion in Formatter().parse(template) if form or conversion]
-        if fields:
-            raise UserError(f"{fields[0]!r} is formatted")
         complete = "\0" in template.format(prompt="\0")
     except (LookupError, ValueError, AttributeError) as error:
         raise UserError(

@@ -275,7 +275,7 @@ def test_full_disk_is_a_line(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "'nothing' is not a folder. Give the folder of a run"),
-        (["a", "./a"], "A folder is given twice"),
+        (["a", "a"], "at least two runs, each under a name of its own"),
         (["a", "--output", "a"], "is a folder. Give the file to write"),
         (["a", "--output", "a/summary.json/x.html"], "summary.json' cannot be written"),
         (
