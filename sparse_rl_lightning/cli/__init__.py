@@ -40,31 +40,31 @@ def console() -> None:
     Everything else keeps its traceback; with the environment variable SPARSE_RL_TRACEBACK=1 a mistake does too.
     """
     sys.excepthook = _traceback
-    given = sys.argv[1:]
-    name = next((word for word in given if word in COMMANDS or word in {*HELP, "--version"}), "")
+    arguments = sys.argv[1:]
+    name = next((word for word in arguments if word in COMMANDS or word in {*HELP, "--version"}), "")
     command = COMMANDS.get(name)
-    if command is None or (command.home and given[0] != name):
-        _overview(name if command is None else "", given)
-    if command.parser and HELP & {*given}:
-        command.parser().parse_args(given[1:])
+    if command is None or (command.home and arguments[0] != name):
+        _overview(name if command is None else "", arguments)
+    if command.parser and HELP & {*arguments}:
+        command.parser().parse_args(arguments[1:])
     try:
-        _run(command, given[1:])
+        _run(command, arguments[1:])
     except Exception as error:
         if isinstance(error, UserError):
             message: str | None = str(error)
         else:
-            from sparse_rl_lightning.cli.messages import told
+            from sparse_rl_lightning.cli.messages import user_message
 
-            message = told(error)
+            message = user_message(error)
         if message is None or os.environ.get("SPARSE_RL_TRACEBACK", "0") not in ("", "0"):
             raise
         say(f"error: {message}", sys.stderr)
         sys.exit(1)
 
 
-def _traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+def _traceback(error_type: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """Print a traceback; its error may quote what a model wrote."""
-    say("".join(traceback.format_exception(kind, error, where)).rstrip(), sys.stderr)
+    say("".join(traceback.format_exception(error_type, error, where)).rstrip(), sys.stderr)
 
 
 def _run(command: Command, arguments: list[str]) -> None:
@@ -82,16 +82,16 @@ def _run(command: Command, arguments: list[str]) -> None:
             pkgutil.resolve_name(f"{__name__}.{command.home}")(arguments)
 
 
-def _overview(flag: str, given: list[str]) -> NoReturn:
+def _overview(flag: str, arguments: list[str]) -> NoReturn:
     """Answer ``--help`` or ``--version``; without one of them say which commands there are."""
-    made = Parser(
+    parser = Parser(
         prog="sparse-rl", allow_abbrev=False, usage="%(prog)s COMMAND [...]",
         description="Reinforcement learning of language models on rollouts with an evicted KV cache.",
         epilog="`sparse-rl COMMAND --help` shows the options of a command.",
     )  # fmt: skip
-    made.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
-    listed = made.add_subparsers(title="commands", metavar="COMMAND [...]")
+    parser.add_argument("--version", action="version", version=f"sparse-rl {__version__}")
+    listed = parser.add_subparsers(title="commands", metavar="COMMAND [...]")
     for name, command in COMMANDS.items():
         listed.add_parser(name, help=command.line)
-    made.parse_args([flag] if flag else [])
-    made.error(f"expected a command first, one of {', '.join(COMMANDS)}; got {' '.join(given)!r}.")
+    parser.parse_args([flag] if flag else [])
+    parser.error(f"expected a command first, one of {', '.join(COMMANDS)}; got {' '.join(arguments)!r}.")

@@ -40,22 +40,22 @@ class Method:
     arguments: dict[str, Any] | None = None  # of a file, before those that all methods share
 
     @classmethod
-    def of(cls, given: str) -> Method:
+    def of(cls, spec: str) -> Method:
         """The method that ``SnapKV``, ``mine.Method`` or ``method.yaml`` names.
 
         Raises:
             ValueError: If there is no such class or file, or it is no compressor.
         """
-        if not given.endswith((".yaml", ".yml")):
-            return cls(given.rpartition(".")[2], _checked_path(given))
+        if not spec.endswith((".yaml", ".yml")):
+            return cls(spec.rpartition(".")[2], _checked_path(spec))
         try:
-            read = yaml.safe_load(whole_file(given, 2**24))
+            read = yaml.safe_load(whole_file(spec, 2**24))
             path, arguments = read["class_path"], read.get("init_args") or {}
         except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{given!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
+                f"{spec!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
             ) from error
-        return cls(Path(given).stem, _checked_path(path), arguments)
+        return cls(Path(spec).stem, _checked_path(path), arguments)
 
     def compressor(self, sizes: dict[str, Any]) -> Compressor:
         """The compressor with these sizes, as far as its class takes them; a file's own go before all but the budget.
@@ -68,24 +68,24 @@ class Method:
         parser: Any = ClearParser(exit_on_error=False)
         parser.add_subclass_arguments(Compressor, "method")
         try:
-            found: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
+            compressor: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
         except Exception as error:
             raise own_error(error) or UserError(explain(str(error))) from error
-        return found if self.arguments is None else found.with_budget(sizes["budget"])
+        return compressor if self.arguments is None else compressor.with_budget(sizes["budget"])
 
 
-def _checked_path(given: str) -> str:
+def _checked_path(name: str) -> str:
     """The import path of a compressor's class."""
     try:
-        found = imported(given) if "." in given else known_classes()[given]
+        compressor_class = imported(name) if "." in name else known_classes()[name]
     except KeyError as error:
-        raise UserError(explain(f"Expected a dot import path string: {given}").partition("\n")[2]) from error
+        raise UserError(explain(f"Expected a dot import path string: {name}").partition("\n")[2]) from error
     except Exception as error:  # whatever the user's module raises
         hint = f" {LOOKED_FOR}" if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"{given!r} cannot be imported: {type(error).__name__}: {error}.{hint}") from error
-    if not (inspect.isclass(found) and issubclass(found, Compressor)):
-        raise UserError(f"{given!r} is no compressor: derive it from sparse_rl_lightning.compressors.Compressor.")
-    return f"{found.__module__}.{found.__qualname__}"
+        raise UserError(f"{name!r} cannot be imported: {type(error).__name__}: {error}.{hint}") from error
+    if not (inspect.isclass(compressor_class) and issubclass(compressor_class, Compressor)):
+        raise UserError(f"{name!r} is no compressor: derive it from sparse_rl_lightning.compressors.Compressor.")
+    return f"{compressor_class.__module__}.{compressor_class.__qualname__}"
 
 
 PACKAGE = "sparse_rl_lightning"
@@ -117,13 +117,13 @@ def main(args: Sequence[str]) -> list[Cell]:
     from sparse_rl_lightning.quality import page
     from sparse_rl_lightning.quality.results import Results
 
-    given = options.benchmark().parse_args(args)
-    methods = _methods(given.methods)
-    check_seed(given.seed, "--seed")
+    arguments = options.benchmark().parse_args(args)
+    methods = _methods(arguments.methods)
+    check_seed(arguments.seed, "--seed")
     for name, least in LEAST.items():
-        check_number(f"--{name}", getattr(given, name), least=least, or_none=True)
-    bench = _bench(given)
-    folder = writable_folder(given.output, "--output", "table.json", ["table.md"])
+        check_number(f"--{name}", getattr(arguments, name), least=least, or_none=True)
+    bench = _bench(arguments)
+    folder = writable_folder(arguments.output, "--output", "table.json", ["table.md"])
     settings = {
         "policy": fingerprint(policy=bench.model), "data or tasks": fingerprint(rows=bench.rows),
         "tokenizer": fingerprint(tokenizer=bench.tokenizer),
@@ -132,7 +132,7 @@ def main(args: Sequence[str]) -> list[Cell]:
     }  # fmt: skip
     results = Results(folder / "table.json", settings)
     bench, mean, longest = _beside(bench, results)
-    budgets, sizes = _sizes(given, mean, longest)
+    budgets, sizes = _sizes(arguments, mean, longest)
     for method in methods:
         if method.arguments is not None:  # a mistake in a file ends this before hours are measured
             method.compressor({**sizes, "budget": budgets[-1]})
@@ -153,54 +153,56 @@ def main(args: Sequence[str]) -> list[Cell]:
 # ---------------------------------------------------------------- what is measured, and on what
 
 
-def _methods(given: Sequence[str]) -> list[Method]:
+def _methods(specs: Sequence[str]) -> list[Method]:
     """The rows of the table, each under a name of its own."""
-    found = {FLOOR.name: FLOOR, FULL.name: FULL}
-    for text in dict.fromkeys(given):
+    methods = {FLOOR.name: FLOOR, FULL.name: FULL}
+    for text in dict.fromkeys(specs):
         method = Method.of(text)
         if imported(method.path) is FullKV:
             continue  # has its row
-        found[text if method.name in found else method.name] = method
-    return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in found.items()]
+        methods[text if method.name in methods else method.name] = method
+    return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in methods.items()]
 
 
-def _bench(given: argparse.Namespace) -> Bench:
+def _bench(arguments: argparse.Namespace) -> Bench:
     """Policy, problems and judge."""
     from sparse_rl_lightning.quality.cells import Bench
     from sparse_rl_lightning.rewards import arithmetic_reward, boxed_math_reward
     from sparse_rl_lightning.rewards.scoring import Rewards
 
-    rows = _rows(given)
-    model, tokenizer = load_pretrained(given.policy, given.dtype)
+    rows = _rows(arguments)
+    model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
     model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
     try:
-        judge = Rewards(imported(given.reward) if given.reward else usual) if rows[0]["answer"] else None
+        judge = Rewards(imported(arguments.reward) if arguments.reward else usual) if rows[0]["answer"] else None
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--reward={given.reward!r} cannot be imported: {error}.") from error
+        raise UserError(f"--reward={arguments.reward!r} cannot be imported: {error}.") from error
     if judge is not None:
         judge.check(rows)
-    length = given.max_completion_length or (512 if given.data else 64)
-    params = SamplingParams(given.samples, length, temperature=given.temperature, seed=given.seed)
-    return Bench(model.eval(), tokenizer, rows, judge, params, given.num_slots, given.timed)
+    length = arguments.max_completion_length or (512 if arguments.data else 64)
+    params = SamplingParams(arguments.samples, length, temperature=arguments.temperature, seed=arguments.seed)
+    return Bench(model.eval(), tokenizer, rows, judge, params, arguments.num_slots, arguments.timed)
 
 
-def _rows(given: argparse.Namespace) -> Rows:
+def _rows(arguments: argparse.Namespace) -> Rows:
     from sparse_rl_lightning.data import ArithmeticTasks, JsonlPrompts
     from sparse_rl_lightning.data.files import read_table
 
-    if given.data:
-        columns = [name for _, row in read_table(given.data)[:1] for name in row]
-        answer = given.answer_column or ("answer" if "answer" in columns else None)
-        own = {name: getattr(given, name) for name in OF_DATA} | {"answer_column": answer}
-        rows = JsonlPrompts(given.data, **own).train_rows()[: given.problems]
+    if arguments.data:
+        columns = [name for _, row in read_table(arguments.data)[:1] for name in row]
+        answer = arguments.answer_column or ("answer" if "answer" in columns else None)
+        settings = {name: getattr(arguments, name) for name in OF_DATA} | {"answer_column": answer}
+        rows = JsonlPrompts(arguments.data, **settings).train_rows()[: arguments.problems]
         if not rows:
-            raise UserError(f"--data={given.data!r} has no rows. Give a file with prompts to draw for.")
+            raise UserError(f"--data={arguments.data!r} has no rows. Give a file with prompts to draw for.")
         return rows
     for name in OF_DATA:
-        if getattr(given, name) not in (None, False, "prompt"):
+        if getattr(arguments, name) not in (None, False, "prompt"):
             raise UserError(f"--{name} is about the rows of a file: add --data FILE, or leave it out.")
-    tasks = ArithmeticTasks(given.tasks, given.num_terms, num_train=1, num_val=given.problems, seed=given.seed)
+    tasks = ArithmeticTasks(
+        arguments.tasks, arguments.num_terms, num_train=1, num_val=arguments.problems, seed=arguments.seed
+    )
     return tasks.val_rows()
 
 
@@ -215,22 +217,24 @@ def _beside(bench: Bench, results: Results) -> tuple[Bench, int, int]:
     return replace(bench, full_lengths=torch.tensor(results.completions)), mean, longest
 
 
-def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int], dict[str, Any]]:
+def _sizes(arguments: argparse.Namespace, mean: int, longest: int) -> tuple[list[int], dict[str, Any]]:
     """Budgets in tokens, and what all compressors have in common beside them.
 
     Raises:
         ValueError: If a budget is 0, sinks and window do not fit into it, or nothing would be evicted.
     """
-    budgets = sorted({round(own * mean) if own < 1 else int(own) for own in given.budgets})
+    budgets = sorted({round(share * mean) if share < 1 else int(share) for share in arguments.budgets})
     least = budgets[0]
     if least < 1:
         raise UserError(
-            f"--budgets: {min(given.budgets):g} of the mean length with the full cache, {mean} tokens, is a budget of "
-            "0 tokens. Raise the share, or give a number of tokens."
+            f"--budgets: {min(arguments.budgets):g} of the mean length with the full cache, {mean} tokens, is a budget "
+            "of 0 tokens. Raise the share, or give a number of tokens."
         )
     third = max(1, least // 3)
     usual = {"buffer": min(128, third), "num_sinks": min(4, least // 8), "window": min(8, third)}
-    sizes = {name: value if getattr(given, name) is None else getattr(given, name) for name, value in usual.items()}
+    sizes = {
+        name: value if getattr(arguments, name) is None else getattr(arguments, name) for name, value in usual.items()
+    }
     for budget in budgets:
         if budget + sizes["buffer"] >= longest:
             raise UserError(
@@ -238,7 +242,7 @@ def _sizes(given: argparse.Namespace, mean: int, longest: int) -> tuple[list[int
                 f"drawn with the full cache has {longest} tokens, {mean} on average. Lower the budget or --buffer."
             )
         FLOOR.compressor(_of_method(FLOOR, sizes, budget))  # sizes that do not fit end this before hours are measured
-    return budgets, {**sizes, "protect_prompt": given.protect_prompt}
+    return budgets, {**sizes, "protect_prompt": arguments.protect_prompt}
 
 
 def _of_method(method: Method, sizes: dict[str, Any], budget: int | None) -> dict[str, Any]:
@@ -257,17 +261,17 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
     try:
         compressor = _compressor(bench, results, method, _of_method(method, sizes, budget))
         timed = [bench.num_timed, str(bench.model.device)] if bench.num_timed else []
-        own = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
-        known = results.find(method.name, budget, own)
-        if known:
-            return known
-        found = bench.measure(compressor)
+        digest = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
+        stored = results.find(method.name, budget, digest)
+        if stored:
+            return stored
+        numbers = bench.measure(compressor)
         if bench.judge is not None:
             bench.judge.settle()  # type: ignore[attr-defined]  # one of Rewards: raises if they failed everywhere
-        return results.put(Cell(method.name, budget, own, **found))
+        return results.put(Cell(method.name, budget, digest, **numbers))
     except Exception as error:
-        kind = "" if isinstance(error, (UserError, AssertionError)) else f"{type(error).__name__}: "
-        return results.put(Cell(method.name, budget, reason=kind + " ".join(str(error).split())))
+        error_name = "" if isinstance(error, (UserError, AssertionError)) else f"{type(error).__name__}: "
+        return results.put(Cell(method.name, budget, reason=error_name + " ".join(str(error).split())))
 
 
 def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:

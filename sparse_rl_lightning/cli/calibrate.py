@@ -96,7 +96,7 @@ def calibrate(
     method: Compressor | Retriever | None = retriever or compressor
     if method is None:
         raise UserError("calibrate: give a compressor or a retriever, whose budget is to be found.")
-    place = writable_folder(folder, "folder", f"parts/{FINGERPRINT}", RESULTS)
+    output_folder = writable_folder(folder, "folder", f"parts/{FINGERPRINT}", RESULTS)
     model, tokenizer = resolve_policy(policy).as_stored().load()
     model.to(device_of(device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     rows = [*data.val_rows(), *data.train_rows()][:num_prompts]
@@ -107,12 +107,12 @@ def calibrate(
     options |= {"end_token_ids": ends, "tokenizer": tokenizer}
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows], rollout.chat_template_kwargs)
     keeps = compressor if retriever and compressor else FullKV()
-    sweep = Sweep(model, prompts, params, place / "parts", prompts_per_part, micro_batch, keeps, options)
+    sweep = Sweep(model, prompts, params, output_folder / "parts", prompts_per_part, micro_batch, keeps, options)
     left = TimeLeft(1 + len(set(budgets)) + check)
-    found = run_calibration(sweep, method, budgets, binning, target, check, monotone, left.tell)
-    found.write(place)
-    _tell(found, place, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
-    return found
+    calibration = run_calibration(sweep, method, budgets, binning, target, check, monotone, left.tell)
+    calibration.write(output_folder)
+    _tell(calibration, output_folder, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
+    return calibration
 
 
 def main(args: Sequence[str]) -> Calibration | None:
@@ -139,14 +139,16 @@ def hardware(hardware: str, num_layers: PositiveInt = 28, device: str | None = N
         device: Device to use, null for a GPU where there is one.
         overwrite: Replace the file if it exists.
     """
-    target, place = output_file(hardware, "hardware", replaces=lambda _: overwrite), device_of(device)
-    kind = torch.bfloat16 if place.type == "cuda" else torch.float32
-    found = measure_hardware(place, kind, num_layers)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    found.save(target, device=name, dtype=str(kind).removeprefix("torch."), num_layers=str(num_layers))
+    target, torch_device = output_file(hardware, "hardware", replaces=lambda _: overwrite), device_of(device)
+    dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
+    measured = measure_hardware(torch_device, dtype, num_layers)
+    is_gpu = torch_device.type == "cuda"
+    name = torch.cuda.get_device_name(torch_device) if is_gpu else f"CPU, {torch.get_num_threads()} threads"
+    measured.save(target, device=name, dtype=str(dtype).removeprefix("torch."), num_layers=str(num_layers))
     say(
-        f"{name}: {found.bandwidth / 1e9:,.1f} GB/s, {found.flops / 1e12:,.2f} TFLOP/s, "
-        f"{1e3 * found.step_overhead:,.2f} ms per decode step of {num_layers} layers without work. Written: {hardware}"
+        f"{name}: {measured.bandwidth / 1e9:,.1f} GB/s, {measured.flops / 1e12:,.2f} TFLOP/s, "
+        f"{1e3 * measured.step_overhead:,.2f} ms per decode step of {num_layers} layers without work. "
+        f"Written: {hardware}"
     )
 
 
@@ -203,21 +205,21 @@ def device_of(name: str | None = None) -> torch.device:
         ValueError: If there is none of this name.
     """
     try:
-        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"device={name!r} cannot be used here: {reason}. Give cpu, or cuda where there is one."
         ) from error
-    return place
+    return device
 
 
-def _tell(found: Calibration, folder: Path, title: str) -> None:
+def _tell(calibration: Calibration, folder: Path, title: str) -> None:
     """Print the result, and draw it if matplotlib is installed."""
     *names, picture = RESULTS
-    written = [folder / name for name in names] + write_picture(folder / picture, lambda: found.picture(title))
-    say(f"Ceiling {found.ceiling:.4f}, target {found.target:.4f}. Schedule: {found.schedule!r}")
-    for note in found.notes:
+    written = [folder / name for name in names] + write_picture(folder / picture, lambda: calibration.picture(title))
+    say(f"Ceiling {calibration.ceiling:.4f}, target {calibration.target:.4f}. Schedule: {calibration.schedule!r}")
+    for note in calibration.notes:
         say(f"- {note}")
     say(f"Written: {', '.join(map(nearby, written))}")

@@ -35,16 +35,16 @@ BASES = (
 
 def known_classes() -> dict[str, type]:
     """Classes that a configuration may name without their module, by name."""
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     waiting: list[type] = list(BASES)
     while waiting:
-        kind = waiting.pop()
-        waiting.extend(kind.__subclasses__())
-        if kind.__name__.startswith("_") or (kind in BASES and inspect.isabstract(kind)):
+        cls = waiting.pop()
+        waiting.extend(cls.__subclasses__())
+        if cls.__name__.startswith("_") or (cls in BASES and inspect.isabstract(cls)):
             continue
-        if kind.__name__ not in found or kind.__module__.startswith("sparse_rl_lightning."):  # not a namesake of it
-            found[kind.__name__] = kind
-    return found
+        if cls.__name__ not in classes or cls.__module__.startswith("sparse_rl_lightning."):  # not a namesake of it
+            classes[cls.__name__] = cls
+    return classes
 
 
 def imported(path: str) -> Any:
@@ -56,9 +56,9 @@ def imported(path: str) -> Any:
 def argument_names(path: str) -> set[str]:
     """Arguments of a ``class_path``, those of a group as ``group.name``; none if there is no such class."""
     try:
-        kind = known_classes().get(path) or imported(path)
+        cls = known_classes().get(path) or imported(path)
         parser = ArgumentParser(exit_on_error=False)
-        added = [*parser.add_class_arguments(kind, fail_untyped=False), *parser.get_defaults().keys()]
+        added = [*parser.add_class_arguments(cls, fail_untyped=False), *parser.get_defaults().keys()]
     except (ImportError, AttributeError, TypeError, ValueError):  # the parser reports what is wrong with the name
         return set()
     return {*added, *(name.partition(".")[0] for name in added)}

@@ -22,24 +22,24 @@ INSTRUCTION_SETS = {"AVX512": "AVX-512", "AVX2": "AVX2"}
 
 def report() -> str:
     """The whole diagnosis as text."""
-    parts = (versions(), devices(), paths(), advice())
-    return "\n\n".join("\n".join(part) for part in parts)
+    sections = (versions(), devices(), paths(), advice())
+    return "\n\n".join("\n".join(section) for section in sections)
 
 
 def versions() -> list[str]:
     """Package versions, and the Python that imports them."""
-    found = package_versions() | {"CUDA of torch": torch.version.cuda or "none, a CPU build"}
-    return [f"{name:<20} {version}" for name, version in found.items()]
+    packages = package_versions() | {"CUDA of torch": torch.version.cuda or "none, a CPU build"}
+    return [f"{name:<20} {version}" for name, version in packages.items()]
 
 
 def devices() -> list[str]:
     """The processor and GPUs."""
-    found = torch.backends.cpu.get_cpu_capability()
-    clone = INSTRUCTION_SETS.get(found, "plain x86-64 or none")
+    capability = torch.backends.cpu.get_cpu_capability()
+    clone = INSTRUCTION_SETS.get(capability, "plain x86-64 or none")
     lines = [f"CPU: {os.cpu_count()} cores, {torch.get_num_threads()} threads used, kernels compiled for {clone}"]
     built = built_architectures(PACKAGE)
-    known = describe_architectures(built) if built else ops.MISSING["cuda"] or "of a build that does not say what for"
-    lines.append(f"CUDA kernels: {known}")
+    archs = describe_architectures(built) if built else ops.MISSING["cuda"] or "of a build that does not say what for"
+    lines.append(f"CUDA kernels: {archs}")
     if not torch.cuda.is_available():
         unused = unused_gpus()
         return [
@@ -105,9 +105,9 @@ def gpus_without_code() -> list[str]:
     """A line for each GPU that no kernel runs on, with what changes it."""
     built = built_architectures(PACKAGE)
     return [
-        f"missing for GPU {index}: sm_{one[0]}{one[1]} {code_for(built, one)}"
-        for index, one in enumerate(capabilities())
-        if not has_code(built, one)
+        f"missing for GPU {index}: sm_{capability[0]}{capability[1]} {code_for(built, capability)}"
+        for index, capability in enumerate(capabilities())
+        if not has_code(built, capability)
     ]
 
 

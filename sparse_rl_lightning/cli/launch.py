@@ -34,11 +34,11 @@ def follow_launcher() -> None:
 
 def network_error(error: torch.distributed.DistNetworkError) -> str:
     """The reason why ranks cannot meet, in one line."""
-    place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
-    said = str(error).strip().partition("\n")[0]
-    if "EADDRINUSE" in said or "in use" in said:
-        return f"The ranks cannot meet at {place}: another program listens there. Set MASTER_PORT to a free port."
-    return f"The ranks cannot meet at {place}: {said}. See that MASTER_ADDR and MASTER_PORT can be reached from all."
+    address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+    reason = str(error).strip().partition("\n")[0]
+    if "EADDRINUSE" in reason or "in use" in reason:
+        return f"The ranks cannot meet at {address}: another program listens there. Set MASTER_PORT to a free port."
+    return f"The ranks cannot meet at {address}: {reason}. All must be able to reach MASTER_ADDR and MASTER_PORT."
 
 
 def _follow(launcher: int) -> None:

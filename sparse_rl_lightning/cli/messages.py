@@ -65,13 +65,13 @@ class ClearParser(LightningArgumentParser):
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""
 
 
-def _check_schedule(given: Any) -> None:
+def _check_schedule(schedule: Any) -> None:
     """Refuse what the type of ``lr_scheduler`` allows and nothing can be made of.
 
     Raises:
         TypeError: If it is torch's schedule after a metric, without a metric, or a function that wants an optimizer.
     """
-    path, arguments = getattr(given, "class_path", None), getattr(given, "init_args", None) or ()
+    path, arguments = getattr(schedule, "class_path", None), getattr(schedule, "init_args", None) or ()
     if path == "torch.optim.lr_scheduler.ReduceLROnPlateau":
         raise TypeError(f"lr_scheduler: {path} does not know what it looks at. {SCHEDULES}")
     if "optimizer" in arguments:
@@ -85,23 +85,23 @@ def explain(message: str) -> str:
     "Expected a dot import path string: SnapKv\nThere is no class 'SnapKv'. Did you mean 'SnapKV'? "
     """
     for form, instead in INSTEAD.items():
-        if found := re.search(form, message):
-            return found.expand(instead)
+        if match := re.search(form, message):
+            return match.expand(instead)
     lines = dict.fromkeys(line for line in message.splitlines() if not NOISE.match(line))
-    hint = next((make(found) for form, make in FORMS if (found := re.search(form, message))), "")
+    hint = next((make(match) for form, make in FORMS if (match := re.search(form, message))), "")
     return "\n".join([*lines, hint]).strip()
 
 
-def told(error: Exception) -> str | None:
-    """What to tell a user of the error that ended a command; None if it is a bug, which keeps its traceback."""
+def user_message(error: Exception) -> str | None:
+    """The message for the user about the error that ended a command; None for a bug, which keeps its traceback."""
     if isinstance(error, torch.distributed.DistNetworkError):
         return network_error(error)
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return f"{error}. Make room on the disk, or name another place."
     if isinstance(error, OSError) and error.errno in NO_PLACE and error.filename is not None:
         return f"{error}. Name a place that you may use."
-    said = error if isinstance(error, MisconfigurationException) else first_error(error)
-    return str(said) if isinstance(said, (MisconfigurationException, UserError)) else None
+    cause = error if isinstance(error, MisconfigurationException) else first_error(error)
+    return str(cause) if isinstance(cause, (MisconfigurationException, UserError)) else None
 
 
 def own_error(error: BaseException | None) -> UserError | None:
@@ -124,24 +124,24 @@ def is_from(error: BaseException, package: str) -> bool:
     return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
 
-def _of_class(found: re.Match[str]) -> str:
+def _of_class(match: re.Match[str]) -> str:
     """What may have been meant by the name of a class that no key of its kind has."""
-    name, known = found[1], known_classes()
-    if name in known:  # of another kind than the key's, or the key takes any class
-        return f"Here {name} is named with its module: {known[name].__module__}.{name}."
-    own = f"A class of your own is named with its module, such as mine.{name}."
-    return " ".join(filter(None, [f"There is no class {name!r}.", _did_you_mean(name, known), own]))
+    name, classes = match[1], known_classes()
+    if name in classes:  # of another kind than the key's, or the key takes any class
+        return f"Here {name} is named with its module: {classes[name].__module__}.{name}."
+    hint = f"A class of your own is named with its module, such as mine.{name}."
+    return " ".join(filter(None, [f"There is no class {name!r}.", _did_you_mean(name, classes), hint]))
 
 
-def _of_option(found: re.Match[str]) -> str:
+def _of_option(match: re.Match[str]) -> str:
     """What may have been meant by a key of a class, or of a group in it; the class comes first."""
-    name, known = ".".join(found.groups()[1:]), argument_names(found[1])
-    return (_elsewhere(name) if "optimizer" in known else "") or _did_you_mean(name, known)
+    name, names = ".".join(match.groups()[1:]), argument_names(match[1])
+    return (_elsewhere(name) if "optimizer" in names else "") or _did_you_mean(name, names)
 
 
-def _of_key(found: re.Match[str]) -> str:
+def _of_key(match: re.Match[str]) -> str:
     """What may have been meant by a key of the whole configuration."""
-    return _elsewhere(found[1]) or _did_you_mean(found[1], _keys())
+    return _elsewhere(match[1]) or _did_you_mean(match[1], _keys())
 
 
 def _elsewhere(name: str) -> str:
@@ -193,33 +193,33 @@ FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [
     (r"class_path '([\w.]+)':\s+unrecognized arguments: --([\w.]+)", _of_option),
     (
         r"class_path '[\w.]+':\s+Option '(\w+)\.[\w.]+' is not accepted",
-        lambda found: f"What belongs to a class stands below its init_args, {found[1]!r} too.",
+        lambda match: f"What belongs to a class stands below its init_args, {match[1]!r} too.",
     ),
     (r"does not accept option '([\w.]+)\+?'", _of_key),
     (r"unrecognized arguments: --([\w.]+)", _of_key),
-    (r"unrecognized arguments: (\S+\.ya?ml)", lambda found: f"Did you mean --config {found[1]}?"),
+    (r"unrecognized arguments: (\S+\.ya?ml)", lambda match: f"Did you mean --config {match[1]}?"),
     (
         r"File does not exist: '((.+)/(.+))'",
-        lambda found: _did_you_mean(found[3], (path.name for path in Path(found[2]).glob("*.y*ml"))),
+        lambda match: _did_you_mean(match[3], (path.name for path in Path(match[2]).glob("*.y*ml"))),
     ),
     (
         r"module '([\w.]+)' has no attribute '(\w+)'",
-        lambda found: _did_you_mean(found[2], dir(sys.modules.get(found[1]))),
+        lambda match: _did_you_mean(match[2], dir(sys.modules.get(match[1]))),
     ),
     (
         r"argument --(model|data): expected one argument",
-        lambda found: f"--{found[1]}.help=NAME, such as SparseGRPO, lists the keys of a class and of its groups.",
+        lambda match: f"--{match[1]}.help=NAME, such as SparseGRPO, lists the keys of a class and of its groups.",
     ),
     (r"No module named '[\w.]+'", lambda _: LOOKED_FOR),
-    (r"int too large to convert to float", lambda found: "A number has more digits than a float holds, 308."),
+    (r"int too large to convert to float", lambda match: "A number has more digits than a float holds, 308."),
 ]
 """Forms of jsonargparse's messages, the first of which counts, and what to add."""
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence with the closest known names, whatever their case, or nothing."""
     is_dotted = "." in name
-    by_lower = {(c if is_dotted else c.rpartition(".")[2]).lower(): c for c in known}  # alone, a name may be a group's
+    by_lower = {(c if is_dotted else c.rpartition(".")[2]).lower(): c for c in names}  # alone, a name may be a group's
     cutoff = 0.85 if is_dotted else 0.6  # names of a group have its name in common
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 3, cutoff)]
     return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -74,29 +74,29 @@ def benchmark() -> Parser:
 
 def report() -> Parser:
     """Options of ``sparse-rl report``."""
-    made = Parser(
+    parser = Parser(
         prog="sparse-rl report",
         description="Write the page of a run, finished or not, or one page that compares several runs.",
         allow_abbrev=False,
     )
-    made.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
-    made.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
-    made.add_argument("--overwrite", action="store_true", help="replace the file even if it is no such page")
-    return made
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run's trainer.default_root_dir")
+    parser.add_argument("--output", metavar="FILE", help=f"default FOLDER/{ONE} of one run, {SEVERAL} of several")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file even if it is no such page")
+    return parser
 
 
 def import_gguf() -> Parser:
     """Options of ``sparse-rl import-gguf``."""
-    made = Parser(
+    parser = Parser(
         prog="sparse-rl import-gguf", allow_abbrev=False,
         description="Write the model, tokenizer and chat template of a GGUF file as a Hugging Face folder, with every "
         "weight whole, for the architectures that transformers reads.",
     )  # fmt: skip
-    made.add_argument("file", metavar="FILE", help="GGUF file")
-    made.add_argument("folder", metavar="FOLDER", help="new folder")
-    made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
+    parser.add_argument("file", metavar="FILE", help="GGUF file")
+    parser.add_argument("folder", metavar="FOLDER", help="new folder")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
                       help="type of the weights in the folder, default %(default)s; float32 loses nothing")  # fmt: skip
-    return made
+    return parser
 
 
 def doctor() -> Parser:
@@ -107,7 +107,7 @@ def doctor() -> Parser:
 
 def plan(proposes: bool = True) -> Parser:
     """Options of ``sparse-rl plan``: of proposing a configuration, or of predicting one."""
-    made = Parser(
+    parser = Parser(
         prog="sparse-rl plan", allow_abbrev=False,
         usage="%(prog)s --config FILE [--card NAME] [--memory SIZE] [--prompt TOKENS] [overrides]\n       "
         "%(prog)s --model NAME --length TOKENS [--card NAME] [--memory SIZE] [--output FILE] [--overwrite]",
@@ -116,22 +116,22 @@ def plan(proposes: bool = True) -> Parser:
         epilog="With --config, --prompt is the longest prompt in tokens (default 256), and everything else "
         "overrides the configuration, as for `sparse-rl fit`.",
     )  # fmt: skip
-    made.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), b200-180gb")
-    made.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
+    parser.add_argument("--card", metavar="NAME", help="such as rtx-4090-24gb, h100-80gb (the default), b200-180gb")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of the card, such as 24GB; default: the card's")
     if proposes:
-        made.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")
-        made.add_argument("--length", required=True, type=int, help="tokens of the longest sequence, prompt included")
-        made.add_argument("--output", metavar="FILE", help="file to write, default NAME-MEMORY.yaml")
-        made.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-        return made
-    made.add_argument("--prompt", metavar="TOKENS", type=int, default=256, help="longest prompt, default %(default)s")
-    return made
+        parser.add_argument("--model", required=True, metavar="NAME", help="hub name or folder, such as Qwen/Qwen3-4B")
+        parser.add_argument("--length", required=True, type=int, help="tokens of the longest sequence, prompt included")
+        parser.add_argument("--output", metavar="FILE", help="file to write, default NAME-MEMORY.yaml")
+        parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+        return parser
+    parser.add_argument("--prompt", metavar="TOKENS", type=int, default=256, help="longest prompt, default %(default)s")
+    return parser
 
 
 def record() -> Parser:
     """Options of ``sparse-rl record``."""
-    made = Parser(prog="sparse-rl record", allow_abbrev=False)
-    commands = made.add_subparsers(required=True, dest="command")
+    parser = Parser(prog="sparse-rl record", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, dest="command")
     words = "replay a record, and say whether its log-probabilities are those of the replay"
     check = commands.add_parser("check", help=words, description=words, allow_abbrev=False)
     check.add_argument("file", metavar="FILE", help="record, a safetensors file (docs/from_verl.md)")
@@ -143,7 +143,7 @@ def record() -> Parser:
     compare = commands.add_parser("compare", help=words, description=words, allow_abbrev=False)
     compare.add_argument("file", metavar="FILE")
     compare.add_argument("other", metavar="OTHER")
-    return made
+    return parser
 
 
 def _budget(text: str) -> float:

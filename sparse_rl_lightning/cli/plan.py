@@ -54,13 +54,16 @@ def main(args: Sequence[str]) -> Plan:
 
 def proposed(args: Sequence[str]) -> Plan:
     """Write a configuration that fits, and print its plan; errors as of :func:`main`."""
-    given = options.plan().parse_args(args)
-    card = card_of(given.card, given.memory)
-    short = given.model.rstrip("/").rpartition("/")[2].lower()
-    output = Path(given.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
-    target = output_file(output, "--output", replaces=lambda _: given.overwrite)
-    say(f"Looking for a configuration of {given.model} with sequences of up to {given.length} tokens.", sys.stderr)
-    plan = propose(given.model, card, given.length)
+    arguments = options.plan().parse_args(args)
+    card = card_of(arguments.card, arguments.memory)
+    short = arguments.model.rstrip("/").rpartition("/")[2].lower()
+    output = Path(arguments.output or f"{short}-{card.memory / 1e9:.0f}gb.yaml")
+    target = output_file(output, "--output", replaces=lambda _: arguments.overwrite)
+    say(
+        f"Looking for a configuration of {arguments.model} with sequences of up to {arguments.length} tokens.",
+        sys.stderr,
+    )
+    plan = propose(arguments.model, card, arguments.length)
     write_whole(target, configuration(plan, output))
     say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
@@ -68,10 +71,10 @@ def proposed(args: Sequence[str]) -> Plan:
 
 def planned(args: Sequence[str]) -> Plan:
     """Print the plan of a configuration; errors as of :func:`main`."""
-    given, rest = options.plan(proposes=False).parse_known_args(args)
-    card = card_of(given.card, given.memory)
+    arguments, rest = options.plan(proposes=False).parse_known_args(args)
+    card = card_of(arguments.card, arguments.memory)
     say("Reading the configuration", sys.stderr)
-    job = job_of(rest, given.prompt)
+    job = job_of(rest, arguments.prompt)
     say(f"Counting {job.blueprint.path}: the learner's passes are walked through layer by layer", sys.stderr)
     plan = make_plan(job, card)
     say(plan.text)
@@ -107,15 +110,15 @@ class _Configured(LightningCLI):
     @property
     def num_prompts(self) -> int:
         """Prompts per rollout."""
-        given = self.data_args.get("prompts_per_rollout")
-        return given if isinstance(given, int) else PROMPTS
+        count = self.data_args.get("prompts_per_rollout")
+        return count if isinstance(count, int) else PROMPTS
 
     @property
     def num_rows(self) -> int | None:
         """The number of training rows, None where they would have to be fetched."""
-        given, path = self.data_args.get("num_train"), self.data_args.get("path")
-        if isinstance(given, int):
-            return given
+        count, path = self.data_args.get("num_train"), self.data_args.get("path")
+        if isinstance(count, int):
+            return count
         if not isinstance(path, (str, os.PathLike)) or not Path(path).expanduser().is_file():
             return None
         only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]
@@ -143,15 +146,16 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
             f"sparse-rl plan knows modules that roll out and learn from it (SparseGRPO and those built on it), got "
             f"model={type(module).__name__}."
         )
-    own, options, sharding = module.generator, module.learner.options, sharding_of(trainer)
-    prompts = max(1, round(cli.num_prompts / own.options.oversampling))
+    generator, options, sharding = module.generator, module.learner.options, sharding_of(trainer)
+    prompts = max(1, round(cli.num_prompts / generator.options.oversampling))
     block = BlockPlan(
         prompts, module.group_size, module.steps_per_generation, module.num_passes,
         trainer.accumulate_grad_batches, options.packs,
     )  # fmt: skip
     return Job(
-        Blueprint.of(module.policy_source), own.compressor, _with_monitors(own.sampling, trainer), own.options, options,
-        module.optimizer_factory, block, own.retriever, module.loss.beta,
+        Blueprint.of(module.policy_source), generator.compressor, _with_monitors(generator.sampling, trainer),
+        generator.options, options,
+        module.optimizer_factory, block, generator.retriever, module.loss.beta,
         ALIASES.get(trainer.precision, trainer.precision), sharding, prompt,
         module.keeps_evictions, num_steps(cli, block, sharding.ranks),
     )  # fmt: skip
@@ -159,8 +163,9 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
 
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
     """The sampling of a rollout that AcceptanceMonitor measures, if there is one: most likely tokens take memory."""
-    given = [one for one in trainer.callbacks or () if one.class_path.rpartition(".")[2] == AcceptanceMonitor.__name__]
-    return replace(sampling, top_logprobs=max([sampling.top_logprobs, *(one.init_args.top_k for one in given)]))
+    name = AcceptanceMonitor.__name__
+    monitors = [c.init_args for c in trainer.callbacks or () if c.class_path.rpartition(".")[2] == name]
+    return replace(sampling, top_logprobs=max([sampling.top_logprobs, *(monitor.top_k for monitor in monitors)]))
 
 
 def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
@@ -170,8 +175,8 @@ def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:
     rows = None if epochs is None or epochs < 0 or trainer.limit_train_batches is not None else cli.num_rows
     if rows is None:
         return most if most >= 0 else None
-    found: int = epochs * (rows // (cli.num_prompts * ranks)) * block.optimizer_steps
-    return found if most < 0 else min(found, most)
+    steps: int = epochs * (rows // (cli.num_prompts * ranks)) * block.optimizer_steps
+    return steps if most < 0 else min(steps, most)
 
 
 def _count(devices: Any, is_alone: bool) -> int:
@@ -181,7 +186,7 @@ def _count(devices: Any, is_alone: bool) -> int:
     if str(devices).isdigit():
         return int(devices)
     if "," in str(devices):
-        return len([one for one in str(devices).split(",") if one.strip()])
+        return len([device for device in str(devices).split(",") if device.strip()])
     if devices == "auto" and is_alone:
         return 1
     raise UserError(f"trainer.devices={devices!r}: a plan has to know how many GPUs. Give --trainer.devices=N.")
@@ -202,12 +207,12 @@ def sharding_of(trainer: Any) -> Sharding:
         )
     if isinstance(strategy, str):
         entry = StrategyRegistry[strategy] if strategy in StrategyRegistry else None
-        kind, own = (entry["strategy"].__name__, entry["init_params"]) if entry else (strategy, {})
+        strategy_class, arguments = (entry["strategy"].__name__, entry["init_params"]) if entry else (strategy, {})
     else:
-        kind, own = strategy.class_path.rpartition(".")[2], strategy.init_args
-    if kind == "SparseRLDeepSpeed" and own.get("config") is None:
-        return Sharding(own["stage"], ranks, own["offload_optimizer"], own["offload_parameters"])
-    if kind in ("auto", "DDPStrategy", "SingleDeviceStrategy"):
+        strategy_class, arguments = strategy.class_path.rpartition(".")[2], strategy.init_args
+    if strategy_class == "SparseRLDeepSpeed" and arguments.get("config") is None:
+        return Sharding(arguments["stage"], ranks, arguments["offload_optimizer"], arguments["offload_parameters"])
+    if strategy_class in ("auto", "DDPStrategy", "SingleDeviceStrategy"):
         return Sharding(0, ranks)
     name = strategy if isinstance(strategy, str) else f"{strategy.class_path} with settings of its own"
     raise UserError(f"trainer.strategy: a plan knows ddp and sparse_rl_deepspeed_stage_1 to 3 by name, not {name}.")

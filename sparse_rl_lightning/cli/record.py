@@ -24,18 +24,18 @@ def main(args: Sequence[str]) -> None:
     """
     from sparse_rl_lightning.integrations.record import check_record, read_record
 
-    given = options.record().parse_args(args)
-    record = read_record(given.file)
-    if given.command == "compare":
-        difference = record.difference(read_record(given.other))
+    arguments = options.record().parse_args(args)
+    record = read_record(arguments.file)
+    if arguments.command == "compare":
+        difference = record.difference(read_record(arguments.other))
         if difference:
-            raise UserError(f"{given.file} and {given.other} do not say the same: {difference}.")
-        say(f"{given.file} and {given.other} say the same.")
+            raise UserError(f"{arguments.file} and {arguments.other} do not say the same: {difference}.")
+        say(f"{arguments.file} and {arguments.other} say the same.")
         return
-    check_number("tolerance", given.tolerance, above=0)
-    model = load_model(given.model, getattr(torch, given.dtype))
-    model.to(device_of(given.device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
-    verdict = check_record(record, model, given.tolerance)
+    check_number("tolerance", arguments.tolerance, above=0)
+    model = load_model(arguments.model, getattr(torch, arguments.dtype))
+    model.to(device_of(arguments.device))  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    verdict = check_record(record, model, arguments.tolerance)
     if not verdict.agrees:
-        raise UserError(f"{given.file}: {verdict.text}")
-    say(f"{given.file}: {verdict.text}")
+        raise UserError(f"{arguments.file}: {verdict.text}")
+    say(f"{arguments.file}: {verdict.text}")

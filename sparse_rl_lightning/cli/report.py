@@ -24,13 +24,16 @@ def main(args: Sequence[str]) -> Path:
     Raises:
         ValueError: If a folder contains no readable run, two have one name, or the page cannot be written.
     """
-    given = options.report().parse_args(args)
-    folders = [Path(folder).expanduser() for folder in given.folders]
+    arguments = options.report().parse_args(args)
+    folders = [Path(folder).expanduser() for folder in arguments.folders]
     records = [(str(folder), read_run(folder)) for folder in folders]
     usual = folders[0] / ONE if len(folders) == 1 else Path(SEVERAL)
-    output = Path(given.output).expanduser() if given.output else usual
+    output = Path(arguments.output).expanduser() if arguments.output else usual
     target = output_file(
-        output, "--output", bool(given.output), lambda path: given.overwrite or MARK in whole_file(path)[: 2**12]
+        output,
+        "--output",
+        bool(arguments.output),
+        lambda path: arguments.overwrite or MARK in whole_file(path)[: 2**12],
     )
     write_whole(target, page(records[0][1]) if len(records) == 1 else comparison(records))
     for name, record in records:

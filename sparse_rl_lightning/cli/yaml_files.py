@@ -124,8 +124,8 @@ def merged(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     for key, value in overlay.items():
         name = key.removesuffix("+") if isinstance(key, str) else key
         if name != key:
-            place = name if name in result else key
-            result[place] = [*_items(result.get(place)), *_items(value)]
+            target = name if name in result else key
+            result[target] = [*_items(result.get(target)), *_items(value)]
             continue
         result.pop(f"{name}+", None)
         below = result.get(name)

@@ -39,8 +39,8 @@ class SparseRLCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, and called on the instance
         """Subcommands of Lightning, and ``export``; only the one that is asked for, as a parser of each takes long."""
-        known = LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
-        return {name: known[name] for name in ([self._first_word] if self._first_word in known else known)}
+        commands = LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
+        return {name: commands[name] for name in ([self._first_word] if self._first_word in commands else commands)}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **settings: Any) -> LightningArgumentParser:
         """Describe a subcommand as the table does: a first line of Lightning's docstrings may end in mid-sentence."""

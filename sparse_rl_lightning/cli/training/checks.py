@@ -32,8 +32,8 @@ OR_ELSE = {"fit": ", or leave ckpt_path out to start anew", "export": ": export 
 def note_seed(config: Any, name: list[str], seed: int) -> None:
     """Set a seed where the configuration has none, so that what is written of a run has those that it drew by."""
     at = config if name[0] == "data" else config["model"]["init_args"]
-    for part in name[:-1]:
-        at = at[int(part)] if isinstance(at, list) else at.get(part)
+    for key in name[:-1]:
+        at = at[int(key)] if isinstance(at, list) else at.get(key)
         if isinstance(at, Namespace):
             at = at.get("init_args", at)
         elif not isinstance(at, list):
@@ -107,27 +107,27 @@ def last_checkpoint(folders: Sequence[Path], subcommand: str = "fit") -> str:
     paths = [folder / LAST for folder in dict.fromkeys(folders)]
     for path in paths:
         recover(path)
-    found = [path for path in paths if path.exists() or path.is_symlink()]
-    if len(found) > 1:
+    existing = [path for path in paths if path.exists() or path.is_symlink()]
+    if len(existing) > 1:
         raise UserError(
-            f"ckpt_path=last: there are {' and '.join(map(str, found))}. Give the path of the one to go on with."
+            f"ckpt_path=last: there are {' and '.join(map(str, existing))}. Give the path of the one to go on with."
         )
-    if not found:
+    if not existing:
         looked = [str(folder) for folder in folders] or "any folder of a checkpoint callback"
-        others = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
-        but = f", but there are {others}" if others else ""
+        alternatives = ", ".join(str(path) for folder in folders for path in sorted(folder.glob("*.ckpt")))
+        but = f", but there are {alternatives}" if alternatives else ""
         raise UserError(
             f"ckpt_path=last: there is no {LAST} in {looked}{but}. Give the path of a checkpoint"
             f"{_or_else(subcommand)}. RolloutCheckpoint writes last.ckpt, and so does ModelCheckpoint with "
             "save_last: true and a fixed dirpath."
         )
-    _check_exists(found[0], f"ckpt_path=last: {found[0]}")
-    if numbered := sorted(found[0].parent.glob("last-v*.ckpt")):
+    _check_exists(existing[0], f"ckpt_path=last: {existing[0]}")
+    if numbered := sorted(existing[0].parent.glob("last-v*.ckpt")):
         rank_zero_warn(
-            f"ckpt_path=last is {found[0]}. Beside it is {numbered[-1].name}, of a run that was started anew in the "
+            f"ckpt_path=last is {existing[0]}. Beside it is {numbered[-1].name}, of a run that was started anew in the "
             "same folder (enable_version_counter of ModelCheckpoint); to go on with that one, give its path."
         )
-    return str(found[0])
+    return str(existing[0])
 
 
 def _or_else(subcommand: str) -> str:
@@ -135,12 +135,12 @@ def _or_else(subcommand: str) -> str:
     return OR_ELSE.get(subcommand, ", or leave ckpt_path out to take model.policy as it is")
 
 
-def _check_exists(path: Path, given: str) -> None:
+def _check_exists(path: Path, setting: str) -> None:
     if path.exists():
         return
     if path.is_symlink():
-        raise UserError(f"{given} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
-    raise UserError(f"{given} does not exist. Give the path of a checkpoint, or 'last'.")
+        raise UserError(f"{setting} is a link to {os.readlink(path)!r}, which is not there. Give another checkpoint.")
+    raise UserError(f"{setting} does not exist. Give the path of a checkpoint, or 'last'.")
 
 
 def check_launch(config: Any) -> None:
@@ -184,12 +184,12 @@ def warn_of_earlier_run(config: Any) -> None:
 def checkpoint_folders(config: Any) -> Iterator[str]:
     """The fixed folders of all checkpoint callbacks."""
     for callback in _objects(config.trainer.callbacks):
-        kind = imported(callback.class_path)
-        if not (isinstance(kind, type) and issubclass(kind, ModelCheckpoint)):
+        callback_class = imported(callback.class_path)
+        if not (isinstance(callback_class, type) and issubclass(callback_class, ModelCheckpoint)):
             continue
         if folder := callback.init_args.get("dirpath"):
             yield str(folder)
-        elif issubclass(kind, RolloutCheckpoint):
+        elif issubclass(callback_class, RolloutCheckpoint):
             yield default_folder(config.trainer.default_root_dir)
 
 

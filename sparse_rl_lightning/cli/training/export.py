@@ -49,19 +49,19 @@ class ExportingTrainer(Trainer):
         Raises:
             ValueError: If the checkpoint is missing or of another policy, or the folder contains something else.
         """
-        module, given = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else str(ckpt_path)
-        if given is None:
+        module, checkpoint = cast(PolicyModule, model), last_path(self) if ckpt_path == "last" else str(ckpt_path)
+        if checkpoint is None:
             raise UserError(
                 "ckpt_path=last needs a RolloutCheckpoint, or a ModelCheckpoint with save_last and a dirpath."
             )
         check_dtype(dtype, "dtype")
-        path = Path(given).expanduser()
+        path = Path(checkpoint).expanduser()
         recover(path)
-        place, kept = export_place(folder), kept_folders(self, module)
-        check_replaceable(place, "folder", kept)
+        target, kept = export_place(folder), kept_folders(self, module)
+        check_replaceable(target, "folder", kept)
         module.configure_model()
         load_policy(module, path)
-        write_policy(module, place, dtype, kept)
+        write_policy(module, target, dtype, kept)
 
 
 def load_policy(module: PolicyModule, path: Path) -> None:

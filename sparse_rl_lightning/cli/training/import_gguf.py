@@ -24,16 +24,17 @@ def main(args: Sequence[str]) -> None:
     Raises:
         ValueError: If the file cannot be read, or the folder is not empty or cannot be written.
     """
-    given = options.import_gguf().parse_args(args)
-    folder = export_place(given.folder)
+    arguments = options.import_gguf().parse_args(args)
+    folder = export_place(arguments.folder)
     check_replaceable(folder, "FOLDER", replaces=False)
-    model, tokenizer = load_gguf(given.file, getattr(torch, given.dtype))
+    model, tokenizer = load_gguf(arguments.file, getattr(torch, arguments.dtype))
 
     def write(new: Path) -> None:
         save_folder(new, model, tokenizer)
         check_replaceable(folder, "FOLDER", replaces=False)
 
     replace_folder(folder, write)
-    count, kind = sum(one.numel() for one in model.parameters()), model.config.model_type
+    count, model_type = sum(parameter.numel() for parameter in model.parameters()), model.config.model_type
     template = "its chat template" if getattr(tokenizer, "chat_template", None) else "no chat template"
-    say(f"{given.folder}: {kind}, {count / 1e6:,.0f} M weights in {given.dtype}, tokenizer and {template}.")
+    weights = f"{count / 1e6:,.0f} M weights in {arguments.dtype}"
+    say(f"{arguments.folder}: {model_type}, {weights}, tokenizer and {template}.")
