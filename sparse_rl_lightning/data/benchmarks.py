@@ -60,7 +60,7 @@ class BenchmarkReport:
 
     def __str__(self) -> str:
         """The report in one line for the terminal."""
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items() if kind != "uncheckable")
+        kinds = ", ".join(f"{count} {category}" for category, count in self.kinds.items() if category != "uncheckable")
         sources = {True: "published file", False: "ANOTHER file than the published one", None: "hub or own file"}
         source = sources[self.is_published]
         unanswered = sorted({*self.dropped} - {*self.unasked})
@@ -105,14 +105,14 @@ class MathBenchmarks(PromptDataModule):
         **blocks: Any,
     ) -> None:
         super().__init__(max_val_prompts=max_val_prompts, **blocks)
-        known = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
-        self.known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | known
-        self.benchmarks = list(known if benchmarks is None else benchmarks)
+        available = PUBLISHED | {name: own_benchmark(name, path) for name, path in (own or {}).items()}
+        self.known = {GSM8K_TRAIN.name: GSM8K_TRAIN} | available
+        self.benchmarks = list(available if benchmarks is None else benchmarks)
         self.val_benchmarks = list(val_benchmarks)
         for argument, names in (("benchmarks", self.benchmarks), ("val_benchmarks", self.val_benchmarks)):
-            unknown = [name for name in names if name not in known]
+            unknown = [name for name in names if name not in available]
             if unknown:
-                raise UserError(f"{argument} must be among {', '.join(known)}, got {unknown}.")
+                raise UserError(f"{argument} must be among {', '.join(available)}, got {unknown}.")
         check_number("max_rows", max_rows, least=1, owner="MathBenchmarks", or_none=True)
         check_choice("prompt_format", prompt_format, PromptFormat)
         self.folder = folder
@@ -208,9 +208,9 @@ class MathBenchmarks(PromptDataModule):
 
     def _records(self, published: Published, otherwise: str) -> tuple[list[dict[str, Any]], bool | None]:
         if not published.is_published:
-            own = data_file(published.file)
-            read = read_table if is_local(own) else read_json_lines
-            return [record for _, record in read(own)], None
+            file = data_file(published.file)
+            read = read_table if is_local(file) else read_json_lines
+            return [record for _, record in read(file)], None
         if self.folder is None:
             name, config, split = published.hub
             return [record for _, record in read_table(name, config, split)], None
@@ -232,9 +232,9 @@ def _without_rows(published: Published, records: list[dict[str, Any]], unasked: 
     needed = "'problem' or 'question', and 'answer'"
     if published.is_published:
         needed = f"the columns of the published {published.file}"
-    found = dict.fromkeys(name for record in records for name in record)
+    columns = dict.fromkeys(name for record in records for name in record)
     return UserError(
         f"{published.name}: none of its {len(records)} rows can be used ({unasked} without a question, {uncheckable} "
         f"without an answer that can be checked). A row needs {needed}; the columns found are: "
-        f"{', '.join(map(repr, found)) or 'none'}."
+        f"{', '.join(map(repr, columns)) or 'none'}."
     )

@@ -177,37 +177,37 @@ class JsonlPrompts(PromptDataModule):
             )
         text = str(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)  # 2.0 is 2, as is -0.0
         if self._pattern is not None:
-            found = list(self._pattern.finditer(text))
-            text = (found[-1][1 if self._pattern.groups else 0] or "") if found else ""
+            hits = list(self._pattern.finditer(text))
+            text = (hits[-1][1 if self._pattern.groups else 0] or "") if hits else ""
         return (text.replace(",", "") if self.answer_pattern == "gsm8k" else text).strip()
 
     def _prompt(self, where: str, value: object) -> Prompt:
-        place = f"{where}: the prompt in column {self.prompt_column!r}"
+        source = f"{where}: the prompt in column {self.prompt_column!r}"
         if isinstance(value, str):
             messages = [{"role": "user", "content": value}]
         elif isinstance(value, list) and all(content_text(item) is not None for item in value):
-            messages = self._to_be_answered(place, [item | {"content": content_text(item)} for item in value])
+            messages = self._to_be_answered(source, [item | {"content": content_text(item)} for item in value])
         else:
             raise UserError(
-                f"{place} must be text or a list of chat messages with role and content, which is text or a list of "
+                f"{source} must be text or a list of chat messages with role and content, which is text or a list of "
                 f"text parts, got {ascii(value)[:80]}."
             )
         if not messages or not messages[-1]["content"].strip():
-            raise UserError(f"{place} is empty. Fill it in or drop the row.")
+            raise UserError(f"{source} is empty. Fill it in or drop the row.")
         if self.prompt_template is not None:
             last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
             if last is None:
-                raise UserError(f"{place} has no message of the user, which prompt_template is put around.")
+                raise UserError(f"{source} has no message of the user, which prompt_template is put around.")
             messages[last] |= {"content": self.prompt_template.format(prompt=messages[last]["content"])}
         if isinstance(value, str) and not self.as_chat:
             if self.system_prompt is not None:
-                raise UserError(f"{place} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
+                raise UserError(f"{source} is plain text, which takes no system_prompt. Set as_chat, or leave it out.")
             return str(messages[0]["content"])
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return messages
 
-    def _to_be_answered(self, place: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _to_be_answered(self, source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages up to where the policy goes on.
 
         Raises:
@@ -218,20 +218,20 @@ class JsonlPrompts(PromptDataModule):
             messages = messages[:-1]
         if how != "continue" and messages and messages[-1]["role"] == "assistant":
             raise UserError(
-                f"{place} ends with a message of the assistant, {ascii(messages[-1]['content'])[:80]}. If it is the "
+                f"{source} ends with a message of the assistant, {ascii(messages[-1]['content'])[:80]}. If it is the "
                 "answer, set data.final_assistant to drop, which takes one off; if it is the beginning of one (a "
                 "prefill), to continue."
             )
         return messages
 
 
-def _check_of_hub(setting: str, given: str | None, paths: list[str | None], instead: str = "") -> None:
+def _check_of_hub(setting: str, chosen: str | None, paths: list[str | None], instead: str = "") -> None:
     """Refuse a setting of hub datasets if all that it is about are files, which have no parts to choose from."""
     files = [path for path in paths if path is not None]
-    if given is not None and all(map(is_local, files)):
+    if chosen is not None and all(map(is_local, files)):
         named = f"{' and '.join(map(repr, files))} {'is a file' if len(files) == 1 else 'are files'}"
         raise UserError(
-            f"{setting}={given!r} is of hub datasets, and {named}, read whole. Leave {setting} out{instead}."
+            f"{setting}={chosen!r} is of hub datasets, and {named}, read whole. Leave {setting} out{instead}."
         )
 
 

@@ -80,8 +80,8 @@ def _final_answer(record: Record) -> str:
             return ""
     if value is None:
         return _answer(record)
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return ",".join(str(part) for part in parts).replace("$", "").strip()
+    answers = value if isinstance(value, (list, tuple)) else [value]
+    return ",".join(str(answer) for answer in answers).replace("$", "").strip()
 
 
 PUBLISHED: dict[str, Published] = {

@@ -93,8 +93,8 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     def places(self) -> list[int]:
         """Positions, within the block of all ranks in one rank's order, of the prompts last yielded on this rank."""
         block = max(0, self.position - 1) // (self.block_size * self.repeats)
-        own: list[int] = self._blocks(self.epoch)[1][block].tolist()
-        return own
+        positions: list[int] = self._blocks(self.epoch)[1][block].tolist()
+        return positions
 
     def _blocks(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Prompts (blocks, ranks x block_size) of all ranks, and the places (blocks, block_size) of this rank's."""
@@ -144,7 +144,7 @@ class RepeatedBlockSampler(DistributedSampler[Any]):
     def _content(self) -> str:
         digest, rows = hashlib.sha256(), cast("Sequence[Any]", self.dataset)
         for index in range(self.num_rows):
-            digest.update(json.dumps(rows[index], default=lambda other: type(other).__name__).encode())
+            digest.update(json.dumps(rows[index], default=lambda unknown: type(unknown).__name__).encode())
         return digest.hexdigest()[:12]
 
     def _position_after(self, position: int, saved: dict[str, int]) -> int:
