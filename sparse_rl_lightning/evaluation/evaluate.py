@@ -63,19 +63,19 @@ class Scores:
         )  # fmt: skip
 
     @classmethod
-    def cat(cls, parts: Sequence[Scores]) -> Scores:
+    def cat(cls, batches: Sequence[Scores]) -> Scores:
         """The scores of several batches as one."""
-        usages = [part.kv for part in parts if part.kv is not None]
+        usages = [batch.kv for batch in batches if batch.kv is not None]
         return cls(
-            rows=[row for part in parts for row in part.rows],
-            completions=[text for part in parts for text in part.completions],
-            texts=[text for part in parts for text in part.texts],
-            rewards=torch.cat([part.rewards for part in parts]),
-            table={name: torch.cat([part.table[name] for part in parts]) for name in parts[0].table},
-            failed=torch.cat([part.failed for part in parts]),
-            lengths=torch.cat([part.lengths for part in parts]),
-            finished=torch.cat([part.finished for part in parts]),
-            problems=torch.cat([part.problems for part in parts]),
+            rows=[row for batch in batches for row in batch.rows],
+            completions=[text for batch in batches for text in batch.completions],
+            texts=[text for batch in batches for text in batch.texts],
+            rewards=torch.cat([batch.rewards for batch in batches]),
+            table={name: torch.cat([batch.table[name] for batch in batches]) for name in batches[0].table},
+            failed=torch.cat([batch.failed for batch in batches]),
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            finished=torch.cat([batch.finished for batch in batches]),
+            problems=torch.cat([batch.problems for batch in batches]),
             kv=KVUsage.cat(usages) if usages else None,
         )
 
@@ -100,16 +100,16 @@ class Scores:
 
         Samples on which it failed are left out, but of an accuracy, where they are wrong.
         """
-        known = self.first[~self.first.isnan()].double()
+        rewards = self.first[~self.first.isnan()].double()
         if self.is_binary:
-            known = torch.cat([known, known.new_zeros(int(self.failed.sum()))])
-        return float(known.mean()) if len(known) else None
+            rewards = torch.cat([rewards, rewards.new_zeros(int(self.failed.sum()))])
+        return float(rewards.mean()) if len(rewards) else None
 
     @property
     def is_binary(self) -> bool:
         """Whether the first reward function pays 0 or 1 only, so that its mean is an accuracy."""
-        known = self.first[~self.first.isnan()]
-        return bool(((known == 0) | (known == 1)).all())
+        rewards = self.first[~self.first.isnan()]
+        return bool(((rewards == 0) | (rewards == 1)).all())
 
 
 def evaluate(draw: Draw, rows: Rows, judge: Judge | None = None, batch_size: int | None = None) -> Scores:
@@ -165,13 +165,13 @@ def draw_from(
     left = zip(prompts, itertools.count(0, samples) if starts is None else starts, strict=False)
 
     def draw(rows: Rows) -> ScoredRollout:
-        encoded, own = zip(*itertools.islice(left, len(rows)), strict=True)
-        ids = [start + sample for start in own for sample in range(samples)]
+        encoded, row_starts = zip(*itertools.islice(left, len(rows)), strict=True)
+        ids = [start + sample for start in row_starts for sample in range(samples)]
         if talk is None:
             rollout = sampler.generate(encoded, params, sequence_ids=ids, progress=progress)
             return ScoredRollout(rollout, rows, decode(rollout), {}, 0)
-        rows, rollout, talks = converse(sampler, talk(), rows, params, ids, progress)
-        return ScoredRollout(rollout, rows, [one.completion for one in talks], {}, 0, conversations=talks)
+        rows, rollout, dialogs = converse(sampler, talk(), rows, params, ids, progress)
+        return ScoredRollout(rollout, rows, [dialog.completion for dialog in dialogs], {}, 0, conversations=dialogs)
 
     return draw
 
@@ -212,16 +212,16 @@ class ValidationLog:
         applies, correct = scores.applies & counts, scores.first == 1
         names = [row.get("benchmark") for row in scores.rows]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
-            rows = applies & torch.tensor([name in (None, other) for other in names])
+            rows = applies & torch.tensor([name in (None, benchmark) for benchmark in names])
             chosen = correct[rows]
-            own = key if name is None else key.format(f"{name}/{{}}")
+            benchmark_key = key if name is None else key.format(f"{name}/{{}}")
             for k, value in accuracy(chosen if len(chosen) else correct).pass_at.items():  # no such rows: weight 0
-                log(own.format(f"pass@{k}"), value, batch_size=each * len(chosen))
+                log(benchmark_key.format(f"pass@{k}"), value, batch_size=each * len(chosen))
             device = scores.rewards.device
-            if own not in self._intervals:
-                self._intervals[own] = ConfidenceInterval().to(device)
+            if benchmark_key not in self._intervals:
+                self._intervals[benchmark_key] = ConfidenceInterval().to(device)
             shares = chosen.double().mean(dim=1).to(device)
-            self._intervals[own].update(shares, scores.problems[rows].to(device))
+            self._intervals[benchmark_key].update(shares, scores.problems[rows].to(device))
 
     def end(self, rewards: Rewards) -> None:
         """Log both bounds of 95 % confidence of every mean, over batches and ranks; too many failures end the run."""

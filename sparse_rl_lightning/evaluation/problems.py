@@ -65,7 +65,7 @@ def with_room(
         )
     return Problems(
         name, rows, list(compress(rows, fits)), list(compress(prompts, fits)),
-        [row for row, own in zip(rows, fits, strict=True) if not own],
+        [row for row, has_room in zip(rows, fits, strict=True) if not has_room],
     )  # fmt: skip
 
 
@@ -93,11 +93,11 @@ def check_benchmark(rows: Rows, earlier: Collection[str]) -> None:
     """
     if "benchmark" not in rows[0]:
         raise UserError("Evaluation tests on MathBenchmarks, whose rows name their benchmark: set data to it.")
-    first, *others = benchmark_names(rows)
-    if others or first in earlier:
-        given = f"a batch with rows of {first} and {others[0]}" if others else f"a second batch of {first}"
+    first, *more = benchmark_names(rows)
+    if more or first in earlier:
+        batch = f"a batch with rows of {first} and {more[0]}" if more else f"a second batch of {first}"
         raise UserError(
-            f"Evaluation tests on MathBenchmarks, where every benchmark is one batch, got {given}. Set data to it, "
+            f"Evaluation tests on MathBenchmarks, where every benchmark is one batch, got {batch}. Set data to it, "
             "with a file for each benchmark in data.own."
         )
 
@@ -117,10 +117,10 @@ def benchmark_number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "big")
 
 
-def row_number(row: dict[str, Any], place: int) -> int:
-    """A benchmark's number of a row, text or not; in any other file ``index`` is the user's, and the place is taken."""
+def row_number(row: dict[str, Any], position: int) -> int:
+    """A benchmark's number of a row, text or not; in other files ``index`` is the user's, and the position counts."""
     index = str(row.get("index")) if "benchmark" in row else ""
-    return int(index) if index.isascii() and index.isdigit() else place
+    return int(index) if index.isascii() and index.isdigit() else position
 
 
 def problem_numbers(rows: Rows, *, whole: bool = False) -> Tensor:

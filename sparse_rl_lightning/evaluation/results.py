@@ -103,7 +103,7 @@ def name_caches(caches: Sequence[Compressor | Retriever]) -> dict[str, Compresso
     for cache in caches:
         is_dense = isinstance(cache, Compressor) and not cache.evicts
         name = "dense" if is_dense else f"{type(cache).__name__}-{cache.budget}"
-        same = [other for other in named if other == name or other.startswith(f"{name}#")]
+        same = [taken for taken in named if taken == name or taken.startswith(f"{name}#")]
         named[f"{name}#{len(same) + 1}" if same else name] = cache
     return named
 
