@@ -102,28 +102,28 @@ class Bench:
         """Everything that a cell says of a compressor."""
         rollout = self.draw(compressor)
         by_length = torch.split(rollout.lengths.argsort(), MICRO_BATCH)
-        parts = [rollout[rows].trimmed() for rows in by_length]
-        found = Mismatch.join([Mismatch.of(self.model, part, self.params.temperature) for part in parts])
-        lengths = torch.cat([part.completion_lengths for part in parts]).cpu()
-        estimates = self._estimates(found, lengths, torch.cat(by_length).cpu() // self.params.num_generations)
-        unknown = [name for name, own in estimates.items() if not math.isfinite(own.value)]
+        batches = [rollout[rows].trimmed() for rows in by_length]
+        mismatch = Mismatch.join([Mismatch.of(self.model, batch, self.params.temperature) for batch in batches])
+        lengths = torch.cat([batch.completion_lengths for batch in batches]).cpu()
+        estimates = self._estimates(mismatch, lengths, torch.cat(by_length).cpu() // self.params.num_generations)
+        unknown = [name for name, estimate in estimates.items() if not math.isfinite(estimate.value)]
         if unknown:
             raise UserError(f"{', '.join(unknown)} cannot be computed: the policy's log-probabilities are not finite.")
         assert rollout.kv is not None
         return {
-            **{name: own.value for name, own in estimates.items()},
-            "intervals": {name: [own.low, own.high] for name, own in estimates.items()},
-            "kv_saving": rollout.kv.saving_final, "replay_difference": float(found.replay_difference.max()),
+            **{name: estimate.value for name, estimate in estimates.items()},
+            "intervals": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
+            "kv_saving": rollout.kv.saving_final, "replay_difference": float(mismatch.replay_difference.max()),
             **self._times(compressor, rollout[: self.num_timed]), **self._accuracy(compressor),
         }  # fmt: skip
 
-    def _estimates(self, found: Mismatch, lengths: Tensor, problems: Tensor) -> dict[str, Estimate]:
+    def _estimates(self, mismatch: Mismatch, lengths: Tensor, problems: Tensor) -> dict[str, Estimate]:
         """Numbers with intervals, of completions with these lengths (B,) of these problems (B,)."""
         of_tokens = problems.repeat_interleave(lengths)
-        kept = torch.stack([own.sum().exp() for own in torch.split(found.log_kept, lengths.tolist())])
+        kept = torch.stack([log_kept.sum().exp() for log_kept in torch.split(mismatch.log_kept, lengths.tolist())])
         estimates = {
-            "tail": tail(found.acceptance, of_tokens), "agreement": mean(found.agrees, of_tokens),
-            "kl": mean(found.kl, of_tokens), "rejected": share(1 - kept, problems),
+            "tail": tail(mismatch.acceptance, of_tokens), "agreement": mean(mismatch.agrees, of_tokens),
+            "kl": mean(mismatch.kl, of_tokens), "rejected": share(1 - kept, problems),
         }  # fmt: skip
         if self.full_lengths is not None:
             by_problem = self.full_lengths.view(-1, self.params.num_generations).double().mean(dim=1)
@@ -140,8 +140,8 @@ class Bench:
         counted = scores.applies
         if not counted.any():
             return {}
-        found = accuracy(scores.first[counted] == 1, scores.problems[counted])
-        return {"accuracy": found.mean, "low": found.low, "high": found.high}
+        measured = accuracy(scores.first[counted] == 1, scores.problems[counted])
+        return {"accuracy": measured.mean, "low": measured.low, "high": measured.high}
 
     def _texts(self, rollout: Rollout) -> list[str]:
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
@@ -150,25 +150,25 @@ class Bench:
         """What cutting takes, and the rollout's own texts token by token, through both caches in turns."""
         layers, ratios = CacheGeometry.of(self.model).num_layers, []
         timed = TimedCompression(compressor, layers)
-        for part in rollout.parts(LEAST_PAIRS) if len(rollout) else []:
+        for texts in rollout.parts(LEAST_PAIRS) if len(rollout) else []:
             if not timed.cuts:  # alone, since reading the clock holds up a GPU
                 timed = TimedCompression(compressor, layers)
-                self._forced(timed, part)
-            seconds = self._forced(Compression(compressor, layers), part)
-            ratios.append(seconds / self._forced(Compression(FullKV(), layers), part))
+                self._forced(timed, texts)
+            seconds = self._forced(Compression(compressor, layers), texts)
+            ratios.append(seconds / self._forced(Compression(FullKV(), layers), texts))
         event = 1e3 / timed.events_per_second if timed.cuts else None
         return {"time_ratio": median(ratios) if ratios else None, "event_ms": event}
 
-    def _forced(self, compression: Compression, part: Rollout) -> float:
+    def _forced(self, compression: Compression, texts: Rollout) -> float:
         """Seconds that given completions take, token by token through a cache."""
-        last = part.lengths - 1
-        params = replace(self.params, max_completion_length=int(part.completion_lengths.max()), num_generations=1)
+        last = texts.lengths - 1
+        params = replace(self.params, max_completion_length=int(texts.completion_lengths.max()), num_generations=1)
 
         def note(logs: SequenceLogs, slots: Tensor, at: Tensor, logits: Tensor) -> None:
             note_first(logs.end, slots, at, at == last[slots])
 
         start = now(self.model.device)
-        force(self.model, part.sequences, part.prompt_lengths.tolist(), compression, params, note)
+        force(self.model, texts.sequences, texts.prompt_lengths.tolist(), compression, params, note)
         return now(self.model.device) - start
 
 

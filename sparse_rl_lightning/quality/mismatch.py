@@ -52,19 +52,19 @@ class Mismatch:
         with torch.no_grad():
             both = hidden_states(model, rollout.sequences, rollout.routing), replay_states(model, rollout)
             dense, sparse = (torch.split(states[:, :-1][mask[:, 1:]], CHUNK) for states in both)
-            drawn = (torch.split(own[mask], CHUNK) for own in (rollout.sequences, rollout.sampler_logprobs))
+            drawn = (torch.split(values[mask], CHUNK) for values in (rollout.sequences, rollout.sampler_logprobs))
             head, scaling = output_head(model), LogitScaling.of(model.config)
 
             def logprobs(states: Tensor) -> Tensor:
                 return torch.log_softmax(scaling(head(states)).float() / temperature, dim=-1)
 
             chunks = zip(dense, sparse, *drawn, strict=True)
-            return cls.join([_compared(logprobs(p), logprobs(q), ids, known) for p, q, ids, known in chunks])
+            return cls.join([_compared(logprobs(p), logprobs(q), ids, sampled) for p, q, ids, sampled in chunks])
 
     @classmethod
-    def join(cls, parts: Sequence[Mismatch]) -> Mismatch:
-        """That of all parts, in the memory of the host."""
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]).cpu() for f in fields(cls)))
+    def join(cls, mismatches: Sequence[Mismatch]) -> Mismatch:
+        """That of all batches, in the memory of the host."""
+        return cls(*(torch.cat([getattr(mismatch, f.name) for mismatch in mismatches]).cpu() for f in fields(cls)))
 
 
 def _compared(dense: Tensor, sparse: Tensor, ids: Tensor, sampled: Tensor) -> Mismatch:

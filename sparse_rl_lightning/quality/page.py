@@ -37,8 +37,8 @@ WIDTH, COLUMNS = 30, 120
 def rows(cells: Sequence[Cell], intervals: bool = False) -> list[list[str]]:
     """The head and a row per cell; a method is named in its first row. Five numbers may have their intervals."""
     written = [["method", "budget", *MEANINGS]]
-    for place, cell in enumerate(cells):
-        is_first = place == 0 or cells[place - 1].method != cell.method
+    for index, cell in enumerate(cells):
+        is_first = index == 0 or cells[index - 1].method != cell.method
         name = printable(cell.method, WIDTH) if is_first else ""
         saved = DASH if cell.kv_saving is None else f"{100 * cell.kv_saving:.0f} %"
         replay = DASH if cell.replay_difference is None else f"{cell.replay_difference:.0e}"
