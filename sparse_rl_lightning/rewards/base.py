@@ -98,8 +98,8 @@ def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[An
     _check_columns(function, name, batch)
     try:
         with undisturbed():
-            own = {argument: _copied(list(values)) for argument, values in batch.items()}
-            return _read(name, function(**own), len(batch["completions"]))
+            arguments = {argument: _copied(list(values)) for argument, values in batch.items()}
+            return _read(name, function(**arguments), len(batch["completions"]))
     except RewardMistake:
         raise
     except KeyboardInterrupt:
@@ -113,11 +113,11 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     """Refuse reward functions that are async or do not fit the rows' columns, before anything is drawn."""
     columns = list(columns)
     for function, name in zip(functions, reward_names(functions), strict=True):
-        given = [*_ARGUMENTS, *columns, *([PROMPT_TEXTS] if asks_for_prompt_texts(function, columns) else [])]
+        arguments = [*_ARGUMENTS, *columns, *([PROMPT_TEXTS] if asks_for_prompt_texts(function, columns) else [])]
         call = getattr(function, "__call__", None)  # noqa: B004  # of a class
         if any(map(inspect.iscoroutinefunction, (function, call))):
             raise UserError(_ASYNC.format(name))
-        _check_columns(function, name, given)
+        _check_columns(function, name, arguments)
 
 
 def asks_for_prompt_texts(function: RewardFunction, columns: Sequence[str]) -> bool:
@@ -152,9 +152,9 @@ def reward_names(functions: Sequence[Any]) -> list[str]:
     """Names in metrics, tables and errors, all different: the second function named ``f`` is ``f_2``."""
     names: list[str] = []
     seen: Counter[str] = Counter()
-    for own in map(reward_name, functions):
-        seen[own] += 1
-        name = own if seen[own] == 1 else f"{own}_{seen[own]}"
+    for base in map(reward_name, functions):
+        seen[base] += 1
+        name = base if seen[base] == 1 else f"{base}_{seen[base]}"
         while name in names:  # another function's own name
             name += "_"
         names.append(name)
@@ -201,8 +201,8 @@ def _read(name: str, returned: Any, count: int) -> list[Returned]:
         )
     rewards = list(islice(values, count + 1))  # at most one more: it may be endless
     if len(rewards) != count:
-        given = f"more than {count}" if len(rewards) > count else len(rewards)
-        raise RewardMistake(f"The reward function {name} returned {given} rewards for {count} samples.")
+        amount = f"more than {count}" if len(rewards) > count else len(rewards)
+        raise RewardMistake(f"The reward function {name} returned {amount} rewards for {count} samples.")
     return [_finite(reward) for reward in rewards]
 
 
@@ -256,15 +256,15 @@ def _handlers() -> dict[int, signal._HANDLER]:
     """The handlers of signals that this thread can set: none but in the main one, and none that C code has set."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    found = {number: signal.getsignal(number) for number in SIGNALS}
-    return {number: handler for number, handler in found.items() if handler is not None}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
 def users_line(error: BaseException) -> str:
     """Where a user's code raised an error, as `` (mine.py:12)``: its last line outside of libraries; empty if none."""
-    lines = [(Path(one.filename), one.lineno) for one in extract_tb(error.__traceback__)]
-    own = [(file, line) for file, line in lines if not (is_installed(file) or is_own(file))]
-    return _place(*own[-1]) if own else ""
+    lines = [(Path(frame.filename), frame.lineno) for frame in extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in lines if not (is_installed(file) or is_own(file))]
+    return _place(*users[-1]) if users else ""
 
 
 def users_function(function: Any) -> str:

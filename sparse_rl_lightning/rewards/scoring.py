@@ -82,8 +82,8 @@ class Rewards:
                 f"reward_weights has {len(self.weights)} numbers for {len(functions)} reward_funcs: "
                 "give one number per function."
             )
-        for place, weight in enumerate(self.weights):
-            check_number(f"reward_weights[{place}]", weight)
+        for index, weight in enumerate(self.weights):
+            check_number(f"reward_weights[{index}]", weight)
         named = zip(functions, reward_names(functions), strict=True)
         if environment and "environment" in reward_names(functions):
             raise UserError("a reward function may not be named environment, as the reward of the environment is.")
@@ -119,12 +119,12 @@ class Rewards:
             self._fitting = columns
             self._reading = {guard for guard in self.guards if asks_for_prompt_texts(guard.function, columns)}
 
-    def admit(self, rows: Rows, place: Callable[[int], str]) -> Rows:
+    def admit(self, rows: Rows, locate: Callable[[int], str]) -> Rows:
         """The rows of a data set, checked before anything is drawn: None in place of columns that others have.
 
         Args:
             rows: All rows.
-            place: Where a row comes from, by its index.
+            locate: Where a row comes from, by its index.
 
         Raises:
             ValueError: If a row has a column that functions get already, or a function does not fit the columns.
@@ -133,13 +133,13 @@ class Rewards:
         for name in filter(RESERVED.__contains__, columns):
             index = next(index for index, row in enumerate(rows) if name in row)
             raise UserError(
-                f"The data may not have a column named {name!r}: reward functions get it already ({place(index)})."
+                f"The data may not have a column named {name!r}: reward functions get it already ({locate(index)})."
             )
         self.check(rows)
         lacking = [index for index, row in enumerate(rows) if len(row) - ("prompt" in row) < len(columns)]
         if not lacking:
             return rows
-        self._tell_lacking(rows, lacking, columns, place)
+        self._tell_lacking(rows, lacking, columns, locate)
         empty, rows = dict.fromkeys(columns), list(rows)
         for index in lacking:
             rows[index] = empty | rows[index]
@@ -150,16 +150,16 @@ class Rewards:
         samples, ids = scored.num_generations, scored.rollout.completion_ids
         repeated = [row for row in scored.rows for _ in range(samples)]
         columns = {name: [row.get(name) for row in repeated] for name in columns_of(scored.rows)}
-        talks = scored.conversations
-        if talks is not None:
-            columns["conversations"] = [one.messages for one in talks]
+        dialogs = scored.conversations
+        if dialogs is not None:
+            columns["conversations"] = [dialog.messages for dialog in dialogs]
         batch = reward_batch([row["prompt"] for row in repeated], scored.completions, ids, columns)
         self._fit(list(columns))
         read = batch | {PROMPT_TEXTS: scored.prompt_texts()} if self._reading and scored.prompt_texts else batch
         judged = {guard.__name__: guard.judge(read if guard in self._reading else batch) for guard in self.guards}
         weights = self.weights
-        if talks is not None:
-            judged["environment"] = [None if one.has_failed else one.reward for one in talks]
+        if dialogs is not None:
+            judged["environment"] = [None if dialog.has_failed else dialog.reward for dialog in dialogs]
             weights = [*weights, 1.0]
         table = reward_table(list(judged.values()))
         scored.reward_table = {name: table[:, i] for i, name in enumerate(judged)}
@@ -170,8 +170,8 @@ class Rewards:
         }
         scored.reward_failures = {guard.__name__: len(guard.failures) for guard in self.guards}
         rewards = weighted_rewards(table, weights)
-        if talks is not None:
-            self._count_failures(scored, talks)
+        if dialogs is not None:
+            self._count_failures(scored, dialogs)
         self.failures.judged += len(rewards)
         for guard, weight in zip(self.guards, self.weights, strict=True):
             if guard.first:
@@ -190,13 +190,13 @@ class Rewards:
             RuntimeError: If at least the limit's share of the samples judged since the last call has failed; a
                 ValueError if it was by what a function returned.
         """
-        found, self.failures = self.failures, Failures()
-        if found.error is None or found.failed < self.failure_limit * found.judged:
+        failures, self.failures = self.failures, Failures()
+        if failures.error is None or failures.failed < self.failure_limit * failures.judged:
             return
-        raise type(found.error)(
-            f"{found.error} {found.failed} of {found.judged} samples failed, and model.rollout.reward_failure_limit="
-            f"{self.failure_limit:g} is the share at which the run ends."
-        ) from found.error.__cause__
+        raise type(failures.error)(
+            f"{failures.error} {failures.failed} of {failures.judged} samples failed, and "
+            f"model.rollout.reward_failure_limit={self.failure_limit:g} is the share at which the run ends."
+        ) from failures.error.__cause__
 
     def warn_of_none(self, scored: ScoredRollout) -> None:
         """Warn once per function that returned None for all samples of a training rollout."""
@@ -227,7 +227,7 @@ class Rewards:
         return rewards.masked_fill(lost | scored.failed.get("environment", lost), math.nan)
 
     def _tell_lacking(
-        self, rows: Rows, lacking: Sequence[int], columns: Sequence[str], place: Callable[[int], str]
+        self, rows: Rows, lacking: Sequence[int], columns: Sequence[str], locate: Callable[[int], str]
     ) -> None:
         """Tell once of columns that a function names and some rows do not have."""
         for guard in self.guards:
@@ -237,7 +237,7 @@ class Rewards:
                     self._warn_once(
                         ("lacking", f"{guard.__name__} {column}"),
                         f"{len(without)} of {len(rows)} rows have no column {column!r}, which the reward function "
-                        f"{guard.__name__} names: it gets None there. First: {place(without[0])}.",
+                        f"{guard.__name__} names: it gets None there. First: {locate(without[0])}.",
                     )
 
     def _tell(self, guard: GuardedReward, weight: float) -> None:
@@ -250,13 +250,13 @@ class Rewards:
             f"{left}; rewards/{guard.__name__}/failed counts such samples from now on.",
         )
 
-    def _count_failures(self, scored: ScoredRollout, talks: Sequence[Conversation]) -> None:
+    def _count_failures(self, scored: ScoredRollout, dialogs: Sequence[Conversation]) -> None:
         """Count the conversations that their environment has broken off, and tell of the first."""
-        failed, ends = [one for one in talks if one.has_failed], [one.end for one in talks]
+        failed, ends = [dialog for dialog in dialogs if dialog.has_failed], [dialog.end for dialog in dialogs]
         scored.reward_failures["environment"] = len(failed)
         scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}
         if failed:
-            scored.failed["environment"] = torch.tensor([one.has_failed for one in talks])
+            scored.failed["environment"] = torch.tensor([dialog.has_failed for dialog in dialogs])
             self._warn_once(
                 ("failed", "environment"),
                 f"The environment failed in {len(failed)} conversation(s), first: {failed[0].error}. They end there "
@@ -333,7 +333,7 @@ class GuardedReward:
         completions = batch["completions"]
         count, lost = len(completions), 0
         rewards: list[Returned] = [None] * count
-        spread = [count * part // LOST for part in range(LOST)]  # of different prompts, one of which may be at fault
+        spread = [count * third // LOST for third in range(LOST)]  # of different prompts, one of which may be at fault
         for tried, sample in enumerate(dict.fromkeys([*spread, *range(count)]), 1):
             try:
                 (rewards[sample],) = self._attempt({name: [values[sample]] for name, values in batch.items()})
@@ -351,7 +351,7 @@ class GuardedReward:
             return attempt(self.function, self.__name__, batch)
         return self._process.judge(batch, self.timeout)
 
-    def _error(self, completions: Sequence[str], kind: type[Exception]) -> Exception:
+    def _error(self, completions: Sequence[str], error_type: type[Exception]) -> Exception:
         """The first failure as an error; it is noted, too."""
         sample, failure = next(iter(self.failures.items()))
         where = f"sample {sample}, completion {shown(completions[sample], 120)}"
@@ -363,7 +363,7 @@ class GuardedReward:
                 "GPU and where it starts anew after each call that was ended: load what it needs when its file is "
                 "imported, and give it time enough."
             )
-        error = kind(text)
+        error = error_type(text)
         error.__cause__ = failure.__cause__
         return error
 
