@@ -47,12 +47,12 @@ def check_compressor(compressor: Compressor | type[Compressor], **arguments: Any
 def _check(subject: Compressor) -> None:
     for rule in RULES:
         try:
-            found = rule.find(subject)
+            violation = rule.find(subject)
         except Exception as error:
             change = f"The traceback above shows where. What the rule asks for: {rule.change}"
             _fail(subject, rule.name, _raised(error), change, error)
-        if found is not None:
-            _fail(subject, rule.name, found, rule.change)
+        if violation is not None:
+            _fail(subject, rule.name, violation, rule.change)
     say(f"{type(subject).__name__} keeps the contract of compressors: {len(RULES)} rules.")
 
 
@@ -75,8 +75,8 @@ def _build(compressor: Compressor | type[Compressor], arguments: dict[str, Any])
             _fail(compressor, "constructor", _raised(error), change, error)
     capacity = getattr(subject, "budget", 0) + getattr(subject, "buffer", 0)
     if capacity > MAX_CAPACITY:
-        found = f"budget + buffer = {capacity} tokens"
-        _fail(subject, "size", found, f"Check a small one, up to {MAX_CAPACITY}, such as budget=10, buffer=4.")
+        size = f"budget + buffer = {capacity} tokens"
+        _fail(subject, "size", size, f"Check a small one, up to {MAX_CAPACITY}, such as budget=10, buffer=4.")
     return subject
 
 
@@ -84,7 +84,7 @@ def _raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{users_line(error)}"
 
 
-def _fail(subject: Any, rule: str, found: str, change: str, cause: Exception | None = None) -> NoReturn:
+def _fail(subject: Any, rule: str, violation: str, change: str, cause: Exception | None = None) -> NoReturn:
     name = subject.__name__ if isinstance(subject, type) else type(subject).__name__
     how = f"breaks the rule {rule!r}" if cause is None else f"raised an error while the rule {rule!r} was checked"
-    raise ContractError(f"{name} {how}.\n  Found: {found}\n  Change: {change}") from cause
+    raise ContractError(f"{name} {how}.\n  Found: {violation}\n  Change: {change}") from cause

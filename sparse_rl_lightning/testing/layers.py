@@ -72,8 +72,8 @@ def random_layer(
     free = ~valid
     positions = torch.full(heads, -1)
     for s, h in torch.cartesian_prod(torch.arange(3), torch.arange(NUM_HEADS)).tolist():
-        held = _positions(int(live[s, h]), int(seen[s]), num_sinks, window, g)
-        positions[s, h, : len(held)] = held
+        tokens = _positions(int(live[s, h]), int(seen[s]), num_sinks, window, g)
+        positions[s, h, : len(tokens)] = tokens
     last = seen[:, None] - 1
     ring = (last - (last - torch.arange(num_queries)) % max(num_queries, 1)).clamp(min=-1)
     state = {
@@ -152,9 +152,9 @@ def _positions(length: int, seen: int, num_sinks: int, window: int, g: torch.Gen
     """The tokens in a head: sinks and window first, then any others, in order."""
     recent = torch.arange(seen - min(window, length), seen)
     sinks = torch.arange(min(num_sinks, length - len(recent)))
-    num_others = length - len(recent) - len(sinks)
-    others = torch.randperm(seen - len(recent) - len(sinks), generator=g)[:num_others]
-    return torch.cat([sinks, len(sinks) + others.sort().values, recent])
+    num_middle = length - len(recent) - len(sinks)
+    middle = torch.randperm(seen - len(recent) - len(sinks), generator=g)[:num_middle]
+    return torch.cat([sinks, len(sinks) + middle.sort().values, recent])
 
 
 HIDDEN_SIZE = 64
@@ -173,7 +173,7 @@ class RandomPrompts:
         unseen = torch.ones(self.LENGTH, width, dtype=torch.bool).triu(1)
         attention = normal(*heads, GROUP_SIZE, self.LENGTH, width).masked_fill(unseen, -torch.inf).softmax(dim=-1)
         self.compressor, self.device = compressor, device
-        given = {
+        tensors = {
             "keys": normal(*heads, self.LENGTH, HEAD_DIM),
             "values": normal(*heads, self.LENGTH, HEAD_DIM),
             "positions": torch.arange(self.LENGTH).expand(3, -1).contiguous(),
@@ -182,7 +182,7 @@ class RandomPrompts:
             "hidden_states": normal(3, self.LENGTH, HIDDEN_SIZE),
             "output_norms": normal(3, NUM_HEADS * GROUP_SIZE, self.LENGTH).abs(),
         }
-        self.given: dict[str, Tensor] = {name: tensor.to(device) for name, tensor in given.items()}
+        self.given: dict[str, Tensor] = {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def read(self, cuts: Sequence[int], slots: Sequence[int] = (0, 1, 2)) -> dict[str, Tensor]:
         """All running numbers after the prompts in ``slots`` were read in blocks of ``cuts`` tokens.
@@ -201,23 +201,23 @@ class RandomPrompts:
             for numbers in state.values():
                 numbers[:, :, start:stop] = 0.0
             c.update_state(self._update(chosen, slice(start, stop), state, by_head))
-        own = {f"update.state[{name!r}]": numbers[:, :, :stop] for name, numbers in state.items()}
-        return own | {f"update.head_state[{name!r}]": numbers for name, numbers in by_head.items()}
+        numbers_by_token = {f"update.state[{name!r}]": numbers[:, :, :stop] for name, numbers in state.items()}
+        return numbers_by_token | {f"update.head_state[{name!r}]": numbers for name, numbers in by_head.items()}
 
     def _update(
         self, slots: list[int], block: slice, state: dict[str, Tensor], by_head: dict[str, Tensor]
     ) -> StateUpdate:
         c = self.compressor
         lengths = torch.full((len(slots), NUM_HEADS), block.stop, dtype=torch.int32, device=self.device)
-        given = {name: tensor if len(slots) == 3 else tensor[slots] for name, tensor in self.given.items()}
+        tensors = {name: tensor if len(slots) == 3 else tensor[slots] for name, tensor in self.given.items()}
         offered: dict[str, tuple[bool, Any]] = {
-            "mass": (c.needs_attention, given["mass"][:, :, block]),
-            "hidden_states": (c.needs_hidden_states, given["hidden_states"][:, block]),
-            "output_norms": (c.needs_output_norms, given["output_norms"][:, :, block]),
+            "mass": (c.needs_attention, tensors["mass"][:, :, block]),
+            "hidden_states": (c.needs_hidden_states, tensors["hidden_states"][:, block]),
+            "output_norms": (c.needs_output_norms, tensors["output_norms"][:, :, block]),
         }
         return StateUpdate(
-            state=state, head_state=by_head, lengths=lengths, positions=given["positions"][:, block],
-            keys=given["keys"][:, :, block], values=given["values"][:, :, block],
-            prompt_lengths=given["prompt_lengths"], layer_index=1,
+            state=state, head_state=by_head, lengths=lengths, positions=tensors["positions"][:, block],
+            keys=tensors["keys"][:, :, block], values=tensors["values"][:, :, block],
+            prompt_lengths=tensors["prompt_lengths"], layer_index=1,
             asked={name: tensor for name, (wanted, tensor) in offered.items() if wanted},
         )  # fmt: skip

@@ -141,9 +141,9 @@ def read_only(compressor: Compressor) -> str | None:
 )
 def determinism(compressor: Compressor) -> str | None:
     """Scores of the same layer must be the same, whatever was scored in between."""
-    first, *others = _layers(compressor)
+    first, *rest = _layers(compressor)
     scores = _scores(compressor, first)
-    for layer in others:
+    for layer in rest:
         compressor.score(layer)
     difference = _difference(_scores(compressor, first), scores)
     return difference and f"scoring the same layer again gave other numbers: {difference}"
@@ -279,11 +279,11 @@ def running_state(compressor: Compressor) -> str | None:
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
-    before, given = _contents(compressor), _contents(prompts.given)
+    before, inputs = _contents(compressor), _contents(prompts.given)
     together = prompts.read([RandomPrompts.LENGTH])
     if changed := _changed(compressor, before):
         return f"update_state changed {', '.join(f'self.{name}' for name in changed)}"
-    if changed := _changed(prompts.given, given):
+    if changed := _changed(prompts.given, inputs):
         return f"update_state changed {', '.join(f'update.{name}' for name in changed)}"
     for name, numbers in together.items():
         if bool(numbers.isnan().any()):
@@ -318,10 +318,10 @@ def reading(compressor: Compressor) -> str | None:
 def copies(compressor: Compressor) -> str | None:
     """Copies must score alike."""
     layer = _layer(compressor)
-    ways: dict[str, Callable[[Compressor], Compressor]] = {"copy.deepcopy": copy.deepcopy, "pickle": _pickled}
-    for name, way in ways.items():
+    methods: dict[str, Callable[[Compressor], Compressor]] = {"copy.deepcopy": copy.deepcopy, "pickle": _pickled}
+    for name, duplicate_by in methods.items():
         try:
-            duplicate = way(compressor)
+            duplicate = duplicate_by(compressor)
         except Exception as error:
             return f"{name} does not work: {error}"
         if difference := _difference(_scores(duplicate, layer), _scores(compressor, layer)):
