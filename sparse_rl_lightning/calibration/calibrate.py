@@ -50,9 +50,9 @@ class Calibration:
         """Notes for the user: bins without data, targets that are missed."""
         missed = [  # the schedule itself may do worse than its budgets did alone
             f"lengths {number * self.bin_size} to {(number + 1) * self.bin_size - 1}: the schedule itself reaches "
-            f"{found.tail:.4f} ({found.low:.4f} to {found.high:.4f}), below the target."
-            for number, found in enumerate(self.check or [])
-            if found is not None and found.tail < self.target
+            f"{cell.tail:.4f} ({cell.low:.4f} to {cell.high:.4f}), below the target."
+            for number, cell in enumerate(self.check or [])
+            if cell is not None and cell.tail < self.target
         ]
         return [*self.choice.notes, *missed]
 
@@ -63,10 +63,10 @@ class Calibration:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["budget", "first_length", "last_length", "chosen", *names])
         measured: list[tuple[int | str, list[Cell | None]]] = [*self.table.items(), (CHECK, self.check or [])]
-        for budget, found in measured:
-            for number, own in enumerate(found):
+        for budget, row_of_cells in measured:
+            for number, cell in enumerate(row_of_cells):
                 first = number * self.bin_size
-                numbers = [f"{getattr(own, name):.6g}" if own else "" for name in names]
+                numbers = [f"{getattr(cell, name):.6g}" if cell else "" for name in names]
                 chosen = int(self.choice.budgets[number] == budget)
                 rows.writerow([budget, first, first + self.bin_size - 1, chosen, *numbers])
         return text.getvalue()
@@ -145,11 +145,11 @@ def calibrate(
     """
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)
-    found: dict[str, Acceptances] = {}
+    acceptances_of: dict[str, Acceptances] = {}
     swept: dict[str, Budgeted] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
-    for done, (name, own) in enumerate(swept.items()):
-        found[name] = _acceptances(sweep, name, own, done, progress)
-    ceiling = percentile(found[DENSE].lower)
+    for done, (name, swept_method) in enumerate(swept.items()):
+        acceptances_of[name] = _acceptances(sweep, name, swept_method, done, progress)
+    ceiling = percentile(acceptances_of[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
         raise UserError(
@@ -157,7 +157,7 @@ def calibrate(
             f"it out for {tail_target(ceiling):.4f}."
         )
     num_bins = (sweep.longest - 1) // binning.bin_size + 1
-    judged = {name: cells(acceptances, binning, num_bins) for name, acceptances in found.items()}
+    judged = {name: cells(acceptances, binning, num_bins) for name, acceptances in acceptances_of.items()}
     table = {budget: judged[_name(budget)] for budget in methods}
     rises = not isinstance(method, Retriever) if monotone is None else monotone
     choice = choose(table, target, binning.bin_size, rises)
@@ -170,10 +170,10 @@ def calibrate(
 
 
 def _acceptances(sweep: Sweep, name: str, method: Budgeted, done: int, progress: OnProgress | None) -> Acceptances:
-    found = sweep.acceptances(name, method, None if progress is None else lambda share: progress(name, done + share))
+    drawn = sweep.acceptances(name, method, None if progress is None else lambda share: progress(name, done + share))
     if progress is not None:
         progress(name, done + 1)
-    return found
+    return drawn
 
 
 def _name(budget: int) -> str:

@@ -51,10 +51,10 @@ def gather_statistics(
     geometry = CacheGeometry.of(model)
     total: dict[int, QueryMoments] = {}
     for rows in torch.split(torch.arange(len(sequences)), batch_size):
-        own = lengths[rows].to(geometry.device)
-        ids = sequences[rows, : int(own.max())].to(geometry.device)
+        row_lengths = lengths[rows].to(geometry.device)
+        ids = sequences[rows, : int(row_lengths.max())].to(geometry.device)
         positions = torch.arange(ids.shape[1], device=geometry.device)
-        add = partial(_add, total, positions, positions < own[:, None], geometry)
+        add = partial(_add, total, positions, positions < row_lengths[:, None], geometry)
         watch(model, ids, add)
     return QueryStatistics.of_layers([total[layer] for layer in sorted(total)], geometry.num_kv_heads)
 
@@ -62,8 +62,8 @@ def gather_statistics(
 def _add(total: dict[int, QueryMoments], positions: Tensor, mask: Tensor, geometry: CacheGeometry, seen: Seen) -> None:
     """Add up a layer's queries while it runs: all layers' together are many times the memory of a cache."""
     still = _still(seen.query, positions, geometry)
-    found = QueryMoments(still, positions.expand_as(mask), mask, geometry.inv_freq)
-    total[seen.layer] = total[seen.layer].add(found) if seen.layer in total else found
+    moments = QueryMoments(still, positions.expand_as(mask), mask, geometry.inv_freq)
+    total[seen.layer] = total[seen.layer].add(moments) if seen.layer in total else moments
 
 
 def _still(queries: Tensor, positions: Tensor, geometry: CacheGeometry) -> Tensor:

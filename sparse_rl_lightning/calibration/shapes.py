@@ -47,14 +47,14 @@ class ModelShape:
                 raise UserError(f"model must be one of {', '.join(SHAPES)}, or a configuration, got {model!r}.")
             return cls(*SHAPES[model], weight_bytes, kv_bytes)
         config = getattr(model, "config", model)
-        kinds = {
+        features = {
             "linear attention": LINEAR in (getattr(config, "layer_types", None) or ()),
             "sliding windows": bool(layer_windows(config)),
             "experts": any(getattr(config, name, 0) for name in EXPERTS),
         }
-        if any(kinds.values()):
+        if any(features.values()):
             raise UserError(
-                f"The cost model has no price for the {' and '.join(kind for kind, has in kinds.items() if has)} of "
+                f"The cost model has no price for the {' and '.join(name for name, has in features.items() if has)} of "
                 f"{config.model_type!r}: measure instead (`sparse-rl calibrate` does without `machine`)."
             )
         heads = config.num_attention_heads
@@ -110,8 +110,8 @@ class Hardware:
             remedy = f"`sparse-rl calibrate --hardware {shlex.quote(str(path))}` measures one."
             raise UserError(f"there is no file {str(path)!r}. {remedy}")
         try:
-            found = json.loads(whole_file(path, 2**24))
-            return cls(**{f.name: float(found.get(f.name, f.default)) for f in fields(cls)})
+            content = json.loads(whole_file(path, 2**24))
+            return cls(**{f.name: float(content.get(f.name, f.default)) for f in fields(cls)})
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error

@@ -98,21 +98,21 @@ class Sweep:
         """
         sampler = self._sampler(method)
         parts = []
-        for part in range(self.num_parts):
-            path = self.folder / name / f"part_{part:04d}.safetensors"
+        for number in range(self.num_parts):
+            path = self.folder / name / f"part_{number:04d}.safetensors"
             tensors = stored_tensors(path)
             if tensors is None or tensors.keys() != Acceptances.__dataclass_fields__.keys():  # none, or damaged
-                found = self._draw(sampler, part, progress)
-                tensors = {key: tensor.contiguous() for key, tensor in vars(found).items()}
+                drawn = self._draw(sampler, number, progress)
+                tensors = {key: tensor.contiguous() for key, tensor in vars(drawn).items()}
                 write_files({path: partial(save_file, tensors)})
             parts.append(Acceptances(**tensors))
-        found = Acceptances.cat(parts)
-        if len(found) == torch.unique(found.sequences).numel() and self.params.max_completion_length > 1:
+        drawn = Acceptances.cat(parts)
+        if len(drawn) == torch.unique(drawn.sequences).numel() and self.params.max_completion_length > 1:
             raise UserError(
-                f"{name}: all {len(found)} completions are a single token, the end of the sequence, so no length can "
+                f"{name}: all {len(drawn)} completions are a single token, the end of the sequence, so no length can "
                 "be judged. Check the prompts' format (chat template), the end tokens and the temperature."
             )
-        return found
+        return drawn
 
     def _sampler(self, method: Budgeted) -> RolloutSampler:
         compressor, retriever = (method, None) if isinstance(method, Compressor) else (self.keeps, method)
@@ -122,18 +122,18 @@ class Sweep:
             options["memory_limit"] = full_cache_limit(options.get("memory_limit"), self.model.device)
         return RolloutSampler(self.model, compressor, retriever=retriever, **options)
 
-    def _draw(self, sampler: RolloutSampler, part: int, progress: Callable[[float], None] | None) -> Acceptances:
-        first, parts = part * self.prompts_per_part, self.num_parts
+    def _draw(self, sampler: RolloutSampler, number: int, progress: Callable[[float], None] | None) -> Acceptances:
+        first, parts = number * self.prompts_per_part, self.num_parts
         prompts = self.prompts[first : first + self.prompts_per_part]
         generations = self.params.num_generations
-        numbers = range(first * generations, (first + len(prompts)) * generations)
+        sequence_ids = range(first * generations, (first + len(prompts)) * generations)
         rollout = sampler.generate(
-            prompts, self.params, sequence_ids=numbers,
-            progress=None if progress is None else lambda now: progress((part + now.finished / now.total) / parts),
+            prompts, self.params, sequence_ids=sequence_ids,
+            progress=None if progress is None else lambda now: progress((number + now.finished / now.total) / parts),
         )  # fmt: skip
         if not sampler.compressor.evicts:
             sampler.release()  # the dense passes need memory too
-        by_length, names = torch.split(rollout.lengths.argsort(), self.micro_batch), torch.tensor(numbers).int()
+        by_length, names = torch.split(rollout.lengths.argsort(), self.micro_batch), torch.tensor(sequence_ids).int()
         return Acceptances.cat([self._score(rollout[rows].trimmed(), names[rows.cpu()]) for rows in by_length])
 
     def _score(self, rollout: Rollout, names: Tensor) -> Acceptances:
@@ -151,7 +151,7 @@ class Sweep:
 
     def _fingerprint(self, method: Budgeted) -> dict[str, str]:
         """Settings that must be the same for parts to belong together."""
-        settings = {name: own for name, own in self.sampler_options.items() if name not in OF_MEMORY}
+        settings = {name: setting for name, setting in self.sampler_options.items() if name not in OF_MEMORY}
         settings |= {"end_token_ids": self._sampler(FullKV()).end_token_ids}
         any_budget = method.with_budget(_ANY_BUDGET * getattr(method, "page_size", 1))
         return {

@@ -44,9 +44,9 @@ class Acceptances:
     sequences: Tensor  # (N,) int32, index of the sequence
 
     @classmethod
-    def cat(cls, parts: Sequence[Acceptances]) -> Acceptances:
-        """All parts joined; their sequence numbers differ."""
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+    def cat(cls, batches: Sequence[Acceptances]) -> Acceptances:
+        """All batches joined; their sequence numbers differ."""
+        return cls(*(torch.cat([getattr(batch, f.name) for batch in batches]) for f in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -77,25 +77,25 @@ class Choice:
     notes: list[str]  # bins without data, bins that no budget serves
 
 
-def cell(found: Acceptances) -> Cell:
+def cell(acceptances: Acceptances) -> Cell:
     """The statistics of at least one token."""
-    lower = tail(found.lower, found.sequences)
+    lower = tail(acceptances.lower, acceptances.sequences)
     return Cell(
-        tokens=len(found),
+        tokens=len(acceptances),
         tail=lower.value,
         low=lower.low,
         high=lower.high,
-        tail_upper=percentile(found.upper),
-        mean=float(found.lower.double().mean()),
-        near_one=float((found.lower > NEAR_ONE).double().mean()),
+        tail_upper=percentile(acceptances.upper),
+        mean=float(acceptances.lower.double().mean()),
+        near_one=float((acceptances.lower > NEAR_ONE).double().mean()),
     )
 
 
-def cells(found: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:
+def cells(acceptances: Acceptances, binning: Binning, num_bins: int) -> list[Cell | None]:
     """A cell for every bin, None for bins with too few tokens."""
-    bins = found.lengths // binning.bin_size
-    own = [found[bins == number] for number in range(num_bins)]
-    return [cell(part) if len(part) >= binning.min_tokens else None for part in own]
+    bins = acceptances.lengths // binning.bin_size
+    by_bin = [acceptances[bins == number] for number in range(num_bins)]
+    return [cell(in_bin) if len(in_bin) >= binning.min_tokens else None for in_bin in by_bin]
 
 
 def choose(table: Mapping[int, Sequence[Cell | None]], target: float, bin_size: int, monotone: bool = False) -> Choice:
