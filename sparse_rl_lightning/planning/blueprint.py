@@ -41,8 +41,8 @@ class Blueprint:
         """
         if type(source) is LoraPolicy:
             targets = source.target_modules if isinstance(source.target_modules, str) else (*source.target_modules,)
-            own = {**source.options, "target_modules": targets, "quantization": source.quantization}
-            return replace(cls.of(source.base), adapters=(*own.items(),))
+            arguments = {**source.options, "target_modules": targets, "quantization": source.quantization}
+            return replace(cls.of(source.base), adapters=(*arguments.items(),))
         if type(source) is PretrainedPolicy:
             return cls(source.path, source.dtype, eager=source.attn_implementation == "eager")
         raise UserError(
@@ -53,16 +53,16 @@ class Blueprint:
     @property
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, a new copy: transformers writes the type of a model made from it into it."""
-        found = copy.deepcopy(read_config(self.path))
+        config = copy.deepcopy(read_config(self.path))
         if self.eager:
-            found._attn_implementation = "eager"
-        return found
+            config._attn_implementation = "eager"
+        return config
 
     @property
     def stored_dtype(self) -> torch.dtype:
         """The type of weights that are loaded to stay as they are."""
-        found = self.config.dtype if self.dtype == "auto" else getattr(torch, self.dtype, None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        dtype = self.config.dtype if self.dtype == "auto" else getattr(torch, self.dtype, None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     @property
     def loaded_dtype(self) -> torch.dtype:
@@ -95,11 +95,11 @@ def empty_model(blueprint: Blueprint, dtype: torch.dtype, of_one_type: bool = Fa
     config, path = blueprint.config, blueprint.path
     with torch.device("meta"):
         try:
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:  # foreign data
             raise UserError(f"policy: no model is described by {path!r}. {reason(path, error)}") from error
-        blueprint.adapt(made, of_one_type)
-    return made
+        blueprint.adapt(model, of_one_type)
+    return model
 
 
 @lru_cache(maxsize=32)
@@ -116,7 +116,7 @@ def read_config(path: str) -> PreTrainedConfig:
     try:
         check_files(source)
         check_plain(source)
-        found: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except UserError as error:
         raise UserError(f"policy: {path!r}: {error}") from error
     except OSError as error:
@@ -129,7 +129,7 @@ def read_config(path: str) -> PreTrainedConfig:
         ) from error
     except Exception as error:  # foreign data
         raise UserError(f"policy: the config.json of {path!r} cannot be read. {reason(path, error)}") from error
-    return found
+    return config
 
 
 def known_name(path: str) -> str | None:
@@ -144,9 +144,10 @@ def known_name(path: str) -> str | None:
 
 def spelled_out(name: str) -> PreTrainedConfig:
     """The configuration of a model of SHAPES: the sizes of its weights, none of its rotary frequencies."""
-    s, kind = ModelShape.of(name), next(kind for start, kind in FAMILIES.items() if name.startswith(start))
+    model_type = next(model_type for start, model_type in FAMILIES.items() if name.startswith(start))
+    s = ModelShape.of(name)
     return AutoConfig.for_model(
-        kind, num_hidden_layers=s.num_layers, hidden_size=s.hidden_size, num_attention_heads=s.num_heads,
+        model_type, num_hidden_layers=s.num_layers, hidden_size=s.hidden_size, num_attention_heads=s.num_heads,
         num_key_value_heads=s.num_kv_heads, head_dim=s.head_dim, intermediate_size=s.intermediate_size,
         vocab_size=s.vocab_size, tie_word_embeddings=name in TIED, dtype=torch.bfloat16,
     )  # fmt: skip

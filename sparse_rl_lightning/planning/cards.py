@@ -81,7 +81,7 @@ def parse_memory(text: str) -> float:
     >>> parse_memory("24GB"), parse_memory("0.5GiB")
     (24000000000.0, 536870912.0)
     """
-    found = re.fullmatch(r"(\d+\.?\d*) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+\.?\d*) ?([MG])(i?)B", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise UserError(f"--memory must be a number with its unit, such as 24GB or 22.5GiB, got {text!r}.")
-    return float(found[1]) * float((1024 if found[3] else 1000) ** ("MG".index(found[2].upper()) + 2))
+    return float(match[1]) * float((1024 if match[3] else 1000) ** ("MG".index(match[2].upper()) + 2))

@@ -110,14 +110,14 @@ class Job:
     def geometry(self) -> CacheGeometry:
         """The shape of the cache on a GPU, without rotary frequencies."""
         model = empty_model(self.blueprint, self.compute_dtype)
-        own = CacheGeometry.of(model, kv_type(self.rollout.kv_dtype), self.length, of_shapes=True)
-        return replace(own, device=CUDA)
+        geometry = CacheGeometry.of(model, kv_type(self.rollout.kv_dtype), self.length, of_shapes=True)
+        return replace(geometry, device=CUDA)
 
     @property
     def sequences(self) -> int:
         """Sequences that a rollout draws on this rank, those that are not trained on included."""
-        own = self.rollout
-        return round(self.block.prompts * own.oversampling) * own.drawn(self.sampling).num_generations
+        options = self.rollout
+        return round(self.block.prompts * options.oversampling) * options.drawn(self.sampling).num_generations
 
     @property
     def length(self) -> int:

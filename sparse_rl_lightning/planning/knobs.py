@@ -46,9 +46,15 @@ def _for_time(job: Job) -> Iterator[Change]:
     """The slots' memory for the learner; parameters one by one; fewer sequences, logits and activations at a time."""
     if job.rollout.keep_pool and job.rollout.partial_rollout_steps is None:
         yield _set(job, "rollout", "keep_pool", False)
-    own = job.optimizer
-    if isinstance(own, partial) and own.keywords.get("foreach", False) is not False and not own.keywords.get("fused"):
-        yield Change("model.optimizer.init_args.foreach=false", replace(job, optimizer=partial(own, foreach=False)))
+    optimizer = job.optimizer
+    if (
+        isinstance(optimizer, partial)
+        and optimizer.keywords.get("foreach", False) is not False
+        and not optimizer.keywords.get("fused")
+    ):
+        yield Change(
+            "model.optimizer.init_args.foreach=false", replace(job, optimizer=partial(optimizer, foreach=False))
+        )
     rows = 1 if job.sharding.stage == 3 else job.micro_batch.rows
     while rows > 1:
         rows //= 2
@@ -83,21 +89,21 @@ def _for_what_is_learned(job: Job) -> Iterator[Change]:
     if base.adapters is None and job.sharding.stage < 3:
         base, words = replace(base, dtype="bfloat16", adapters=()), "model.policy of LoraPolicy, its base of bfloat16"
         yield Change(words, replace(job, blueprint=base))
-        yield from (Change(f"{words} and quantization: {kind}", other) for kind, other in _quantized(job, base))
+        yield from (Change(f"{words} and quantization: {bits}", j) for bits, j in _quantized(job, base))
     elif base.adapters is not None:
-        yield from (Change(f"model.policy.init_args.quantization={k}", other) for k, other in _quantized(job, base))
+        yield from (Change(f"model.policy.init_args.quantization={bits}", j) for bits, j in _quantized(job, base))
 
 
 def _quantized(job: Job, base: Blueprint) -> Iterator[tuple[str, Job]]:
     """The job on a base of fewer bits than this one has."""
-    for kind in BITS[1 + BITS.index(base.quantization) :]:
-        own = {**dict(base.adapters or ()), "quantization": kind}
-        yield str(kind), replace(job, blueprint=replace(base, adapters=(*own.items(),)))
+    for bits in BITS[1 + BITS.index(base.quantization) :]:
+        adapters = {**dict(base.adapters or ()), "quantization": bits}
+        yield str(bits), replace(job, blueprint=replace(base, adapters=(*adapters.items(),)))
 
 
 def _set(job: Job, group: str, name: str, value: Any) -> Change:
-    own: Any = replace(getattr(job, group), **{name: value})
-    return Change(f"model.{group}.{name}={word(value)}", replace(job, **{group: own}))
+    options: Any = replace(getattr(job, group), **{name: value})
+    return Change(f"model.{group}.{name}={word(value)}", replace(job, **{group: options}))
 
 
 def word(value: object) -> str:
@@ -107,14 +113,14 @@ def word(value: object) -> str:
 
 def best_knob(plan: Plan) -> tuple[Change, Plan] | None:
     """The first change that makes the job fit, or else the one that saves most; None if none does."""
-    found: list[tuple[Change, Plan]] = []
+    tried: list[tuple[Change, Plan]] = []
     for change in changes(plan.job):
         tell(change.setting)
-        other = make_plan(change.job, plan.card)
-        if other.fits:
-            return change, other
-        found.append((change, other))
-    best = min(found, key=lambda pair: pair[1].peak, default=None)
+        changed = make_plan(change.job, plan.card)
+        if changed.fits:
+            return change, changed
+        tried.append((change, changed))
+    best = min(tried, key=lambda pair: pair[1].peak, default=None)
     return best if best is not None and best[1].peak < plan.peak else None
 
 
@@ -123,6 +129,6 @@ def advice(plan: Plan) -> str:
     best = best_knob(plan)
     if best is None:
         return "No setting known here saves memory: use a larger card, more of them, or a smaller model."
-    change, other = best
-    after = "fits" if other.fits else "alone does not fit either"
-    return f"What helps most: {change.setting}, with which it takes {gigabytes(other.peak)} GB and {after}."
+    change, changed = best
+    after = "fits" if changed.fits else "alone does not fit either"
+    return f"What helps most: {change.setting}, with which it takes {gigabytes(changed.peak)} GB and {after}."

@@ -69,18 +69,18 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     model, g, of_head = job.model, job.geometry, job.rollout.head_in_float32
     copies = decoder_bytes(model, g, job.length, choose_decoder(model, job.rollout.decoder), of_head)
     shadow = nbytes(model.parameters()) if job.sharding.stage == 3 else 0  # read by rollouts
-    held, reference, slot = states(job), reference_bytes(job), slot_size(job)
-    count = num_slots(job, slot, memory - CONTEXT - held.total - reference - shadow - copies)
+    state, reference, slot = states(job), reference_bytes(job), slot_size(job)
+    count = num_slots(job, slot, memory - CONTEXT - state.total - reference - shadow - copies)
     logits = torch.promote_types(g.dtype, torch.float32) if of_head else g.dtype
     drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
     record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
     kept, routed = job.rollout.keep_pool, routing(job)
     likely = job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES
     choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
-    found = {
-        "weights" if job.blueprint.adapters is None else "weights and adapters": _always(held.weights),
-        "gradients": _always(held.gradients),
-        "optimizer's state": _always(held.optimizer),
+    parts = {
+        "weights" if job.blueprint.adapters is None else "weights and adapters": _always(state.weights),
+        "gradients": _always(state.gradients),
+        "optimizer's state": _always(state.optimizer),
         "reference policy": _always(reference),
         "token buffers": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
         "the most likely tokens": (likely * 3 // 2, likely, 0),  # ids, then log-probs are there twice to be joined
@@ -91,9 +91,9 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "logits of a decode step": _always(drawing, kept),
         "prefill": (prefill_bytes(job), 0, 0),
         "activations of the learner": (0, learner(job).peak, 0),
-        "temporaries of the optimizer": (0, 0, round(held.temporary)),
+        "temporaries of the optimizer": (0, 0, round(state.temporary)),
     }
-    return {name: phases for name, phases in found.items() if any(phases)}, count
+    return {name: phases for name, phases in parts.items() if any(phases)}, count
 
 
 def _always(count: float, kept: bool = True) -> Phases:
@@ -117,15 +117,17 @@ def states(job: Job) -> States:
         both = 2 if shard.ranks > 1 else 1  # DDP's buckets are a second copy
         return States(weights + buffers, both * gradients, *optimizer_bytes(job, trained))
     master = [nn.Parameter(parameter.detach().float()) for parameter in trained]
-    own = 0 if job.dtype == torch.float32 else 2 * nbytes(master)
+    copies = 0 if job.dtype == torch.float32 else 2 * nbytes(master)
     state, temporary = optimizer_bytes(job, master)
     share = [1 / shard.ranks if shard.stage >= stage else 1.0 for stage in (1, 2, 3)]
-    found = States(weights * share[2] + buffers, gradients * share[1], (state + own) * share[0], temporary * share[0])
+    sharded = States(
+        weights * share[2] + buffers, gradients * share[1], (state + copies) * share[0], temporary * share[0]
+    )
     if shard.offloads_optimizer:
-        found = replace(found, optimizer=0, temporary=0, host=found.optimizer)
+        sharded = replace(sharded, optimizer=0, temporary=0, host=sharded.optimizer)
     if shard.offloads_weights:
-        found = replace(found, weights=buffers, host=found.host + found.weights - buffers)
-    return found
+        sharded = replace(sharded, weights=buffers, host=sharded.host + sharded.weights - buffers)
+    return sharded
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -142,27 +144,27 @@ def optimizer_bytes(job: Job, parameters: list[nn.Parameter]) -> tuple[int, int]
     Raises:
         ValueError: If the optimizer cannot be made without a GPU.
     """
-    own = [nn.Parameter(parameter.detach()) for parameter in parameters]
+    copies = [nn.Parameter(parameter.detach()) for parameter in parameters]
     try:
-        made = job.optimizer(own)
+        optimizer = job.optimizer(copies)
     except RuntimeError as error:
         raise UserError(
             f"model.optimizer cannot be made on tensors without memory: {error} Plan with fused: null, whose state is "
             "as large."
         ) from error
-    for parameter in own:
+    for parameter in copies:
         parameter.grad = torch.empty_like(parameter)
     with contextlib.suppress(RuntimeError):  # one that reads a number in its step has made its state by then
-        made.step()
+        optimizer.step()
     state = nbytes(
-        value for owned in made.state.values() for value in owned.values()
+        value for owned in optimizer.state.values() for value in owned.values()
         if isinstance(value, Tensor) and value.is_meta
     )  # fmt: skip
-    group: dict[str, Any] = made.param_groups[0]
+    group: dict[str, Any] = optimizer.param_groups[0]
     if group.get("fused"):
         return state, 0
     at_once = "foreach" in group and group["foreach"] is not False
-    return state, nbytes(own) if at_once else 3 * max(parameter.nbytes for parameter in own)
+    return state, nbytes(copies) if at_once else 3 * max(parameter.nbytes for parameter in copies)
 
 
 def reference_bytes(job: Job) -> int:
@@ -172,7 +174,7 @@ def reference_bytes(job: Job) -> int:
     """
     if job.beta == 0 or job.blueprint.adapters is not None:
         return 0
-    dtype = min(job.dtype, job.blueprint.stored_dtype, key=lambda own: own.itemsize)
+    dtype = min(job.dtype, job.blueprint.stored_dtype, key=lambda candidate: candidate.itemsize)
     return nbytes(empty_model(job.blueprint, dtype).parameters())
 
 
@@ -205,8 +207,8 @@ def num_slots(job: Job, slot: SlotBytes, free: float) -> int:
     most, limit = min(job.rollout.num_slots or job.sequences, job.sequences), job.rollout.memory_limit
     if limit is None:
         return most
-    given = limit if limit > 1 else max(2, round(limit * free))  # up to 1 it would be a share again
-    return plan_slots(slot, given, most).num_slots
+    allowed = limit if limit > 1 else max(2, round(limit * free))  # up to 1 it would be a share again
+    return plan_slots(slot, allowed, most).num_slots
 
 
 def prefill_bytes(job: Job) -> int:
@@ -243,25 +245,25 @@ def learner(job: Job) -> LearnerBytes:
             f"learner: their masks of {job.length} x {job.length} depend on the attention's kernel. DryRun measures it."
         )
     types = (job.dtype, job.autocast, job.is_of_one_type)
-    found = _learner(job.blueprint, job.micro_batch, job.learner, *types)
+    one_pass = _learner(job.blueprint, job.micro_batch, job.learner, *types)
     if job.parts == 1:
-        return found
+        return one_pass
     parameters, kept = job.model.parameters(), 0
     if job.learner.gradient_checkpointing == "selective":
         plain = replace(job.learner, gradient_checkpointing=True)
-        kept = found.kept - _learner(job.blueprint, job.micro_batch, plain, *types).kept
+        kept = one_pass.kept - _learner(job.blueprint, job.micro_batch, plain, *types).kept
     summed = nbytes(parameter for parameter in parameters if parameter.requires_grad)
-    return LearnerBytes(found.kept, found.peak + summed + (job.parts - 1) * kept, found.host * job.parts)
+    return LearnerBytes(one_pass.kept, one_pass.peak + summed + (job.parts - 1) * kept, one_pass.host * job.parts)
 
 
 @lru_cache(maxsize=256)
 def _learner(
-    blueprint: Blueprint, part: MicroBatch, options: LearnerOptions, dtype: torch.dtype, autocast: torch.dtype | None,
-    of_one_type: bool,
+    blueprint: Blueprint, micro_batch: MicroBatch, options: LearnerOptions, dtype: torch.dtype,
+    autocast: torch.dtype | None, of_one_type: bool,
 ) -> LearnerBytes:  # fmt: skip
     adapt = partial(blueprint.adapt, of_one_type=of_one_type)
     try:
-        return learner_bytes(blueprint.config, part, options, dtype, autocast, adapt)
+        return learner_bytes(blueprint.config, micro_batch, options, dtype, autocast, adapt)
     except RuntimeError as error:
         raise UserError(
             f"The learner's pass over {blueprint.config.model_type!r} cannot be counted without numbers in {dtype}: "

@@ -54,7 +54,7 @@ class Plan:
 
     def of(self, name: str) -> int:
         """The most bytes in any phase of the parts whose name begins so."""
-        return sum(max(phases) for part, phases in self.parts.items() if part.startswith(name))
+        return sum(max(phases) for title, phases in self.parts.items() if title.startswith(name))
 
     @property
     def full_cache(self) -> int:
@@ -114,15 +114,15 @@ class Plan:
             return f"No time is predicted. {error}"
         times = ", ".join(f"{name} {duration(count)}" for name, count in seconds.items())
         steps = self.job.block.optimizer_steps
-        one, count = sum(seconds.values()) / steps, self.job.num_steps
+        per_step, count = sum(seconds.values()) / steps, self.job.num_steps
         whole = ""
         if count is not None:
-            hours, rollouts = one * count / 3600, math.ceil(count / steps)
+            hours, rollouts = per_step * count / 3600, math.ceil(count / steps)
             whole = f", {hours:.1f} hours for all {count}, in {rollouts:,} rollout(s)"
         return (
             f"If all {self.job.sequences} completions of a rollout have "
             f"{self.job.sampling.max_completion_length} tokens: {times};\n"
-            f"{duration(one)} for each of {steps} optimizer steps{whole}. Predicted, not measured."
+            f"{duration(per_step)} for each of {steps} optimizer steps{whole}. Predicted, not measured."
         )
 
 
@@ -139,8 +139,8 @@ def gigabytes(count: float) -> str:
 def rollout_seconds(job: Job, card: Card, slots: int) -> float:
     """Decoding all sequences, in turns of as many as there are slots."""
     shape = ModelShape.of(job.blueprint.config, kv_bytes=job.geometry.kv_dtype.itemsize)
-    packed, made = PACKED.get(job.blueprint.quantization or ""), job.compute_dtype.itemsize
-    shape = replace(shape, weight_bytes=made if packed is None else packed + 2 * made)  # then written and read
+    packed, computed = PACKED.get(job.blueprint.quantization or ""), job.compute_dtype.itemsize
+    shape = replace(shape, weight_bytes=computed if packed is None else packed + 2 * computed)  # then written and read
     work = Work(slots, job.prompt, job.sampling.max_completion_length)
     method = job.retriever or job.compressor
     tokens = -(-job.sequences // slots) * slots * job.sampling.max_completion_length

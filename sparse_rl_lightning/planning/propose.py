@@ -91,17 +91,17 @@ def propose(model: str, card: Card, length: int) -> Plan:
             f"got {length}."
         )
     tell("what takes least memory")
-    found, chosen = _leanest(model, card, length)
-    if not found.fits:
-        raise UserError(_nearest_miss(found))
+    best, chosen = _leanest(model, card, length)
+    if not best.fits:
+        raise UserError(_nearest_miss(best))
     for name, options in levels(length).items():
         for value in options[:-1]:
             tell(f"{name}: {word(value)}")
             plan = _tried(job_of(model, length, **(chosen | {name: value})), card)
             if plan is not None and plan.fits:
-                found, chosen[name] = plan, value
+                best, chosen[name] = plan, value
                 break
-    return found
+    return best
 
 
 def _tried(job: Job, card: Card) -> Plan | None:
@@ -117,9 +117,9 @@ def _leanest(model: str, card: Card, length: int) -> tuple[Plan, dict[str, Any]]
     return make_plan(job_of(model, length, **chosen), card), chosen
 
 
-def _nearest_miss(found: Plan) -> str:
+def _nearest_miss(plan: Plan) -> str:
     """What to say of the leanest choice if it does not fit."""
-    job, card = found.job, found.card
+    job, card = plan.job, plan.card
     shorter = job.length // 2
     while shorter >= 2 * PROMPT:
         tell(f"--length {shorter}, since {job.length} does not fit")
@@ -129,7 +129,7 @@ def _nearest_miss(found: Plan) -> str:
     remedy = f"--length {shorter} fits. Or give" if shorter >= 2 * PROMPT else "No shorter length fits. Give"
     return (
         f"{job.blueprint.path} does not fit {card.memory / 1e9:g} GB at --length {job.length}. The leanest choice "
-        f"takes {gigabytes(found.peak)} GB: adapters on weights in {job.blueprint.quantization}, {found.slots} slots "
+        f"takes {gigabytes(plan.peak)} GB: adapters on weights in {job.blueprint.quantization}, {plan.slots} slots "
         f"with a budget of {job.compressor.schedule.plain}, one sequence at a time in the learner, what its "
         "layers keep in the host's memory. "
         f"{remedy} a larger --memory or a smaller model."
