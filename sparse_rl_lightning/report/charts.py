@@ -25,7 +25,7 @@ DARK = ("#7aa8ff", "#ff8a3d", "#5eead4", "#fde68a")
 """Colors of lines on light and on dark background; more lines than colors are dashed, then dotted."""
 DASHES = ("-", "--", ":")
 INK, SOFT, GRAY, GRID, WHITE = "#1f2937", "#4b5563", "#7b8794", "#e5e7eb", "#ffffff"
-VARIABLES = {**{color: f"--c{place}" for place, color in enumerate(LIGHT)},
+VARIABLES = {**{color: f"--c{index}" for index, color in enumerate(LIGHT)},
              SOFT: "--soft", GRAY: "--gray", GRID: "--grid", WHITE: "--card"}  # fmt: skip
 """Colors of a chart that the page's style sheet replaces in dark mode."""
 
@@ -62,8 +62,8 @@ def picture(record: RunRecord) -> bytes:
         figure = figure_class(figsize=(3.3 * COLUMNS, 2.4 * rows + 0.9), layout=layout, facecolor="white")
         headline = figure.suptitle(_headline(record), x=0.012, ha="left", fontsize=11, fontweight="bold")
         headline.set_linespacing(1.6)
-        for place, plot in enumerate(plots):
-            ax = figure.add_subplot(rows, COLUMNS, place + 1)
+        for index, plot in enumerate(plots):
+            ax = figure.add_subplot(rows, COLUMNS, index + 1)
             draw(ax, plot)
             ax.set(title=plot.panel.title, ylabel=plot.panel.unit)
             if len(plot.series) > 1:
@@ -132,8 +132,8 @@ def _look(color: str) -> tuple[str, str]:
     """The color and dashes of a line."""
     if color == "ref":
         return GRAY, "--"
-    dashes, place = divmod(int(color.removeprefix("c")), len(LIGHT))
-    return LIGHT[place], DASHES[dashes]
+    dashes, index = divmod(int(color.removeprefix("c")), len(LIGHT))
+    return LIGHT[index], DASHES[dashes]
 
 
 def _scale(ax: Axes, values: Sequence[float], log: bool) -> tuple[float, list[float]]:
@@ -174,7 +174,7 @@ def _plain(svg: str) -> str:
     svg = re.sub(r' (?:id|clip-path|transform)="[^"]*"', "", svg)
     svg = re.sub(r' style="([^"]*)"', _attributes, svg)
     svg = re.sub(r"(?<=\d)(\.\d)\d+(?=[^<>]*>)", r"\1", svg)  # a tenth of a pixel, but not in labels
-    return re.sub("|".join(VARIABLES), lambda found: f"var({VARIABLES[found[0]]})", svg)
+    return re.sub("|".join(VARIABLES), lambda match: f"var({VARIABLES[match[0]]})", svg)
 
 
 def _attributes(style: re.Match[str]) -> str:

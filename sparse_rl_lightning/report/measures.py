@@ -21,7 +21,7 @@ class Measure:
     label: str
     find: Find
     write: Callable[[float], str]
-    told: bool = False  # also in the terminal and at the top of a page
+    is_headline: bool = False  # also in the terminal and at the top of a page
 
 
 def _count(value: float) -> str:
@@ -73,13 +73,13 @@ def greedy(records: Sequence[RunRecord]) -> list[Measure]:
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
     """Savings and costs of a run, as label and value, without those not measured."""
-    found = [(measure, measure.find(record)) for measure in MEASURES if measure.told]
-    told = [(measure.label, measure.write(value)) for measure, value in found if value is not None]
+    values = [(measure, measure.find(record)) for measure in MEASURES if measure.is_headline]
+    rows = [(measure.label, measure.write(value)) for measure, value in values if value is not None]
     used, full = record.maximum("kv/peak_bytes"), record.maximum("kv/full_peak_bytes")
     if used is not None and full:
-        told.insert(0, (f"peak KV memory, {size(used)} of a full cache's {size(full)}", percent(used / full)))
+        rows.insert(0, (f"peak KV memory, {size(used)} of a full cache's {size(full)}", percent(used / full)))
     length = f"{record.steps} optimizer steps, {len(record.history)} rollouts"
-    return [*told, (f"training, {length}", duration(record.seconds))]
+    return [*rows, (f"training, {length}", duration(record.seconds))]
 
 
 def results(record: RunRecord) -> list[list[str]]:
@@ -88,8 +88,8 @@ def results(record: RunRecord) -> list[list[str]]:
     rows = [[CACHES[cache], number(record.before.get(cache)), number(record.after.get(cache))] for cache in caches]
     count = record.num_problems
     # 95 % of a share of 0.5, where it is widest
-    known = f", known to ±{1.96 * 0.5 / math.sqrt(count):.2f}" if record.measure == "accuracy" and count else ""
-    return [[f"greedy {record.measure}, {count} held-out problems{known}", "before", "after"], *rows] if rows else []
+    interval = f", known to ±{1.96 * 0.5 / math.sqrt(count):.2f}" if record.measure == "accuracy" and count else ""
+    return [[f"greedy {record.measure}, {count} held-out problems{interval}", "before", "after"], *rows] if rows else []
 
 
 def summary_text(record: RunRecord) -> str:

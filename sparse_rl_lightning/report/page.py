@@ -43,7 +43,7 @@ HINT = (
 
 
 def _colors(colors: Sequence[str]) -> str:
-    return ":root { " + " ".join(f"--c{place}: {color};" for place, color in enumerate(colors)) + " }"
+    return ":root { " + " ".join(f"--c{index}: {color};" for index, color in enumerate(colors)) + " }"
 
 
 STYLE = (
@@ -79,13 +79,13 @@ def render(**content: Any) -> str:
 
 def environment() -> Environment:
     """The template environment, which escapes all inserted text and makes its control characters visible."""
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.globals["number"] = number
-    made.filters["shortened"] = lambda value, width=LONGEST: shortened(str(value), width)
-    return made
+    environment.globals["number"] = number
+    environment.filters["shortened"] = lambda value, width=LONGEST: shortened(str(value), width)
+    return environment
 
 
 def _visible(value: Any) -> Any:
@@ -104,19 +104,19 @@ def course(record: RunRecord) -> str:
 
 def warnings_of(record: RunRecord) -> list[str]:
     """Problems of the run: counters first, then the warnings of callbacks with their rollouts."""
-    told = []
+    warnings = []
     for key, words in COUNTS:
         count = next((row[key] for row in reversed(record.history) if key in row), 0.0)
-        told += [f"{words}: {count:,.0f}."] if count > 0 else []
+        warnings += [f"{words}: {count:,.0f}."] if count > 0 else []
     for key in sorted({key for row in record.history for key in row if key.endswith("/failed")}):
         failed = sum(row.get(key, 0.0) for row in record.history)
         name = key.removeprefix("rewards/").removesuffix("/failed")
-        told += [f"Samples that the reward function {name} could not judge: {failed:,.0f}."] if failed > 0 else []
+        warnings += [f"Samples that the reward function {name} could not judge: {failed:,.0f}."] if failed > 0 else []
     for warning in record.warnings:
-        place, words = warning.get("rollout"), str(warning.get("text") or "")
-        where = f"Rollout {place:.0f}: " if isinstance(place, (int, float)) and place >= 0 else ""
-        told += [where + shortened(words, 800)] if words else []
-    return told
+        rollout, words = warning.get("rollout"), str(warning.get("text") or "")
+        where = f"Rollout {rollout:.0f}: " if isinstance(rollout, (int, float)) and rollout >= 0 else ""
+        warnings += [where + shortened(words, 800)] if words else []
+    return warnings
 
 
 def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
@@ -126,7 +126,7 @@ def figures(plots: Sequence[Plot], note: str = "") -> dict[str, Any]:
         drawn = list(zip(ordered, map(Markup, drawings(ordered)), strict=True))
     except ModuleNotFoundError as error:
         return {"hint": str(error), "sections": []}
-    sections = [(name, list(group)) for name, group in groupby(drawn, key=lambda one: one[0].panel.section)]
+    sections = [(name, list(group)) for name, group in groupby(drawn, key=lambda pair: pair[0].panel.section)]
     return {"hint": HINT + note if drawn else "", "sections": sections, "width": WIDTH, "height": HEIGHT}
 
 
@@ -145,7 +145,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 
 def _order(entry: dict[str, Any]) -> tuple[int, float]:
     """The sort key: rejected completions first, then by kind; the newest first among equals."""
-    places = [KINDS.index(kind) for kind in entry.get("kinds", ()) if kind in KINDS]
+    places = [KINDS.index(reason) for reason in entry.get("kinds", ()) if reason in KINDS]
     return min(places, default=len(KINDS)), -entry.get("rollout", 0.0)
 
 
@@ -153,11 +153,11 @@ def _why(entry: dict[str, Any]) -> str:
     """The reason why a completion is shown, in a sentence or two."""
     kinds = entry.get("kinds", [])
     parts = [f"Rollout {short(entry.get('rollout', 0.0))}: {', '.join(kinds) or 'kept'}."]
-    ratio, place = entry.get("ratio"), entry.get("token_place")
-    if ratio is not None and place is not None and kinds != ["lowest reward"]:
+    ratio, position = entry.get("ratio"), entry.get("token_place")
+    if ratio is not None and position is not None and kinds != ["lowest reward"]:
         of = f" of {length:.0f}" if (length := entry.get("length")) else ""
         parts.append(
-            f"Token {place:.0f}{of}, “{printable(entry.get('token', ''), 24)}”, is {short(ratio)} times as likely "
+            f"Token {position:.0f}{of}, “{printable(entry.get('token', ''), 24)}”, is {short(ratio)} times as likely "
             "under the full cache as under the sampler."
         )
     if entry.get("rejected") and "rejected" not in kinds:
@@ -181,9 +181,9 @@ def comparison(records: Named) -> str:
         raise UserError(f"A comparison needs at least two runs, each under a name of its own, got {names}.")
     differing, same = differing_settings(records)
     runs = [
-        {"name": name, "title": record.title, "color": color(place), "course": course(record),
+        {"name": name, "title": record.title, "color": color(index), "course": course(record),
          "warnings": warnings_of(record)}
-        for place, (name, record) in enumerate(records)
+        for index, (name, record) in enumerate(records)
     ]  # fmt: skip
     return render(
         title=f"{len(records)} runs compared",

@@ -67,9 +67,9 @@ def plots_of_runs(records: Named) -> list[Plot]:
     return accuracies + [plot for panel in PANELS for plot in _of_runs(panel, records)]
 
 
-def color(place: int) -> str:
+def color(index: int) -> str:
     """The color of the n-th line of a chart."""
-    return f"c{place % COLORS}"
+    return f"c{index % COLORS}"
 
 
 def short(value: float) -> str:
@@ -93,14 +93,14 @@ def short(value: float) -> str:
 # ---------------------------------------------------------------- numbers over the rollouts
 
 
-def _found(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
+def _filled(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
     """The lines that have values; a stack keeps only the rollouts that all its lines have, without the first."""
-    found = [(line, values) for line in panel.lines if (values := record.points(line.key, panel.factor))]
-    if not panel.stacked or not found:
-        return found
-    common = set.intersection(*({x for x, _ in values} for _, values in found))
+    lines = [(line, values) for line in panel.lines if (values := record.points(line.key, panel.factor))]
+    if not panel.stacked or not lines:
+        return lines
+    common = set.intersection(*({x for x, _ in values} for _, values in lines))
     common -= {min(common)} if len(common) > 2 else set()
-    return [(line, [(x, y) for x, y in values if x in common]) for line, values in found] if common else []
+    return [(line, [(x, y) for x, y in values if x in common]) for line, values in lines] if common else []
 
 
 def _thinned(panel: Panel, values: Points, most: int) -> Points:
@@ -111,9 +111,9 @@ def _thinned(panel: Panel, values: Points, most: int) -> Points:
     return [(group[len(group) // 2][0], pick([y for _, y in group])) for group in groups]
 
 
-def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:
+def _plot(panel: Panel, lines: Sequence[tuple[str, Points, str]], pale: bool = True) -> list[Plot]:
     """A chart of the lines with values, by label, values and color; bytes get the unit that fits the largest."""
-    series = [Series(label, values, color) for label, values, color in found if values]
+    series = [Series(label, values, color) for label, values, color in lines if values]
     if not series:
         return []
     if panel.unit == "bytes":
@@ -125,13 +125,13 @@ def _plot(panel: Panel, found: Sequence[tuple[str, Points, str]], pale: bool = T
 
 
 def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
-    found = _found(panel, record)
-    if panel.stacked and found and len(found[0][1]) < 2:
+    filled = _filled(panel, record)
+    if panel.stacked and filled and len(filled[0][1]) < 2:
         return []  # a band needs two points
-    places = iter(range(len(found)))
+    places = iter(range(len(filled)))
     lines = [
         (line.label, _thinned(panel, values, MOST_POINTS), "ref" if line.reference else color(next(places)))
-        for line, values in found
+        for line, values in filled
     ]
     return _plot(panel, lines)
 
@@ -139,22 +139,22 @@ def _of_run(panel: Panel, record: RunRecord) -> list[Plot]:
 def _of_runs(panel: Panel, records: Named) -> list[Plot]:
     """The panel's first line, or the sum of a stack; for a tail both lines, because the first may show nothing."""
     if panel.stacked:
-        totals = [_total([values for _, values in _found(panel, record)]) for _, record in records]
+        totals = [_total([values for _, values in _filled(panel, record)]) for _, record in records]
         return _together(replace(panel, stacked=False), totals, records)
     plots = []
     for line in panel.lines if panel.log else panel.lines[:1]:
-        is_only = len(panel.lines) == 1 or any(other.reference for other in panel.lines)
+        is_only = len(panel.lines) == 1 or any(extra.reference for extra in panel.lines)
         title = panel.title if is_only else f"{panel.title}: {line.label}"
-        found = [record.points(line.key, panel.factor) for _, record in records]
-        plots += _together(replace(panel, title=title), found, records)
+        by_run = [record.points(line.key, panel.factor) for _, record in records]
+        plots += _together(replace(panel, title=title), by_run, records)
     return plots
 
 
-def _together(panel: Panel, found: list[Points], records: Named) -> list[Plot]:
+def _together(panel: Panel, by_run: list[Points], records: Named) -> list[Plot]:
     """One chart with a line per run that has values, none if no run has."""
     most = max(100, 3 * MOST_POINTS // len(records))
-    named = enumerate(zip(found, records, strict=True))
-    lines = [(name, _thinned(panel, values, most), color(place)) for place, (values, (name, _)) in named]
+    named = enumerate(zip(by_run, records, strict=True))
+    lines = [(name, _thinned(panel, values, most), color(index)) for index, (values, (name, _)) in named]
     return _plot(panel, lines, pale=len(records) < 3)
 
 
@@ -171,9 +171,9 @@ def _accuracy_points(record: RunRecord, cache: str) -> Points:
     first = history[0].get("rollout", 0.0)
     last = history[-1].get("rollout", len(history) - 1.0) + bool(record.history)
     middle = [(row.get("rollout", math.nan), row.get(cache, math.nan)) for row in record.validation]
-    found = [(first, record.before.get(cache, math.nan)), (last, record.after.get(cache, math.nan))]
-    found[1:1] = middle if _measure(record) == "accuracy" else []
-    return [(x, y) for x, y in found if math.isfinite(x) and math.isfinite(y)]
+    accuracies = [(first, record.before.get(cache, math.nan)), (last, record.after.get(cache, math.nan))]
+    accuracies[1:1] = middle if _measure(record) == "accuracy" else []
+    return [(x, y) for x, y in accuracies if math.isfinite(x) and math.isfinite(y)]
 
 
 def _measure(record: RunRecord) -> str:
@@ -183,14 +183,14 @@ def _measure(record: RunRecord) -> str:
 
 def _accuracy_of_run(record: RunRecord) -> list[Plot]:
     lines = [
-        (name, _accuracy_points(record, cache), color(place)) for place, (cache, name) in enumerate(CACHES.items())
+        (name, _accuracy_points(record, cache), color(index)) for index, (cache, name) in enumerate(CACHES.items())
     ]
     is_greedy, measure = bool(record.before or record.after), _measure(record)
     return _accuracy(f"Greedy {measure}" if is_greedy else "Validation accuracy", measure, lines)
 
 
 def _accuracy_of_runs(records: Named, cache: str) -> list[Plot]:
-    lines = [(name, _accuracy_points(record, cache), color(place)) for place, (name, record) in enumerate(records)]
+    lines = [(name, _accuracy_points(record, cache), color(index)) for index, (name, record) in enumerate(records)]
     measures = list(dict.fromkeys(_measure(record) for _, record in records))
     return _accuracy(f"Greedy {' or '.join(measures)}, {CACHES[cache]}", measures[0], lines)
 

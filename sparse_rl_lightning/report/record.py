@@ -57,7 +57,7 @@ class RunRecord:
 
     def points(self, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
         """Rollout and value times a factor, wherever both are numbers."""
-        pairs = [(row.get("rollout", float(place)), _value(row, key)) for place, row in enumerate(self.history)]
+        pairs = [(row.get("rollout", float(index)), _value(row, key)) for index, row in enumerate(self.history)]
         return [(x, factor * y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
 
     def mean(self, key: str) -> float | None:
@@ -108,8 +108,8 @@ class RunRecord:
 
 def _value(row: Mapping[str, float], key: str) -> float:
     """What a row has of a key, NaN if nothing."""
-    own = UNDER_REPLAY.get(key, key) if REPLAYED in row else key
-    return math.nan if own is None else row.get(own, math.nan)
+    logged = UNDER_REPLAY.get(key, key) if REPLAYED in row else key
+    return math.nan if logged is None else row.get(logged, math.nan)
 
 
 def _finite(value: Any) -> Any:

@@ -41,8 +41,8 @@ def held_share(evictions: EvictionRecord, query: int | None = None) -> Tensor:
     ``query`` that attends, the last one by default; later tokens count as evicted.
     """
     at = evictions.length - 1 if query is None else query
-    held = (evictions.death > at).float().mean(dim=(0, 2)) if evictions.num_layers else torch.ones(len(evictions), 1)
-    return held * (torch.arange(evictions.length, device=held.device) <= at)
+    shares = (evictions.death > at).float().mean(dim=(0, 2)) if evictions.num_layers else torch.ones(len(evictions), 1)
+    return shares * (torch.arange(evictions.length, device=shares.device) <= at)
 
 
 def visibility(evictions: EvictionRecord, sequence: int = 0) -> Tensor:
@@ -127,8 +127,8 @@ class TextHeat:
     @property
     def scale(self) -> float:
         """The number with full color."""
-        known = [abs(value) for row in self.rows.values() for value in _numbers(row) if math.isfinite(value)]
-        return self.limit or max(known, default=0.0) or 1.0
+        sizes = [abs(value) for row in self.rows.values() for value in _numbers(row) if math.isfinite(value)]
+        return self.limit or max(sizes, default=0.0) or 1.0
 
     def _repr_html_(self) -> str:
         scale = self.scale
@@ -157,7 +157,7 @@ class TextHeat:
 
 
 def _css(color: Sequence[int]) -> str:
-    return "#" + "".join(f"{part:02x}" for part in color)
+    return "#" + "".join(f"{channel:02x}" for channel in color)
 
 
 _TABLE = "border-collapse:collapse;margin:0.5em 0"
@@ -171,7 +171,7 @@ _LEGEND = "text-align:left;padding-top:6px;font-size:85%"
 
 def _span(token: str, value: float, scale: float) -> str:
     full, share = BLUE if value > 0 else RED, min(abs(value) / scale, 1.0)
-    back = NOTHING if math.isnan(value) else [round(255 + share * (part - 255)) for part in full]
+    back = NOTHING if math.isnan(value) else [round(255 + share * (channel - 255)) for channel in full]
     brightness = 0.299 * back[0] + 0.587 * back[1] + 0.114 * back[2]
     front = WHITE if brightness < DARK else INK if abs(value) >= FAINT * scale else FADED
     color = "" if front is INK else f";color:{_css(front)}"

@@ -89,7 +89,7 @@ def _from_json(file: Path) -> RunRecord:
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of a list as a page shows it, without null; numbers that cannot be written are left out."""
     values = {name: value for name, value in entry.items() if value is not None}
-    wrong = [name for name, kind in ENTRIES.items() if name in values and not is_of(values[name], kind)]
+    wrong = [name for name, entry_type in ENTRIES.items() if name in values and not is_of(values[name], entry_type)]
     if wrong:
         raise UserError(f"{', '.join(wrong)} of an entry of a list: of another type.")
     shown = {name: _number(value) if ENTRIES.get(name) is float else value for name, value in values.items()}
