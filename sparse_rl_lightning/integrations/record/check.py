@@ -36,11 +36,11 @@ class Verdict:
     @property
     def text(self) -> str:
         """The verdict in a few words."""
-        said = f"{self.tokens:,} tokens, differences of {self.mean:.2g} in the mean and {self.largest:.2g} at most"
+        summary = f"{self.tokens:,} tokens, differences of {self.mean:.2g} in the mean and {self.largest:.2g} at most"
         if self.agrees:
-            return f"The record explains its log-probabilities: {said}."
+            return f"The record explains its log-probabilities: {summary}."
         where = f"request {self.request} from token {self.token} on"
-        return f"The record does not explain its log-probabilities ({said}): {where}. {self.finding}".rstrip()
+        return f"The record does not explain its log-probabilities ({summary}): {where}. {self.finding}".rstrip()
 
 
 @torch.no_grad()

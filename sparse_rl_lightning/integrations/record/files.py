@@ -74,8 +74,8 @@ def record_from_bytes(data: bytes, name: str = "the bytes") -> SampledRecord:
 
 def _numbers(header: dict[str, str]) -> dict[str, Any]:
     if header.get("format") != FORMAT or header.get("version") != str(VERSION):
-        given = f"format={header.get('format')!r}, version={header.get('version')!r}"
-        raise UserError(f"its header must say format={FORMAT!r} and version={str(VERSION)!r}, got {given}.")
+        actual = f"format={header.get('format')!r}, version={header.get('version')!r}"
+        raise UserError(f"its header must say format={FORMAT!r} and version={str(VERSION)!r}, got {actual}.")
     try:
         numbers = json.loads(header.get("numbers", ""))
     except (ValueError, RecursionError) as error:

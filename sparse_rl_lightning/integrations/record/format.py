@@ -53,8 +53,8 @@ class SampledRecord:
         check_number("num_layers", self.num_layers, least=1, most=MOST)
         check_number("num_heads", self.num_heads, least=1, most=MOST)
         check_number("temperature", self.temperature, above=0)
-        for name, (kind, columns) in ARRAYS.items():
-            _check_array(name, getattr(self, name), kind, columns)
+        for name, (dtype, columns) in ARRAYS.items():
+            _check_array(name, getattr(self, name), dtype, columns)
         self._check_requests()
         self._check_evictions()
 
@@ -82,12 +82,13 @@ class SampledRecord:
                 of the weights, or has the experts that read its tokens.
         """
         record, lengths = _recordable(rollout).to("cpu"), rollout.lengths
-        own = torch.arange(rollout.sequences.shape[1], device=lengths.device) < lengths[:, None]
+        is_token = torch.arange(rollout.sequences.shape[1], device=lengths.device) < lengths[:, None]
         logprobs = rollout.sampler_logprobs.masked_fill(~rollout.completion_mask, 0)
         return cls(
             record.num_layers, record.num_heads, temperature,
-            tokens=rollout.sequences[own].int().cpu(), prompt_lengths=rollout.prompt_lengths.int().cpu(),
-            lengths=lengths.int().cpu(), finished=rollout.finished.int().cpu(), logprobs=logprobs[own].float().cpu(),
+            tokens=rollout.sequences[is_token].int().cpu(), prompt_lengths=rollout.prompt_lengths.int().cpu(),
+            lengths=lengths.int().cpu(), finished=rollout.finished.int().cpu(),
+            logprobs=logprobs[is_token].float().cpu(),
             **evictions_of(record[i : i + 1] for i in range(len(record))),
         )  # fmt: skip
 
@@ -98,58 +99,58 @@ class SampledRecord:
         Raises:
             ValueError: If there is none, or they are not of one model and temperature.
         """
-        if len({(one.num_layers, one.num_heads, one.temperature) for one in records}) != 1:
+        if len({(record.num_layers, record.num_heads, record.temperature) for record in records}) != 1:
             raise UserError(
                 "Only records with the same num_layers, num_heads and temperature can be joined, at least one."
             )
-        arrays = {name: torch.cat([one.arrays[name] for one in records]) for name in ARRAYS}
-        requests = torch.tensor([0, *(len(one) for one in records)]).cumsum(0)[:-1]  # before each record
-        own = requests.repeat_interleave(torch.tensor([len(one.evictions) for one in records]))
-        arrays["evictions"][:, 0] += own.int()
+        arrays = {name: torch.cat([record.arrays[name] for record in records]) for name in ARRAYS}
+        requests = torch.tensor([0, *(len(record) for record in records)]).cumsum(0)[:-1]  # before each record
+        offsets = requests.repeat_interleave(torch.tensor([len(record.evictions) for record in records]))
+        arrays["evictions"][:, 0] += offsets.int()
         return cls(records[0].num_layers, records[0].num_heads, records[0].temperature, **arrays)
 
     def rollout(self) -> Rollout:
         """The rollout that was recorded: to replay, to weigh, to train on. Its cache and random keys are not known."""
         longest = int(self.lengths.max())
         index = torch.arange(longest)
-        own = index < self.lengths[:, None]
+        is_token = index < self.lengths[:, None]
         sequences, logprobs = torch.zeros(len(self), longest, dtype=torch.int64), torch.zeros(len(self), longest)
-        sequences[own], logprobs[own] = self.tokens.long(), self.logprobs
+        sequences[is_token], logprobs[is_token] = self.tokens.long(), self.logprobs
         return Rollout(
             sequences=sequences,
             prompt_lengths=self.prompt_lengths.long(),
-            completion_mask=own & (index >= self.prompt_lengths[:, None]),
+            completion_mask=is_token & (index >= self.prompt_lengths[:, None]),
             finished=self.finished.bool(),
             sampler_logprobs=logprobs,
             evictions=EvictionRecord.cat(list(self._records())),
         )
 
-    def difference(self, other: SampledRecord) -> str:
+    def difference(self, record: SampledRecord) -> str:
         """What two records say differently, in words; empty if they say the same, in whatever order and pieces."""
         for name in (*NUMBERS, "tokens", "prompt_lengths", "lengths", "finished"):
-            own, given = getattr(self, name), getattr(other, name)
-            if not (torch.equal(own, given) if isinstance(own, Tensor) else own == given):
+            mine, theirs = getattr(self, name), getattr(record, name)
+            if not (torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs):
                 return f"{name} differ"
-        if not torch.allclose(self.logprobs, other.logprobs, rtol=0, atol=1e-6):
+        if not torch.allclose(self.logprobs, record.logprobs, rtol=0, atol=1e-6):
             return "logprobs differ"
-        for request, (own, given) in enumerate(zip(self._records(), other._records(), strict=True)):
-            deaths = own.death, given.death
+        for request, (mine, theirs) in enumerate(zip(self._records(), record._records(), strict=True)):
+            deaths = mine.death, theirs.death
             differs = (deaths[0] != deaths[1]).nonzero()
             if len(differs):
                 layer, _, head, position = differs[0].tolist()
                 where = f"request {request}, layer {layer}, head {head}, position {position}"
                 queries = [int(death[layer, 0, head, position]) for death in deaths]
-                said = ["never" if query == NEVER else f"at query {query}" for query in queries]
-                return f"{where} was evicted {said[0]} in one and {said[1]} in the other"
+                moments = ["never" if query == NEVER else f"at query {query}" for query in queries]
+                return f"{where} was evicted {moments[0]} in one and {moments[1]} in the other"
         return ""
 
     def _records(self) -> Iterator[EvictionRecord]:
         """The evictions of one request after the other."""
         num_runs, request = self.num_runs.long(), self.evictions[:, 0]
         rows = torch.split(request.argsort(stable=True), request.bincount(minlength=len(self)).tolist())
-        for own, length in zip(rows, self.lengths.tolist(), strict=True):
+        for chosen, length in zip(rows, self.lengths.tolist(), strict=True):
             shape = self.num_layers, self.num_heads, length
-            yield record_of_runs(self.evictions[own], num_runs[own], self.runs[pieces(num_runs, own)], shape)
+            yield record_of_runs(self.evictions[chosen], num_runs[chosen], self.runs[pieces(num_runs, chosen)], shape)
 
     def _check_requests(self) -> None:
         count, prompt, whole = len(self.lengths), self.prompt_lengths.long(), self.lengths.long()
@@ -236,9 +237,9 @@ def _recordable(rollout: Rollout) -> EvictionRecord:
     return rollout.evictions
 
 
-def _check_array(name: str, value: Any, kind: torch.dtype, columns: int) -> None:
+def _check_array(name: str, value: Any, dtype: torch.dtype, columns: int) -> None:
     shape = f"(n, {columns})" if columns else "(n,)"
-    good = isinstance(value, Tensor) and value.dtype == kind and value.dim() == (2 if columns else 1)
+    good = isinstance(value, Tensor) and value.dtype == dtype and value.dim() == (2 if columns else 1)
     if not good or (columns and value.shape[1] != columns):
-        given = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"{name} must be {kind} of shape {shape}, got {given}.")
+        actual = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"{name} must be {dtype} of shape {shape}, got {actual}.")

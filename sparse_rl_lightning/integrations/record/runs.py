@@ -33,12 +33,12 @@ def _arrays(record: EvictionRecord, request: int) -> tuple[Tensor, Tensor, Tenso
     is_written[:, 1:] &= ~layer_shares[:, None]
     is_written[1:] &= ~all_share
     step, layer, head = is_written.permute(2, 0, 1).nonzero().unbind(1)
-    own = cell[layer, head, step]
+    written = cell[layer, head, step]
     rows = [
         torch.full_like(step, request), layer.masked_fill(all_share[step], ALL),
         head.masked_fill(layer_shares[layer, step], ALL), record.steps.long()[step],
     ]  # fmt: skip
-    return torch.stack(rows, dim=1).int(), sizes[own].int(), runs[pieces(sizes, own)]
+    return torch.stack(rows, dim=1).int(), sizes[written].int(), runs[pieces(sizes, written)]
 
 
 def _runs_of(positions: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,13 +51,13 @@ def _runs_of(positions: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([positions[first], positions[last] + 1], dim=1), cell[first].bincount(minlength=len(counts))
 
 
-def _alike(runs: Tensor, sizes: Tensor, other: Tensor) -> Tensor:
-    """Whether each cell has the same runs as its ``other`` cell, in the shape of ``other``; sizes (C,) count runs."""
-    alike = sizes == sizes[other.flatten()]
+def _alike(runs: Tensor, sizes: Tensor, reference: Tensor) -> Tensor:
+    """Whether each cell has the same runs as its reference cell, in the references' shape; sizes (C,) count runs."""
+    alike = sizes == sizes[reference.flatten()]
     cell = alike.nonzero()[:, 0]
-    differs = (runs[pieces(sizes, cell)] != runs[pieces(sizes, other.flatten()[cell])]).any(dim=1)
+    differs = (runs[pieces(sizes, cell)] != runs[pieces(sizes, reference.flatten()[cell])]).any(dim=1)
     alike[cell.repeat_interleave(sizes[cell])[differs]] = False
-    return alike.view(other.shape)
+    return alike.view(reference.shape)
 
 
 def record_of_runs(evictions: Tensor, num_runs: Tensor, runs: Tensor, shape: tuple[int, int, int]) -> EvictionRecord:
@@ -89,9 +89,9 @@ def record_of_runs(evictions: Tensor, num_runs: Tensor, runs: Tensor, shape: tup
     if int(is_dead.sum()) < len(token):
         raise _evicted_twice(evictions, row[order].repeat_interleave(size), token)
     counts = torch.zeros(layers * heads * len(steps), dtype=torch.int64).index_add(0, cell[order], size)
-    kind = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+    dtype = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
     return EvictionRecord(
-        positions=positions.to(kind), counts=counts.to(kind), steps=steps.to(kind),
+        positions=positions.to(dtype), counts=counts.to(dtype), steps=steps.to(dtype),
         num_dead=torch.tensor([len(positions)]), num_steps=torch.tensor([len(steps)]),
         num_layers=layers, num_heads=heads, length=length,
     )  # fmt: skip

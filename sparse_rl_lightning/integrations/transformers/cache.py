@@ -83,14 +83,14 @@ class CompressedCache(Cache):
             vars(model)["forward"] = update_wrapper(CacheAwareForward(_answer, model.forward, model), model.forward)
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Answer a forward call of the model: prompts (B, P) in the first, then a token for each row (B, 1).
 
         Args:
             input_ids: Token ids.
             attention_mask: Mask (B, P) of a prompt's tokens, padded on the left.
-            others: Other arguments of the model's call.
+            options: Other arguments of the model's call.
 
         Returns:
             Logits (B, 1, V), float32, after the last token of each row.
@@ -99,21 +99,21 @@ class CompressedCache(Cache):
             ValueError: If more than one token follows a prompt, the padding is not on the left or not that of the
                 prompt, the model's context is exceeded, or an argument asks for what the engine does not compute.
         """
-        asked = {name: value for name, value in others.items() if value is not None and name not in IGNORED}
-        unknown = [name for name, value in asked.items() if name not in KNOWN and value is not False]
+        arguments = {name: value for name, value in options.items() if value is not None and name not in IGNORED}
+        unknown = [name for name, value in arguments.items() if name not in KNOWN and value is not False]
         if input_ids is None or unknown:
             raise UserError(
                 f"A CompressedCache needs input_ids, and does not compute {', '.join(unknown) or 'without'}."
             )
-        if asked.get("use_cache") is False:
+        if arguments.get("use_cache") is False:
             raise UserError("A CompressedCache needs use_cache=True, in generate or in the model's generation_config.")
-        if "logits_to_keep" in asked and asked["logits_to_keep"] != 1:
+        if "logits_to_keep" in arguments and arguments["logits_to_keep"] != 1:
             raise UserError(
                 "A CompressedCache gives the last token's logits alone: logits_to_keep=1, got "
-                f"{asked['logits_to_keep']}."
+                f"{arguments['logits_to_keep']}."
             )
         with sampling_mode(self.sampler.model):
-            shown = self._shown(input_ids, attention_mask, asked.get("position_ids"))
+            shown = self._shown(input_ids, attention_mask, arguments.get("position_ids"))
             if self._scheduler is None:
                 self._read([row[mask].tolist() for row, mask in zip(input_ids, shown, strict=True)])
             else:
@@ -121,7 +121,7 @@ class CompressedCache(Cache):
         self._num_tokens += input_ids.shape[1]
         outputs = {"logits": self._engine.logits[: len(input_ids), None].clone(), KEYWORD: self}
         out = CausalLMOutputWithPast(**cast("dict[str, Any]", outputs))
-        return out if asked.get("return_dict", True) else out.to_tuple()
+        return out if arguments.get("return_dict", True) else out.to_tuple()
 
     # ---------------------------------------------------------------- what was evicted, and how much is held
 
@@ -129,7 +129,9 @@ class CompressedCache(Cache):
     def evictions(self) -> EvictionRecord:
         """The evictions of all rows so far, positions counted without padding; for replay."""
         cache, running = self._running.cache, self._running.running
-        records = [cache.evictions_of(slot, one.num_fed, one.cuts) for slot, one in sorted(running.items())]
+        records = [
+            cache.evictions_of(slot, sequence.num_fed, sequence.cuts) for slot, sequence in sorted(running.items())
+        ]
         return EvictionRecord.cat([record for record in records if record is not None])
 
     @property
@@ -157,8 +159,8 @@ class CompressedCache(Cache):
         cache, running = self._running.cache, self._running.running
         rows = [int(row) for row in beam_idx]
         contents = {row: cache.save(row, running[row].num_fed) for row in set(rows)}
-        own = enumerate(running[row] for row in rows)
-        self._running.running = {slot: replace(one, cuts=one.cuts.copy()) for slot, one in own}
+        sequences = enumerate(running[row] for row in rows)
+        self._running.running = {slot: replace(sequence, cuts=sequence.cuts.copy()) for slot, sequence in sequences}
         for slot, row in enumerate(rows):
             if slot != row:
                 cache.restore(slot, contents[row])
@@ -230,13 +232,13 @@ class CompressedCache(Cache):
         scheduler = self._scheduler_for(key, params)
         scheduler.add(prompts, sequence_keys(self.seed, range(len(prompts))).tolist())
         scheduler.admit()
-        for one in scheduler.running.values():
-            one.last = ENDLESS  # ``generate`` ends rows
+        for sequence in scheduler.running.values():
+            sequence.last = ENDLESS  # ``generate`` ends rows
         self._scheduler = scheduler
 
     def _feed(self, ids: Tensor) -> None:
         """Feed each row its next token."""
-        longest = max(one.num_fed for one in self._running.running.values())
+        longest = max(sequence.num_fed for sequence in self._running.running.values())
         if longest + 1 >= self._running.cache.size.max_length:
             self._grow(longest)
         cache = self._running.cache
@@ -251,12 +253,12 @@ class CompressedCache(Cache):
         params = self._params(longest, 2 * longest)
         key = self.sampler.engine_key(params, len(old.running), self._longest_prompt)
         new = self._scheduler_for(key, params, self._engine.decoder)
-        for slot, one in old.running.items():
-            content = old.cache.save(slot, one.num_fed)
+        for slot, sequence in old.running.items():
+            content = old.cache.save(slot, sequence.num_fed)
             for name, empty in OF_SEQUENCES.items():
                 content[name] = F.pad(content[name], (0, key.size.max_length - content[name].shape[-1]), value=empty)
             if "room" in content:  # of heads that share their slot's memory: it ended with the old memory
-                content["room"] = content["lengths"] + min(one.room, key.size.max_length - one.num_fed)
+                content["room"] = content["lengths"] + min(sequence.room, key.size.max_length - sequence.num_fed)
             new.cache.restore(slot, content)
         new.running = old.running
         self._scheduler = new
@@ -292,10 +294,10 @@ class _LogitsEngine(Engine):
         self.logits[places] = logits.float()
 
 
-def _answer(own: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _answer(forward: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     cache = given_cache(kwargs)
     if not isinstance(cache, CompressedCache):
-        return own(*args, **kwargs)
+        return forward(*args, **kwargs)
     return cache.forward(*args, **kwargs) if cache.sampler.model is model else cache.update()
 
 

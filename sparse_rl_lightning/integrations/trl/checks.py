@@ -34,17 +34,17 @@ REFUSED = {
 """Arguments of TRL's trainer and of its configuration, and why not."""
 
 
-def check_arguments(given: Mapping[str, Any], rollout: RolloutOptions) -> None:
+def check_arguments(arguments: Mapping[str, Any], rollout: RolloutOptions) -> None:
     """Refuse arguments of TRL's trainer, by name, and options of rollouts without an effect in it.
 
     Raises:
         ValueError: If one is given.
     """
     for name, why in REFUSED.items():
-        value = given.get(name) or getattr(given.get("args"), name, None)
+        value = arguments.get(name) or getattr(arguments.get("args"), name, None)
         if value:
             raise UserError(f"SparseGRPOTrainer does not work with {name}={value!r:.40}: {why}. Remove {name}.")
-    if isinstance(given.get("processing_class"), ProcessorMixin):
+    if isinstance(arguments.get("processing_class"), ProcessorMixin):
         raise UserError("SparseGRPOTrainer reads text alone: give a tokenizer as processing_class, not a processor.")
     for option in fields(rollout):
         if option.name not in OF_SAMPLER and getattr(rollout, option.name) != option.default:
@@ -63,10 +63,10 @@ def check_method(
     """
     if not isinstance(compressor, Compressor):
         raise UserError(f"compressor must be a compressor such as SnapKV(budget=512), got {compressor!r}.")
-    for one in corrections:
-        if not isinstance(one, CorrectionCallback):
-            raise UserError(f"corrections must be corrections such as TIS() or SparsityAwareRejection(), got {one!r}.")
-        if getattr(one, "baseline", "all") != "all":
+    for correction in corrections:
+        if not isinstance(correction, CorrectionCallback):
+            raise UserError(f"corrections must be of CorrectionCallback, such as TIS(), got {correction!r}.")
+        if getattr(correction, "baseline", "all") != "all":
             raise UserError("SparsityAwareRejection: TRL makes the baseline of all samples, set baseline to 'all'.")
     if replay and corrections:
         raise UserError("replay=True trains the policy that drew: nothing is left for corrections. Give one of them.")
@@ -82,17 +82,17 @@ def sampling_of(args: Any) -> SamplingParams:
     """
     if args.max_completion_length is None:
         raise UserError("max_completion_length=None has no end that memory is planned for: give a number of tokens.")
-    own = SamplingParams(
+    configured = SamplingParams(
         max_completion_length=args.max_completion_length, temperature=args.temperature, top_k=args.top_k or 0,
         top_p=args.top_p, min_p=args.min_p, repetition_penalty=args.repetition_penalty,
     )  # fmt: skip
-    params = with_generation_kwargs(own, args.generation_kwargs)
-    if (params.temperature, params.seed) != (own.temperature, own.seed) or own.temperature == 0:
-        given = [name for name in ("do_sample", "temperature", "seed") if name in (args.generation_kwargs or {})]
-        remedy = f", and remove {', '.join(given)} from generation_kwargs" if given else ""
+    params = with_generation_kwargs(configured, args.generation_kwargs)
+    if (params.temperature, params.seed) != (configured.temperature, configured.seed) or configured.temperature == 0:
+        conflicting = [name for name in ("do_sample", "temperature", "seed") if name in (args.generation_kwargs or {})]
+        remedy = f", and remove {', '.join(conflicting)} from generation_kwargs" if conflicting else ""
         raise UserError(
-            f"The learner divides logits by temperature={own.temperature} too, greedy samples are all the same, and "
-            f"every rollout has another seed: set temperature (above 0) and seed in GRPOConfig{remedy}."
+            f"The learner divides logits by temperature={configured.temperature} too, greedy samples are all the same, "
+            f"and every rollout has another seed: set temperature (above 0) and seed in GRPOConfig{remedy}."
         )
     if params.stop_strings and args.mask_truncated_completions:
         raise UserError(
@@ -113,18 +113,18 @@ def check_trainer(trainer: Any, replay: bool) -> None:
         raise UserError(message)
 
 
-def check_loss(kind: type, ours: type, theirs: type) -> None:
+def check_loss(trainer_class: type, ours: type, theirs: type) -> None:
     """Refuse corrections of a trainer whose loss, between our class and TRL's, is not TRL's own.
 
     Raises:
         ValueError: If there is such a loss.
     """
-    kinds = kind.__mro__
-    between = kinds[kinds.index(ours) + 1 : kinds.index(theirs)]
-    other = next((kind for kind in between if "_compute_loss" in vars(kind)), None)
-    if other is not None:
+    classes = trainer_class.__mro__
+    between = classes[classes.index(ours) + 1 : classes.index(theirs)]
+    overriding = next((cls for cls in between if "_compute_loss" in vars(cls)), None)
+    if overriding is not None:
         raise UserError(
-            f"Corrections hand TRL's loss an advantage for each token, and {other.__name__} has a loss of its own, for "
+            f"Corrections hand TRL's loss an advantage for each token, and {overriding.__name__} has another loss, for "
             "one advantage of each sequence. Give no corrections, or replay=True, which changes no advantage."
         )
 

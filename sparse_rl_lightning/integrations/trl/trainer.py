@@ -56,13 +56,13 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
     multiplied by what corrections leave of it, or the learner replays the sampler's evictions.
 
     Args:
-        *given: Arguments of ``GRPOTrainer``.
+        *args: Arguments of ``GRPOTrainer``.
         compressor: Compressor of the rollout's cache.
         corrections: Corrections for drawing with another policy than the learner's, e.g.
             ``[ImportanceReweighting(clip_max=1.5)]``. What they reject counts as zeros, as in the paper.
         replay: Whether the learner, and with ``beta`` the reference policy, attend as the sampler did.
         rollout: Memory and speed of rollouts.
-        **named: Arguments of ``GRPOTrainer``.
+        **kwargs: Arguments of ``GRPOTrainer``.
 
     Raises:
         ValueError: If an option of TRL is not supported, or an argument does not fit the others.
@@ -70,16 +70,16 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
 
     def __init__(
         self,
-        *given: Any,
+        *args: Any,
         compressor: Compressor,
         corrections: Sequence[CorrectionCallback] = (),
         replay: bool = False,
         rollout: RolloutOptions = RolloutOptions(),  # noqa: B008  # frozen
-        **named: Any,
+        **kwargs: Any,
     ) -> None:
-        check_arguments(inspect.signature(GRPOTrainer.__init__).bind(self, *given, **named).arguments, rollout)
+        check_arguments(inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments, rollout)
         self._replays = False  # until there is something to replay
-        super().__init__(*given, **named)
+        super().__init__(*args, **kwargs)
         self.reward_funcs: list[Any] = [reads_texts(function) for function in self.reward_funcs]
         check_method(compressor, corrections, replay, self.args.loss_type)
         check_trainer(self, replay)
@@ -153,8 +153,8 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         width = output["completion_ids"].shape[1]
-        found: Tensor = self._get_per_token_logps_and_entropies(self.model, ids, mask, width, batch_size=size)[0]
-        return found
+        logprobs: Tensor = self._get_per_token_logps_and_entropies(self.model, ids, mask, width, batch_size=size)[0]
+        return logprobs
 
     def _note(self, metrics: dict[str, Tensor | float]) -> None:
         """Log means over all processes with TRL's metrics."""
@@ -169,13 +169,13 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, with an advantage for each token: the sequence's, times what corrections leave of the token."""
         inputs = dict(inputs)  # the buffer's own, which further iterations read
-        part, width = together(inputs.pop(DRAWN)), inputs["completion_ids"].shape[1]
-        drawn = by_completion(part.sequences, part, width)
+        micro_batch, width = together(inputs.pop(DRAWN)), inputs["completion_ids"].shape[1]
+        drawn = by_completion(micro_batch.sequences, micro_batch, width)
         assert torch.equal(drawn, inputs["completion_ids"] * inputs["completion_mask"]), "the record of another sample"
         if self._correct.callbacks:
-            left = by_completion(factors(part), part, width)
+            left = by_completion(factors(micro_batch), micro_batch, width)
             inputs["advantages"] = inputs["advantages"][:, None] * left
-        self._active = part
+        self._active = micro_batch
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
@@ -205,12 +205,14 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         for start in range(0, len(rollout), size):
-            part = rollout[start : start + size]
-            call = partial(_under, model, deaths_by_layer(policy.config, replayable(policy, part)))
+            micro_batch = rollout[start : start + size]
+            call = partial(_under, model, deaths_by_layer(policy.config, replayable(policy, micro_batch)))
+            sequences = micro_batch.sequences
             with attention_implementation(policy, REPLAY), exact_angles(policy):
-                both = compute(call, part.sequences, part.completion_mask, part.sequences.shape[1] - 1, **options)[:2]
-            for own, found in zip((logprobs, entropies), both, strict=True):
-                own += [] if found is None else [by_completion(F.pad(found, (1, 0)), part, logits_to_keep)]
+                both = compute(call, sequences, micro_batch.completion_mask, sequences.shape[1] - 1, **options)[:2]
+            for gathered, values in zip((logprobs, entropies), both, strict=True):
+                if values is not None:
+                    gathered.append(by_completion(F.pad(values, (1, 0)), micro_batch, logits_to_keep))
         return torch.cat(logprobs), torch.cat(entropies) if entropies else None, None
 
     def _policy(self, model: Any) -> PreTrainedModel:
@@ -228,13 +230,13 @@ def _under(model: Any, death: Any, *, attention_mask: Tensor, **inputs: Any) -> 
 def reads_texts(function: Any) -> Any:
     """A reward of this library, which reads texts, for TRL's chats: lists of messages, of which the last counts."""
     inner = getattr(function, "func", function)  # of a partial
-    places = (getattr(own, "__module__", "") for own in (inner, *type(inner).__mro__))
-    if not any(place.startswith("sparse_rl_lightning.") for place in places):
+    modules = (getattr(owner, "__module__", "") for owner in (inner, *type(inner).__mro__))
+    if not any(module.startswith("sparse_rl_lightning.") for module in modules):
         return function
 
     @wraps(function, updated=())
     def reward(completions: Sequence[Any], **columns: Any) -> Any:
-        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
         return function(completions=texts, **columns)
 
     return reward
@@ -255,22 +257,22 @@ class Corrections:
         self.callbacks = list(callbacks)
         strategy = SimpleNamespace(reduce=lambda total, reduce_op: accelerator.reduce(total, reduction=reduce_op))
         world = SimpleNamespace(callbacks=self.callbacks, world_size=accelerator.num_processes, strategy=strategy)
-        self._asked = (cast(Any, world), cast(Any, None))  # all that a correction asks of a trainer, and of a module
+        self._context = (cast(Any, world), cast(Any, None))  # what corrections read of a trainer and a module
         for callback in self.callbacks:
-            callback.setup(*self._asked, "fit")
+            callback.setup(*self._context, "fit")
 
     def __call__(self, rollout: Rollout) -> None:
         """Reject and weigh the sequences of a rollout with dense log-probs."""
-        correct_by(self.callbacks, *self._asked, rollout)
+        correct_by(self.callbacks, *self._context, rollout)
 
 
-def factors(part: Rollout) -> Tensor:
+def factors(micro_batch: Rollout) -> Tensor:
     """What the clipped term of each token (B, T) of a micro-batch is multiplied by, 0 where it is rejected."""
-    mask = part.completion_mask
-    keep = mask if part.keep is None else mask & part.keep
-    weights = mask.float() if part.weights is None else part.weights
-    if part.weight_reference is not None:
-        weights = normalize_weights(weights, part.weight_reference, mask)
+    mask = micro_batch.completion_mask
+    keep = mask if micro_batch.keep is None else mask & micro_batch.keep
+    weights = mask.float() if micro_batch.weights is None else micro_batch.weights
+    if micro_batch.weight_reference is not None:
+        weights = normalize_weights(weights, micro_batch.weight_reference, mask)
     return torch.where(keep, weights, 0.0)
 
 
@@ -289,8 +291,8 @@ def rows_of(rollout: Rollout) -> list[Drawn]:
 def together(drawn: Sequence[Drawn]) -> Rollout:
     """These sequences of one rollout, in this order."""
     rollout = drawn[0].rollout
-    assert all(one.rollout is rollout for one in drawn), "TRL trains on one generation batch at a time"
-    return rollout[torch.tensor([one.row for one in drawn], device=rollout.sequences.device)]
+    assert all(sample.rollout is rollout for sample in drawn), "TRL trains on one generation batch at a time"
+    return rollout[torch.tensor([sample.row for sample in drawn], device=rollout.sequences.device)]
 
 
 def by_completion(values: Tensor, rollout: Rollout, width: int) -> Tensor:
@@ -305,8 +307,8 @@ def by_completion(values: Tensor, rollout: Rollout, width: int) -> Tensor:
 def by_token(values: Tensor, rollout: Rollout) -> Tensor:
     """Values (B, C) by place in the completion as a rollout has them, (B, T) at the tokens; 0 elsewhere."""
     index = torch.arange(rollout.sequences.shape[1], device=values.device) - rollout.prompt_lengths[:, None]
-    found = values.gather(1, index.clamp(0, values.shape[1] - 1))
-    return torch.where(rollout.completion_mask, found, torch.zeros_like(found))
+    gathered = values.gather(1, index.clamp(0, values.shape[1] - 1))
+    return torch.where(rollout.completion_mask, gathered, torch.zeros_like(gathered))
 
 
 def grouped(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:

@@ -30,7 +30,8 @@ def record_of_batch(batch: Any) -> SampledRecord:
         )
     record = SampledRecord.cat([record_from_bytes(content) for content in contents])
     responses = batch.batch["responses"].cpu()
-    own = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()  # verl's rejection clears the response_mask
-    if not torch.equal(record.completion_tokens, responses[own.cpu()].int()):
+    # verl's rejection clears the response_mask
+    is_response = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
+    if not torch.equal(record.completion_tokens, responses[is_response.cpu()].int()):
         raise UserError("The records of this batch are not of its responses: only samples of one turn can be replayed.")
     return record

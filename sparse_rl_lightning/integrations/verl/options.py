@@ -38,8 +38,8 @@ def sampler_options(config: Any) -> dict[str, Any]:
         ValueError: If there is no compressor, an option is wrong, or verl is told to do what this rollout cannot.
     """
     _check(config)
-    given = config.engine_kwargs.get(NAME)
-    if not isinstance(given, Mapping) or not given.get("compressor"):
+    arguments = config.engine_kwargs.get(NAME)
+    if not isinstance(arguments, Mapping) or not arguments.get("compressor"):
         raise UserError(
             f"actor_rollout_ref.rollout.engine_kwargs.{NAME}.compressor is missing. Give one as class_path and "
             "init_args, for instance class_path: SnapKV, init_args: {budget: 512, buffer: 128}; FullKV evicts nothing."
@@ -48,29 +48,29 @@ def sampler_options(config: Any) -> dict[str, Any]:
     parser.add_class_arguments(RolloutSampler, skip=OF_VERL)
     parser.add_argument("--record", type=bool, default=False)
     try:
-        found: dict[str, Any] = parser.instantiate(parser.parse_object(dict(given))).as_dict()
+        options: dict[str, Any] = parser.instantiate(parser.parse_object(dict(arguments))).as_dict()
     except Exception as error:  # jsonargparse wraps what a class raises
         raise UserError(f"actor_rollout_ref.rollout.engine_kwargs.{NAME}: {error}") from error
-    if found["memory_limit"] is None:
-        found["memory_limit"] = float(config.gpu_memory_utilization)
-    found["end_token_ids"] = [] if config.ignore_eos else None
-    return {**found, "num_slots": config.max_num_seqs}
+    if options["memory_limit"] is None:
+        options["memory_limit"] = float(config.gpu_memory_utilization)
+    options["end_token_ids"] = [] if config.ignore_eos else None
+    return {**options, "num_slots": config.max_num_seqs}
 
 
-def sampling_params(config: Any, given: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(config: Any, settings: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters of a request.
 
     Args:
         config: verl's ``RolloutConfig``.
-        given: Settings of the request under vLLM's names; a limit above ``response_length`` means that.
+        settings: Settings of the request under vLLM's names; a limit above ``response_length`` means that.
 
     Raises:
         ValueError: If a setting is unknown here, or out of range.
     """
     params = SamplingParams(max_completion_length=config.response_length, seed=config.seed)
-    own = {name: value for name, value in given.items() if name != "logprobs"}
-    found = with_generation_kwargs(params, own, ELSEWHERE)
-    return replace(found, max_completion_length=min(found.max_completion_length, config.response_length))
+    honored = {name: value for name, value in settings.items() if name != "logprobs"}
+    requested = with_generation_kwargs(params, honored, ELSEWHERE)
+    return replace(requested, max_completion_length=min(requested.max_completion_length, config.response_length))
 
 
 def _check(config: Any) -> None:

@@ -80,13 +80,13 @@ class RequestEngine:
         with self._state:
             self._closed.add("abort")
             self._rejects, self._aborting = reject, True
-            found = [*self._queue, *self._running.values()]
+            aborted = [*self._queue, *self._running.values()]
             self._queue.clear()
             self._state.wait_for(lambda: not self._drawing)
             self._aborting = False
-        for request in found:
+        for request in aborted:
             request.finish(None)
-        return [one.name for one in found]
+        return [request.name for request in aborted]
 
     def resume(self) -> None:
         """Draw again after :meth:`abort_all`, unless closed for other reasons."""
@@ -144,8 +144,8 @@ class RequestEngine:
     def _admit(self, session: RolloutSession) -> None:
         with self._state:
             while not self._closed and self._queue and self._queue[0].params == session.params:
-                one = self._queue.popleft()
-                self._running[session.add([one.prompt], [one.number])[0]] = one
+                request = self._queue.popleft()
+                self._running[session.add([request.prompt], [request.number])[0]] = request
 
     def _deliver(self, session: RolloutSession) -> None:
         for number in session.complete:
@@ -158,10 +158,13 @@ class RequestEngine:
         """Give up a session; an error is that of its requests, and of those that would meet it in the next one."""
         self._session = None
         with self._state:
-            found = [*self._running.values(), *(one for one in self._queue if error and one.params == params)]
-            self._queue = deque(one for one in self._queue if one not in found)
+            dropped = [
+                *self._running.values(),
+                *(request for request in self._queue if error and request.params == params),
+            ]
+            self._queue = deque(request for request in self._queue if request not in dropped)
             self._running = {}
-        for request in found:
+        for request in dropped:
             if error is not None and not request.done.done():
                 request.done.set_exception(error)
             request.finish(None)

@@ -76,12 +76,12 @@ class SparseServer:
         fields: dict[str, Any] = {"global_steps": self.global_steps}
         if rollout is None:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
-        own = rollout.completion_mask[0]
+        is_completion = rollout.completion_mask[0]
         if self.record:
             fields[FIELD] = await asyncio.to_thread(_record, rollout, params)
         return TokenOutput(
-            token_ids=rollout.sequences[0, own].tolist(),
-            log_probs=rollout.sampler_logprobs[0, own].tolist() if sampling_params.get("logprobs") else None,
+            token_ids=rollout.sequences[0, is_completion].tolist(),
+            log_probs=rollout.sampler_logprobs[0, is_completion].tolist() if sampling_params.get("logprobs") else None,
             stop_reason="completed",
             extra_fields=fields,
         )

@@ -33,8 +33,8 @@ async def buckets(
 
 def tensors(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a bucket by name."""
-    for name, (kind, shape, data) in bucket.items():
-        yield name, torch.tensor(data).view(getattr(torch, kind)).view(shape)
+    for name, (dtype, shape, data) in bucket.items():
+        yield name, torch.tensor(data).view(getattr(torch, dtype)).view(shape)
 
 
 def check_names(model: PreTrainedModel) -> None:
@@ -61,7 +61,7 @@ class WeightUpdates:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.is_whole = True  # all weights are of one update
-        self._own: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         self._written: set[int] = set()
 
     def load(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
@@ -71,25 +71,25 @@ class WeightUpdates:
             ValueError: If the model has no such weight, or one of another shape, or if one is missing after the last.
         """
         if is_first:
-            self._own, self._written = self.model.state_dict(), set()
+            self._weights, self._written = self.model.state_dict(), set()
         for name, tensor in tensors(bucket):
-            own = self._own.get(name)
-            if own is None or own.shape != tensor.shape:
-                has = "no weight of this name" if own is None else f"{tuple(own.shape)}"
+            weight = self._weights.get(name)
+            if weight is None or weight.shape != tensor.shape:
+                has = "no weight of this name" if weight is None else f"{tuple(weight.shape)}"
                 raise UserError(
                     f"The actor sent the weight {name!r} of shape {tuple(tensor.shape)}, and the server's model has "
                     f"{has}: both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)."
                 )
             self.is_whole = False
-            own.copy_(tensor)
-            self._written.add(own.data_ptr())
+            weight.copy_(tensor)
+            self._written.add(weight.data_ptr())
         if is_last:
             self._finish()
 
     def _finish(self) -> None:
-        if missing := [name for name, own in self._own.items() if own.data_ptr() not in self._written]:
+        if missing := [name for name, weight in self._weights.items() if weight.data_ptr() not in self._written]:
             raise UserError(
                 f"The actor's update left out {len(missing)} weights of the server's model, the first is "
                 f"{missing[0]!r}: it would draw with old and new ones."
             )
-        self.is_whole, self._own = True, {}
+        self.is_whole, self._weights = True, {}
