@@ -182,7 +182,7 @@ class RandomPrompts:
             "hidden_states": normal(3, self.LENGTH, HIDDEN_SIZE),
             "output_norms": normal(3, NUM_HEADS * GROUP_SIZE, self.LENGTH).abs(),
         }
-        self.given: dict[str, Tensor] = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.inputs: dict[str, Tensor] = {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def read(self, cuts: Sequence[int], slots: Sequence[int] = (0, 1, 2)) -> dict[str, Tensor]:
         """All running numbers after the prompts in ``slots`` were read in blocks of ``cuts`` tokens.
@@ -209,7 +209,7 @@ class RandomPrompts:
     ) -> StateUpdate:
         c = self.compressor
         lengths = torch.full((len(slots), NUM_HEADS), block.stop, dtype=torch.int32, device=self.device)
-        tensors = {name: tensor if len(slots) == 3 else tensor[slots] for name, tensor in self.given.items()}
+        tensors = {name: tensor if len(slots) == 3 else tensor[slots] for name, tensor in self.inputs.items()}
         offered: dict[str, tuple[bool, Any]] = {
             "mass": (c.needs_attention, tensors["mass"][:, :, block]),
             "hidden_states": (c.needs_hidden_states, tensors["hidden_states"][:, block]),

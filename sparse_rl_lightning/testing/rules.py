@@ -279,11 +279,11 @@ def running_state(compressor: Compressor) -> str | None:
     if not _has_state(compressor):
         return None
     prompts = RandomPrompts(compressor)
-    before, inputs = _contents(compressor), _contents(prompts.given)
+    before, inputs = _contents(compressor), _contents(prompts.inputs)
     together = prompts.read([RandomPrompts.LENGTH])
     if changed := _changed(compressor, before):
         return f"update_state changed {', '.join(f'self.{name}' for name in changed)}"
-    if changed := _changed(prompts.given, inputs):
+    if changed := _changed(prompts.inputs, inputs):
         return f"update_state changed {', '.join(f'update.{name}' for name in changed)}"
     for name, numbers in together.items():
         if bool(numbers.isnan().any()):
