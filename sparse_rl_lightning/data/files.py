@@ -134,11 +134,11 @@ def _read_csv(path: str) -> Table:
 
 def _read_parquet(path: str) -> Table:
     """The rows of a parquet file; ``load_dataset`` takes its name for a pattern and its time for its content."""
-    datasets = _datasets()
-    content = whole_file(path)
+    import datasets
     from pyarrow import BufferReader
     from pyarrow.parquet import ParquetFile
 
+    content = whole_file(path)
     try:
         columns = ParquetFile(BufferReader(content)).read()
         names = columns.column_names
@@ -153,10 +153,11 @@ def _read_parquet(path: str) -> Table:
 
 def _read_with_datasets(path: str, config: str | None, split: str) -> Table:
     """The rows of a hub dataset, or of a folder like one, which is read as it is now, not from the cache."""
+    import datasets
+
     is_folder = Path(path).is_dir()
     if is_folder and glob.has_magic(str(Path(path).resolve())):
         raise UserError(f"datasets takes the folder {path!r} for a pattern. Rename it, without any of *, ? and [.")
-    datasets = _datasets()
     with tempfile.TemporaryDirectory() as scratch:
         try:
             rows = datasets.load_dataset(path, config, split=split, cache_dir=scratch if is_folder else None)
@@ -166,14 +167,6 @@ def _read_with_datasets(path: str, config: str | None, split: str) -> Table:
                 f"A local file must end in one of {', '.join(FILE_SUFFIXES)}."
             ) from error
         return _as_table(path, rows)
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError("Parquet files and hub datasets need the package datasets: pip install datasets") from error
-    return datasets
 
 
 def _as_table(path: str, rows: Any) -> Table:
