@@ -37,7 +37,7 @@ class Method:
 
     name: str
     path: str
-    arguments: dict[str, Any] | None = None  # of a file, before those that all methods share
+    arguments: dict[str, Any] | None = None  # its own, as of a file, before those that all methods share
 
     @classmethod
     def of(cls, spec: str) -> Method:
@@ -89,7 +89,7 @@ def _checked_path(name: str) -> str:
 
 
 PACKAGE = "sparse_rl_lightning"
-FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction")
+FLOOR = Method("RandomEviction, prompt kept", f"{PACKAGE}.compressors.RandomEviction", {"protect_prompt": True})
 FULL = Method("full cache", f"{PACKAGE}.compressors.FullKV")
 LEAST = {"timed": 0, "num_sinks": 0} | dict.fromkeys(
     ("problems", "samples", "max_completion_length", "num_slots", "buffer", "window"), 1
@@ -241,14 +241,8 @@ def _sizes(arguments: argparse.Namespace, mean: int, longest: int) -> tuple[list
                 f"--budgets: with budget={budget} and buffer={sizes['buffer']} nothing is evicted: the longest text "
                 f"drawn with the full cache has {longest} tokens, {mean} on average. Lower the budget or --buffer."
             )
-        FLOOR.compressor(_of_method(FLOOR, sizes, budget))  # sizes that do not fit end this before hours are measured
+        FLOOR.compressor({**sizes, "budget": budget})  # sizes that do not fit end this before hours are measured
     return budgets, {**sizes, "protect_prompt": arguments.protect_prompt}
-
-
-def _of_method(method: Method, sizes: dict[str, Any], budget: int | None) -> dict[str, Any]:
-    """The sizes of a cell: random eviction keeps the prompt, whatever the others do."""
-    always = {"protect_prompt": True} if method is FLOOR else {}
-    return {**sizes, **always, "budget": budget}
 
 
 # ---------------------------------------------------------------- a cell
@@ -259,7 +253,7 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
     from sparse_rl_lightning.quality.cells import Cell
 
     try:
-        compressor = _compressor(bench, results, method, _of_method(method, sizes, budget))
+        compressor = _compressor(bench, results, method, {**sizes, "budget": budget})
         timed = [bench.num_timed, str(bench.model.device)] if bench.num_timed else []
         digest = fingerprint(method=compressor, rewards=getattr(bench.judge, "functions", []), timed=timed)
         stored = results.find(method.name, budget, digest)
@@ -280,16 +274,12 @@ def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str,
 
     if method.arguments is not None:
         return method.compressor(sizes)
-    files = {argument: _file_of_policy(bench, results, argument) for argument in _asked(method)}
+    names = {"statistics", "weights"} if issubclass(imported(method.path), LearnedScore) else {"statistics"}
+    needed = sorted(argument_names(method.path) & names)
+    files = {argument: _file_of_policy(bench, results, argument) for argument in needed}
     if not files and not method.path.startswith(f"{PACKAGE}."):
         check_compressor(method.compressor(PROBE))
     return method.compressor({**sizes, **files})
-
-
-def _asked(method: Method) -> list[str]:
-    """The arguments that name files with what the class has to know of a policy."""
-    taken = argument_names(method.path) & {"statistics", "weights"}
-    return sorted(taken if issubclass(imported(method.path), LearnedScore) else taken - {"weights"})
 
 
 def _file_of_policy(bench: Bench, results: Results, argument: str) -> str:
