@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -111,7 +110,14 @@ def calibrate(
     left = TimeLeft(1 + len(set(budgets)) + check)
     calibration = run_calibration(sweep, method, budgets, binning, target, check, monotone, left.tell)
     calibration.write(output_folder)
-    _tell(calibration, output_folder, f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}")
+    title = f"{type(method).__name__}, {len(prompts)} prompts x {params.num_generations}"
+    *names, picture = RESULTS
+    written = [output_folder / name for name in names]
+    written += write_picture(output_folder / picture, lambda: calibration.picture(title))
+    say(f"Ceiling {calibration.ceiling:.4f}, target {calibration.target:.4f}. Schedule: {calibration.schedule!r}")
+    for note in calibration.notes:
+        say(f"- {note}")
+    say(f"Written: {', '.join(map(nearby, written))}")
     return calibration
 
 
@@ -213,13 +219,3 @@ def device_of(name: str | None = None) -> torch.device:
             f"device={name!r} cannot be used here: {reason}. Give cpu, or cuda where there is one."
         ) from error
     return device
-
-
-def _tell(calibration: Calibration, folder: Path, title: str) -> None:
-    """Print the result, and draw it if matplotlib is installed."""
-    *names, picture = RESULTS
-    written = [folder / name for name in names] + write_picture(folder / picture, lambda: calibration.picture(title))
-    say(f"Ceiling {calibration.ceiling:.4f}, target {calibration.target:.4f}. Schedule: {calibration.schedule!r}")
-    for note in calibration.notes:
-        say(f"- {note}")
-    say(f"Written: {', '.join(map(nearby, written))}")
