@@ -585,7 +585,7 @@ class Below(SparseGRPOTrainer, OfSequences):
 
 
 def test_corrections_of_another_loss_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"OfSequences has a loss of its own, .* Give no corrections, or replay=True"):
+    with pytest.raises(UserError, match=r"OfSequences has another loss, .* Give no corrections, or replay=True"):
         build(tmp_path, Below, {"corrections": [TIS()], "compressor": evicting()})
     for method in ({}, {"replay": True}):
         build(tmp_path, Below, method, max_steps=1).train()  # sees what it wants
