@@ -32,8 +32,6 @@ Draw: TypeAlias = Callable[[Rows], ScoredRollout]
 """Completes a batch of rows; the batches come in order."""
 Judge: TypeAlias = Callable[[ScoredRollout], Tensor]
 """Fills ``reward_table`` and returns the rewards (B,) that they add up to, NaN where there is none."""
-Log: TypeAlias = Callable[..., None]
-"""``LightningModule.log``."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +182,8 @@ class ValidationLog:
     other benchmarks.
     """
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, log: Callable[..., None]) -> None:
+        self._log = log  # of a LightningModule
         self._intervals: dict[str, ConfidenceInterval] = {}  # by the key of the mean, with {} for the measure
         self.rows = DealtRows()
 

@@ -242,14 +242,10 @@ def _leave(libc: ctypes.CDLL, parent: int) -> None:
     os.setsid()  # Ctrl-C goes to the trainer only; kill the group as a whole
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # schedulers send them to all processes, the trainer handles them
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started from here would inherit
     gc.freeze()  # collected objects might have finalizers for a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(1)  # other threads were not forked
-
-
-def _ignore(*_: Any) -> None:
-    """Do nothing; programs started from here do not inherit this, unlike SIG_IGN."""
 
 
 def _answer(function: RewardFunction, name: str, batch: dict[str, list[Any]]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class SparseGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is an extra
         self._note(sampling_metrics(rollout))
         rollout.evictions = rollout.evictions if self._replays else None
         self._active = None
-        return output | {DRAWN: rows_of(rollout)}
+        return output | {DRAWN: [Drawn(rollout, row) for row in range(len(rollout))]}
 
     @torch.no_grad()
     def _rescored(self, output: dict[str, Any]) -> Tensor:
@@ -281,11 +281,6 @@ class Drawn(NamedTuple):
 
     rollout: Rollout
     row: int
-
-
-def rows_of(rollout: Rollout) -> list[Drawn]:
-    """All sequences of a rollout, one by one."""
-    return [Drawn(rollout, row) for row in range(len(rollout))]
 
 
 def together(drawn: Sequence[Drawn]) -> Rollout:

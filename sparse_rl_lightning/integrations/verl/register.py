@@ -8,16 +8,14 @@ from typing import Any
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.verl.options import NAME
 
-PACKAGE = "sparse_rl_lightning.integrations.verl"
-
 if missing := [name for name in ("verl", "ray") if find_spec(name) is None]:
     raise UserError(
         f"The rollout for verl needs {' and '.join(missing)}: pip install 'sparse-rl-lightning[verl]', then "
         "pip install --no-deps verl (docs/from_verl.md says why)."
     )
 
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402  # after the check
-from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # after the check
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 def _replica() -> Any:
@@ -27,4 +25,4 @@ def _replica() -> Any:
 
 
 RolloutReplicaRegistry.register(NAME, _replica)
-_ROLLOUT_REGISTRY[NAME, "async"] = f"{PACKAGE}.adapter.SparseAdapter"
+_ROLLOUT_REGISTRY[NAME, "async"] = "sparse_rl_lightning.integrations.verl.adapter.SparseAdapter"
