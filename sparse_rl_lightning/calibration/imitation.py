@@ -32,7 +32,7 @@ from sparse_rl_lightning.replay.hooks import attention_inputs
 LEAST = 1e-6
 """Attention below which entries are worth the same."""
 HORIZON = 32
-"""Tokens in whose attention an entry is judged, unless told otherwise."""
+"""Default number of tokens in whose attention an entry is judged."""
 
 
 def future_attention(seen: Seen, lengths: Tensor, horizon: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 
 MAX_LENGTH = 4096
-"""Tokens of a text that are read unless told otherwise: float64 sums of a layer take much memory per token."""
+"""Default number of tokens to read of a text: float64 sums of a layer take much memory per token."""
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ class Seen:
 
 See = Callable[[Seen], None]
 Watched = tuple[See, list[Tensor | None] | None]
-"""Who looks on, and what layers with a window no longer see, as of :func:`deaths_by_window`."""
+"""The observer, and the deaths of keys in layers with a window, as of :func:`deaths_by_window`."""
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ class Method:
         return cls(Path(spec).stem, _checked_path(path), arguments)
 
     def compressor(self, sizes: dict[str, Any]) -> Compressor:
-        """The compressor with these sizes, as far as its class takes them; a file's own go before all but the budget.
+        """Build the compressor with the sizes that its class takes; its own arguments override all but the budget.
 
         Raises:
             ValueError: If the arguments do not fit.
@@ -97,7 +97,7 @@ LEAST = {"timed": 0, "num_sinks": 0} | dict.fromkeys(
 """The smallest numbers that options may be."""
 OF_DATA = ("prompt_column", "answer_column", "answer_pattern", "prompt_template", "as_chat")
 PROBE = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
-"""Sizes at which a class of the user's is held to the contract."""
+"""Sizes at which a user's class is checked against the contract."""
 
 
 def main(args: Sequence[str]) -> list[Cell]:
@@ -207,7 +207,7 @@ def _rows(arguments: argparse.Namespace) -> Rows:
 
 
 def _beside(bench: Bench, results: Results) -> tuple[Bench, int, int]:
-    """The bench that knows lengths of the full cache, their mean and the largest, noted for a run that goes on."""
+    """The bench with completion lengths of the full cache, and their mean and maximum, stored for a resumed run."""
     if len(results.completions) != len(bench.rows) * bench.params.num_generations:
         rollout = bench.draw(FullKV())
         results.lengths = [round(float(rollout.lengths.double().mean())), int(rollout.lengths.max())]
@@ -249,7 +249,7 @@ def _sizes(arguments: argparse.Namespace, mean: int, longest: int) -> tuple[list
 
 
 def _measured(bench: Bench, results: Results, method: Method, budget: int | None, sizes: dict[str, Any]) -> Cell:
-    """A cell that was measured before, or now; what a method raises becomes the reason of an empty one."""
+    """The stored cell, or a new measurement; an error of the method becomes the reason of an empty cell."""
     from sparse_rl_lightning.quality.cells import Cell
 
     try:
@@ -269,7 +269,7 @@ def _measured(bench: Bench, results: Results, method: Method, budget: int | None
 
 
 def _compressor(bench: Bench, results: Results, method: Method, sizes: dict[str, Any]) -> Compressor:
-    """The compressor: with a file where it has to know the policy, else held to the contract if it is the user's."""
+    """Build the compressor: with a file about the policy if it needs one, else checked if the class is a user's."""
     from sparse_rl_lightning.testing import check_compressor
 
     if method.arguments is not None:

@@ -1,4 +1,4 @@
-"""Processes of one run: their threads, and until they have met none stays behind, and a port that is taken is named."""
+"""Processes of one run: threads of torch, ranks that end with their launcher, errors of the network in one line."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def seed(self) -> int:
-        """The seed given, or that of the process when it was first asked for, or when a trainer set this up."""
+        """The configured seed, or that of the process at the first use, or at the setup by a trainer."""
         if self._resolved is None:
             self._resolved = seed_of(self._seed)
         return self._resolved

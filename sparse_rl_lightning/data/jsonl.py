@@ -105,7 +105,7 @@ class JsonlPrompts(PromptDataModule):
         _check_template(prompt_template)
 
     def prepare_data(self) -> None:
-        """Read the rows once per machine: hub datasets are fetched, and mistakes are told before a policy is loaded."""
+        """Read the rows once per machine: hub datasets are fetched, and mistakes reported before a policy is loaded."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._train = self.train_rows()
         self._val = self.val_rows()

@@ -129,7 +129,7 @@ def evaluate(draw: Draw, rows: Rows, judge: Judge | None = None, batch_size: int
 
 
 def draw_by_place(generate: Callable[..., ScoredRollout], **settings: Any) -> Draw:
-    """Draw by ``Generator.generate`` with these settings, rows numbered in the order in which they are asked for."""
+    """Draw by ``Generator.generate`` with these settings, rows numbered in the order of their batches."""
     left = itertools.count()
 
     def draw(rows: Rows) -> ScoredRollout:
@@ -153,7 +153,7 @@ def draw_from(
         sampler: Sampler of the policy.
         decode: Texts of a rollout's completions.
         params: How to draw.
-        prompts: Token ids of each row, in the order in which the rows will be asked for.
+        prompts: Token ids of each row, in the order of the batches.
         starts: Number of each row's first sequence, which fixes its random numbers; default by the row's place.
         progress: Called after every decode step.
         talk: Creates the conversations of a batch with environments, which may give other prompts; None for completions

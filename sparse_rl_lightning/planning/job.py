@@ -21,7 +21,7 @@ from sparse_rl_lightning.retrievers import Retriever
 from sparse_rl_lightning.rollout import RolloutOptions, SamplingParams
 
 PROMPT = 256
-"""Tokens of a prompt where nothing else is said."""
+"""Default number of tokens of the longest prompt."""
 
 MOST_TOKENS = 2**24
 """The longest sequence that is counted; models of 2026 know up to ten million positions."""

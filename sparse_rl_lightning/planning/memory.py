@@ -97,7 +97,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
 
 
 def _always(count: float, kept: bool = True) -> Phases:
-    """What is there in the rollout and, if it is kept, in the other phases."""
+    """The same bytes in the rollout and, if they are kept, in the other phases."""
     return round(count), round(count * kept), round(count * kept)
 
 

@@ -147,7 +147,7 @@ class Bench:
         return self.tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
 
     def _times(self, compressor: Compressor, rollout: Rollout) -> dict[str, float | None]:
-        """What cutting takes, and the rollout's own texts token by token, through both caches in turns."""
+        """Milliseconds of a compression, and the ratio of both caches' times for the same texts, token by token."""
         layers, ratios = CacheGeometry.of(self.model).num_layers, []
         timed = TimedCompression(compressor, layers)
         for texts in rollout.parts(LEAST_PAIRS) if len(rollout) else []:

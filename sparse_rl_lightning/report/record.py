@@ -62,17 +62,17 @@ class RunRecord:
 
     def mean(self, key: str) -> float | None:
         """The mean over the rollouts that have it, None if none has."""
-        values = self._known(key)
+        values = self._values(key)
         return sum(values) / len(values) if values else None
 
     def median(self, key: str) -> float | None:
         """The median over the rollouts that have it, None if none has: of what one rollout can dominate."""
-        values = self._known(key)
+        values = self._values(key)
         return statistics.median(values) if values else None
 
     def maximum(self, key: str) -> float | None:
         """The largest value over the rollouts, None if none has one."""
-        return max(self._known(key), default=None)
+        return max(self._values(key), default=None)
 
     def summary(self) -> dict[str, Any]:
         """The run in a few numbers: means over rollouts, medians of KL and speed, maxima of peaks; shares to 1."""
@@ -102,12 +102,12 @@ class RunRecord:
         cleaned: dict[str, Any] = _finite(parts)
         return cleaned
 
-    def _known(self, key: str) -> list[float]:
+    def _values(self, key: str) -> list[float]:
         return [value for _, value in self.points(key)]
 
 
 def _value(row: Mapping[str, float], key: str) -> float:
-    """What a row has of a key, NaN if nothing."""
+    """A row's value of a key, NaN without one."""
     logged = UNDER_REPLAY.get(key, key) if REPLAYED in row else key
     return math.nan if logged is None else row.get(logged, math.nan)
 

@@ -139,7 +139,7 @@ class Rewards:
         lacking = [index for index, row in enumerate(rows) if len(row) - ("prompt" in row) < len(columns)]
         if not lacking:
             return rows
-        self._tell_lacking(rows, lacking, columns, locate)
+        self._warn_of_lacking(rows, lacking, columns, locate)
         empty, rows = dict.fromkeys(columns), list(rows)
         for index in lacking:
             rows[index] = empty | rows[index]
@@ -175,7 +175,7 @@ class Rewards:
         self.failures.judged += len(rewards)
         for guard, weight in zip(self.guards, self.weights, strict=True):
             if guard.first:
-                self._tell(guard, weight)
+                self._warn_of_failure(guard, weight)
             if guard.failures:
                 scored.failed[guard.__name__] = torch.zeros(len(rewards), dtype=torch.bool)
                 scored.failed[guard.__name__][list(guard.failures)] = True
@@ -184,7 +184,7 @@ class Rewards:
         return rewards.to(scored.rollout.sequences.device)
 
     def settle(self) -> None:
-        """Count anew, after a training rollout or a whole validation.
+        """Reset the counts, after a training rollout or a whole validation.
 
         Raises:
             RuntimeError: If at least the limit's share of the samples judged since the last call has failed; a
@@ -226,10 +226,10 @@ class Rewards:
                 self.failures.error = guard.error
         return rewards.masked_fill(lost | scored.failed.get("environment", lost), math.nan)
 
-    def _tell_lacking(
+    def _warn_of_lacking(
         self, rows: Rows, lacking: Sequence[int], columns: Sequence[str], locate: Callable[[int], str]
     ) -> None:
-        """Tell once of columns that a function names and some rows do not have."""
+        """Warn once of columns that a function names and some rows lack."""
         for guard in self.guards:
             for column in set(named_arguments(guard.function)) & set(columns):
                 without = [index for index in lacking if column not in rows[index]]
@@ -240,8 +240,8 @@ class Rewards:
                         f"{guard.__name__} names: it gets None there. First: {locate(without[0])}.",
                     )
 
-    def _tell(self, guard: GuardedReward, weight: float) -> None:
-        """Tell once that a function has failed, and what becomes of these samples."""
+    def _warn_of_failure(self, guard: GuardedReward, weight: float) -> None:
+        """Warn once that a function has failed, and say what becomes of these samples."""
         left = "They are left out: no baseline counts them, and their advantage is 0"
         left = left if weight else "They are trained on, because its weight is 0"
         self._warn_once(
@@ -251,7 +251,7 @@ class Rewards:
         )
 
     def _count_failures(self, scored: ScoredRollout, dialogs: Sequence[Conversation]) -> None:
-        """Count the conversations that their environment has broken off, and tell of the first."""
+        """Count the conversations that their environment broke off, and warn of the first."""
         failed, ends = [dialog for dialog in dialogs if dialog.has_failed], [dialog.end for dialog in dialogs]
         scored.reward_failures["environment"] = len(failed)
         scored.failures = {"turns/failed": ends.count("failed"), "turns/timeouts": ends.count("timeout")}

@@ -38,7 +38,7 @@ class SparseRLCLI(LightningCLI):
         super().__init__(*classes, **settings)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, and called on the instance
-        """Subcommands of Lightning, and ``export``; only the one that is asked for, as a parser of each takes long."""
+        """Subcommands of Lightning, and ``export``; only the requested one, as all parsers take long."""
         commands = LightningCLI.subcommands() | {"export": {"model", "datamodule"}}
         return {name: commands[name] for name in ([self._first_word] if self._first_word in commands else commands)}
 

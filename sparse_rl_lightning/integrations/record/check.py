@@ -19,7 +19,7 @@ from sparse_rl_lightning.replay import replay_logprobs
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a replay of a record says of it."""
+    """The result of replaying a record."""
 
     tokens: int  # number of tokens drawn
     largest: float  # largest difference of a log-probability in nats, replayed and recorded

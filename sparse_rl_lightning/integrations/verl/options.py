@@ -35,7 +35,7 @@ def sampler_options(config: Any) -> dict[str, Any]:
             they have not by default: a long one is of many megabytes.
 
     Raises:
-        ValueError: If there is no compressor, an option is wrong, or verl is told to do what this rollout cannot.
+        ValueError: If there is no compressor, an option is wrong, or verl's settings need what this rollout cannot do.
     """
     _check(config)
     arguments = config.engine_kwargs.get(NAME)

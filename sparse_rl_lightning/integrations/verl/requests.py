@@ -56,7 +56,7 @@ class RequestEngine:
         threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
 
     def submit(self, request: Request) -> Future[Rollout | None]:
-        """Queue a request; while the engine is closed it waits, or is aborted if the engine was told to reject.
+        """Queue a request; while the engine is closed it waits, or is aborted after ``abort_all(reject=True)``.
 
         Raises:
             ValueError: If the prompt is empty, too long, or has unknown tokens.
