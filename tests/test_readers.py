@@ -23,7 +23,7 @@ from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest
 from sparse_rl_lightning.checkpoints.reading import check_whole
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.benchmark import Method
-from sparse_rl_lightning.cli.messages import told
+from sparse_rl_lightning.cli.messages import user_message
 from sparse_rl_lightning.cli.options import Parser
 from sparse_rl_lightning.compressors.learned_score import load_network
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
@@ -213,10 +213,10 @@ def test_output_file_refuses_in_words_what_the_system_cannot_look_at(name: str, 
 
 def test_a_place_of_somebody_else_is_a_line() -> None:
     """Which any command may meet, where it looks whether there is a file."""
-    assert told(PermissionError(13, "Permission denied", "theirs/x")) == (
+    assert user_message(PermissionError(13, "Permission denied", "theirs/x")) == (
         "[Errno 13] Permission denied: 'theirs/x'. Name a place that you may use."
     )
-    assert told(PermissionError(1, "Operation not permitted")) is None
+    assert user_message(PermissionError(1, "Operation not permitted")) is None
 
 
 def test_output_file_leaves_links_of_a_folder_that_we_name_alone(tmp_path: Path) -> None:
