@@ -115,7 +115,8 @@ def check_rewards(functions: Sequence[RewardFunction], columns: Iterable[str]) -
     for function, name in zip(functions, reward_names(functions), strict=True):
         arguments = [*_ARGUMENTS, *columns, *([PROMPT_TEXTS] if asks_for_prompt_texts(function, columns) else [])]
         call = getattr(function, "__call__", None)  # noqa: B004  # of a class
-        if any(map(inspect.iscoroutinefunction, (function, call))):
+        checks = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_async(code) for is_async in checks for code in (function, call)):
             raise UserError(_ASYNC.format(name))
         _check_columns(function, name, arguments)
 

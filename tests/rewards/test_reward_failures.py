@@ -185,7 +185,7 @@ def test_nan_costs_the_sample_and_not_the_run(kind: Any, scale: str) -> None:
 
 def test_a_run_in_which_nothing_fails_enters_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rewards, "_without_failed", pytest.fail)
-    monkeypatch.setattr(Rewards, "_tell", pytest.fail)
+    monkeypatch.setattr(Rewards, "_warn_of_failure", pytest.fail)
     fit(module(), 2)
 
 
