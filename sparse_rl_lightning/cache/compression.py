@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -169,32 +169,17 @@ def common(values: Iterable[int], each: Tensor) -> int | Tensor:
     return distinct.pop() if len(distinct) == 1 else each
 
 
-def settings_of(compressor: Compressor) -> tuple[object, ...]:
-    """What decides when slots are compressed, and to how much, and whether ops score them."""
-    c = compressor
-    return c.schedule, c.evicts, c.buffer, c.compress_prompt, c.budget_rule, c.num_sinks, c.window, c.scores_natively
-
-
 @dataclass
 class Compression:
-    """A compressor applied to a cache: all evictions go through it."""
+    """A compressor, with its budgets at the time, applied to a cache: all evictions go through it."""
 
     compressor: Compressor
     num_layers: int
-    _made_for: tuple[object, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._made_for = settings_of(self.compressor)
 
     @cached_property
     def trigger(self) -> Trigger:
         """The lengths at which slots are compressed, and their budgets."""
         return Trigger(self.compressor, self.num_layers)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the compressor is set as it was when this was made: its budgets may have been raised since."""
-        return self._made_for == settings_of(self.compressor)
 
     def cache_size(self, geometry: CacheGeometry, num_slots: int, longest_prompt: int, longest: int) -> CacheSize:
         """The size of a cache whose sequences have up to ``longest`` tokens, ``longest_prompt`` of them in prompts."""
