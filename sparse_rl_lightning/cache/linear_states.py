@@ -71,39 +71,27 @@ class LinearStates(SlotStorage):
             getattr(self, name)[:, place] = content[name]
 
 
-@dataclass(frozen=True)
-class EachRow:
-    """Every row is the next token of another sequence."""
-
-    states: LinearStates
-    places: Tensor  # (R,)
-
-    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
-        """Compute the output as :class:`Recur` says, all rows at once."""
-        conv, recurrent = (tensor[layer] for tensor in self.states.tensors)
-        own = conv[self.places], recurrent[self.places]
-        out = run(hidden.transpose(0, 1), *own)
-        conv[self.places], recurrent[self.places] = own
-        return out.transpose(0, 1)
+def recur_rows(states: LinearStates, slots: Tensor, layer: int, hidden: Tensor, run: Run) -> Tensor:
+    """Compute the output as :data:`Recur` says where row i is the next token of ``slots[i]``."""
+    conv, recurrent = (tensor[layer] for tensor in states.tensors)
+    gathered = conv[slots], recurrent[slots]
+    out = run(hidden.transpose(0, 1), *gathered)
+    conv[slots], recurrent[slots] = gathered
+    return out.transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class InPieces:
-    """The rows are pieces of several tokens, one after the other, then padding.
+def recur_pieces(
+    states: LinearStates, pieces: Sequence[tuple[int, int]], layer: int, hidden: Tensor, run: Run
+) -> Tensor:
+    """Compute the output as :data:`Recur` says where rows are pieces (slot, number of tokens) in order, then padding.
 
     Each piece is a call of its own: torch's form of these layers keeps no sequences of one batch apart, and a prompt's
     numbers do not depend on its neighbors.
     """
-
-    states: LinearStates
-    pieces: Sequence[tuple[int, int]]  # place and number of tokens
-
-    def __call__(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
-        """Compute the output as :class:`Recur` says, piece by piece."""
-        conv, recurrent = (tensor[layer] for tensor in self.states.tensors)
-        start, found = 0, list[Tensor]()
-        for place, count in self.pieces:
-            at = slice(place, place + 1)
-            found.append(run(hidden[:, start : start + count], conv[at], recurrent[at]))
-            start += count
-        return F.pad(torch.cat(found, dim=1), (0, 0, 0, hidden.shape[1] - start))
+    conv, recurrent = (tensor[layer] for tensor in states.tensors)
+    start, outputs = 0, list[Tensor]()
+    for slot, count in pieces:
+        at = slice(slot, slot + 1)
+        outputs.append(run(hidden[:, start : start + count], conv[at], recurrent[at]))
+        start += count
+    return F.pad(torch.cat(outputs, dim=1), (0, 0, 0, hidden.shape[1] - start))

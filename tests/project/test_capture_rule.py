@@ -37,7 +37,6 @@ STEP = Rule(
         "rollout/engine/mixed_layers.py:MixedPass.__call__",
         "rollout/engine/mixed_layers.py:MixedPass.recur",
         "cache/windows.py:WindowCache.begin_step",
-        "cache/linear_states.py:EachRow.__call__",
         "rollout/engine/decoders/native.py:NativeDecoder.__call__",
         "rollout/engine/decoders/hf_forward.py:TransformersDecoder.__call__",
         "rollout/engine/decoders/linear_products.py:Projection.__call__",
@@ -51,7 +50,7 @@ STEP = Rule(
         "rollout/engine/scheduler.py", "rollout/engine/memory.py", "rollout/engine/prefill.py",  # between steps
         "rollout/engine/turns.py", "rollout/engine/extend.py", "rollout/engine/expert_log.py:RecordingEngine._slots",
         "rollout/engine/mixed_layers.py:MixedPass._read_pack", "rollout/engine/mixed_layers.py:MixedPass._read_chunk",
-        "rollout/engine/mixed_layers.py:MixedPass._extend", "cache/linear_states.py:InPieces.__call__",
+        "rollout/engine/mixed_layers.py:MixedPass._extend", "cache/linear_states.py:recur_pieces",
         "ops/summarize_pages.py:write_summaries",  # and retrievers without a kernel
         "retrieval/logprobs.py",  # of the learner
         "ops/library.py",  # passes arguments on

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates
+from sparse_rl_lightning.cache.linear_states import LinearStates, recur_pieces, recur_rows
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -221,8 +221,8 @@ def test_rows_go_on_from_their_own_places() -> None:
 
     states = LinearStates(torch.zeros(2, 4, 1, 2), torch.zeros(2, 4, 1, 1, 1))
     hidden = torch.arange(8.0).view(1, 8, 1)
-    first = InPieces(states, [(2, 3), (0, 1)])(1, hidden, run)
-    second = EachRow(states, torch.tensor([0, 2, 3]))(1, hidden[:, :3], run)
+    first = recur_pieces(states, [(2, 3), (0, 1)], 1, hidden, run)
+    second = recur_rows(states, torch.tensor([0, 2, 3]), 1, hidden[:, :3], run)
     assert first.flatten().tolist() == [0.0] * 8
     assert second.flatten().tolist() == [1, 3, 0]
     assert states.recurrent[1].flatten().tolist() == [2, 0, 4, 1]

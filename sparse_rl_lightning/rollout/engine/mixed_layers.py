@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.cache.chunks import Chunk
-from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates, Run
+from sparse_rl_lightning.cache.linear_states import LinearStates, Run, recur_pieces, recur_rows
 from sparse_rl_lightning.cache.slots import SlotCache, latest
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.ops.append import QKTransform
@@ -110,8 +110,8 @@ class MixedPass:
         """Run a linear layer as :class:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
         assert self._linear is not None
         if self.full.kind == "step":
-            return EachRow(self._linear, self.full.places)(layer, hidden, run)
-        return InPieces(self._linear, self.full.pieces)(layer, hidden, run)
+            return recur_rows(self._linear, self.full.places, layer, hidden, run)
+        return recur_pieces(self._linear, self.full.pieces, layer, hidden, run)
 
     @property
     def staged_bytes(self) -> int:

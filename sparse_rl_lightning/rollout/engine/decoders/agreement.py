@@ -8,12 +8,13 @@ are those that the first chose: between two that nearly tie, rounding would deci
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.cache.linear_states import EachRow, InPieces, LinearStates, Recur
+from sparse_rl_lightning.cache.linear_states import LinearStates, Recur, recur_pieces, recur_rows
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.append import QKTransform
@@ -37,9 +38,8 @@ class _Held:
         self.layers: list[int] = []
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
         if geometry.linear is not None:
-            self.recur: Recur = InPieces(
-                LinearStates.allocate(geometry.linear, 1, geometry.device), [(0, ROW_MULTIPLE)]
-            )
+            states = LinearStates.allocate(geometry.linear, 1, geometry.device)
+            self.recur: Recur = partial(recur_pieces, states, [(0, ROW_MULTIPLE)])
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
@@ -108,7 +108,7 @@ class _Alone:
         self.geometry, self.keys = geometry, dict[int, Tensor]()
         if geometry.linear is not None:
             states = LinearStates.allocate(geometry.linear, len(positions), geometry.device)
-            self.recur: Recur = EachRow(states, positions)
+            self.recur: Recur = partial(recur_rows, states, positions)
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
