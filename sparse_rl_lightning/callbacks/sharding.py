@@ -97,8 +97,7 @@ class ZeroSharding(RolloutCallback):
     def _attach(self, module: RolloutModule) -> None:
         policy, generator = module.policy, module.generator
         if not is_sharded(policy):
-            if generator.shadow is not None:
-                generator.shadow = None
+            generator.shadow = None
         elif generator.shadow is None or generator.shadow.policy is not policy:
             cast(Any, module).restore_rotary()  # which the module itself does after all callbacks
             generator.shadow = ShadowPolicy(policy, self.shadow_dtype)

@@ -77,6 +77,7 @@ class Generator:
         self.sparse_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         self.dense_mode: Callable[[], AbstractContextManager[None]] = nullcontext
         self.version: Callable[[], int] = int  # version of the policy's weights, which a shadow must match
+        self.shadow: ShadowPolicy | None = None  # whole copy of a sharded policy, which rollouts read in its place
         self.partial: PartialRollouts | None = None
         if options.partial_rollout_steps is not None:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
@@ -85,7 +86,6 @@ class Generator:
         self._draw = self.generate if self.partial is None else self._partial
         self._policy: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._shadow: ShadowPolicy | None = None
         self._samplers: dict[bool, RolloutSampler] = {}
         self._tell = tell
         self._reported_plans: set[bool] = set()  # caches whose memory plan was reported
@@ -111,20 +111,11 @@ class Generator:
         """Whether rollouts see less than a full cache."""
         return self.compressor.evicts or self.retriever is not None
 
-    @property
-    def shadow(self) -> ShadowPolicy | None:
-        """The whole copy of a sharded policy that rollouts read, None if they read the policy itself."""
-        return self._shadow
-
-    @shadow.setter
-    def shadow(self, shadow: ShadowPolicy | None) -> None:
-        self._shadow, self._samplers = shadow, {}
-
     def sampler(self, dense: bool = False) -> RolloutSampler:
         """The sampler with compressor and retriever, or with the full cache."""
-        if dense not in self._samplers:
-            tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
-            assert policy is not None
+        tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
+        assert policy is not None
+        if dense not in self._samplers or self._samplers[dense].model is not policy:
             compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
             options = self.options.for_full_cache(policy.device) if dense else self.options
             self._samplers[dense] = options.sampler(policy, tokenizer, compressor, retriever)
