@@ -506,7 +506,7 @@ def as_range(slots: list[int]) -> slice | list[int]:
     return slice(slots[0], slots[0] + len(slots)) if neighbors else slots
 
 
-def latest(lengths: list[int], slots: list[int], size: int) -> list[list[int]]:
+def latest(lengths: Sequence[int], slots: Sequence[int], size: int) -> list[list[int]]:
     """The last ``size`` tokens of prompts that stand one after the other: row, slot, and place in a ring of that size.
 
     Args:

@@ -77,9 +77,10 @@ class CacheGeometry:
         return tuple(i for i, own in enumerate(self.windows) if own)
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """The place of each attention layer among the layers of its kind, full or with a window."""
-        return {layer: place for kind in (self.full_layers, self.window_layers) for place, layer in enumerate(kind)}
+    def index_in_group(self) -> dict[int, int]:
+        """The index of each attention layer among those of its group: full attention, or with a window."""
+        groups = (self.full_layers, self.window_layers)
+        return {layer: index for layers in groups for index, layer in enumerate(layers)}
 
     @cached_property
     def depth(self) -> int:

@@ -224,7 +224,7 @@ class Engine:
 class DecodeStep:
     """Attention of a decode step: each row appends a token to its slot, and attends over what the slot holds."""
 
-    kind: Literal["step"] = "step"
+    mode: Literal["step"] = "step"
 
     def __init__(self, engine: Engine, rows: StepRows, positions: Tensor) -> None:
         self.cache, self.positions, self._engine = engine.cache, positions, engine

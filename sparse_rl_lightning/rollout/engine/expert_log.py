@@ -78,8 +78,8 @@ class RecordingEngine(Engine):
 
     def _slots(self, full: FullPass, count: int) -> Tensor:
         """The slot of each row (R,) of a pass, the last row of the log for padding."""
-        if full.kind == "step":
+        if full.mode == "step":
             return full.places
-        owners = [slot for slot, length in full.pieces for _ in range(length)]
+        owners = [slot for slot, start, stop in full.pieces for _ in range(start, stop)]
         (uploaded,) = upload([owners + [len(self.choices) - 1] * (count - len(owners))], self.choices.device)
         return uploaded

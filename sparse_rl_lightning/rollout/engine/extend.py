@@ -7,7 +7,6 @@ tokens had been sampled: a text is split where the slot is full. All slots' chun
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.mixed_layers import ChunkMode
 
 
 def extend(engine: Engine, chunks: list[Chunk]) -> Tensor:
@@ -40,11 +40,12 @@ def extend(engine: Engine, chunks: list[Chunk]) -> Tensor:
 class Extension:
     """Attention of packed chunks, each over its own slot."""
 
-    kind: Literal["extension"] = "extension"
+    mode: ChunkMode = "extension"
+    staged_bytes = 0
 
     def __init__(self, engine: Engine, chunks: list[Chunk]) -> None:
         self.cache, self.chunks, self._engine = engine.cache, chunks, engine
-        self.pieces = [(chunk.slot, chunk.count) for chunk in chunks]
+        self.pieces = [(chunk.slot, chunk.start, chunk.stop) for chunk in chunks]
         self._rows = list(pairwise([0, *accumulate(chunk.count for chunk in chunks)]))
         slots = [chunk.slot for chunk in chunks for _ in range(chunk.count)]
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]

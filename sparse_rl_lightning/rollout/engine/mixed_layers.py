@@ -12,7 +12,6 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.cache.chunks import Chunk
 from sparse_rl_lightning.cache.linear_states import LinearStates, Run, recur_pieces, recur_rows
 from sparse_rl_lightning.cache.slots import SlotCache, latest
 from sparse_rl_lightning.cache.windows import WindowCache
@@ -22,8 +21,9 @@ from sparse_rl_lightning.ops.pools import to_computed, to_stored
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.rollout.engine.decoders.base import Attend
 
-Pieces: TypeAlias = list[tuple[int, int]]
-"""The slot and the number of tokens of each text in a pass, one after the other."""
+Pieces: TypeAlias = list[tuple[int, int, int]]
+"""Slot, first position and position behind the last of each text in a pass, one after the other."""
+ChunkMode: TypeAlias = Literal["chunk", "extension"]
 States: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of a pass."""
 
@@ -31,7 +31,7 @@ States: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class StepPass(Attend, Protocol):
     """A decode step: each row is the next token of another slot."""
 
-    kind: Literal["step"]
+    mode: Literal["step"]
     cache: SlotCache
     slots: Tensor
     places: Tensor
@@ -40,35 +40,22 @@ class StepPass(Attend, Protocol):
 class PackPass(Attend, Protocol):
     """Whole prompts."""
 
-    kind: Literal["pack"]
+    mode: Literal["pack"]
     cache: SlotCache
     pieces: Pieces
-    lengths: list[int]
-    slots: list[int]
     borders: Tensor
 
 
 class ChunkPass(Attend, Protocol):
-    """One chunk after the other of a long prompt."""
+    """One chunk after the other of a long prompt, or tokens that enter slots in use."""
 
-    kind: Literal["chunk"]
+    mode: ChunkMode
     cache: SlotCache
     pieces: Pieces
-    stop: int
-    is_last: bool
     staged_bytes: int
 
 
-class ExtensionPass(Attend, Protocol):
-    """Tokens that enter slots in use."""
-
-    kind: Literal["extension"]
-    cache: SlotCache
-    pieces: Pieces
-    chunks: list[Chunk]
-
-
-FullPass: TypeAlias = StepPass | PackPass | ChunkPass | ExtensionPass
+FullPass: TypeAlias = StepPass | PackPass | ChunkPass
 """The attention of a pass in layers of full attention."""
 
 
@@ -84,39 +71,41 @@ class MixedPass:
         self._windows: WindowCache | None = full.cache.storage(WindowCache)
         self._linear: LinearStates | None = full.cache.storage(LinearStates)
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, keys and values that the next chunk can see
-        if self._windows is not None and full.kind == "step":
+        if self._windows is not None and full.mode == "step":
             self._windows.begin_step()
-        elif self._windows is not None and full.kind == "pack":
+        elif self._windows is not None and full.mode == "pack":
             # tokens that are still in the windows when the prompt ends
-            self._within = upload(latest(full.lengths, full.slots, self._windows.width), self.geometry.device)
+            slots, _, lengths = zip(*full.pieces, strict=True)
+            self._within = upload(latest(lengths, slots, self._windows.width), self.geometry.device)
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend in a layer, whose index is that among all layers that have a cache."""
-        full, window, place = self.full, self.geometry.window_of(layer), self.geometry.places[layer]
+        full, window, index = self.full, self.geometry.window_of(layer), self.geometry.index_in_group[layer]
         if self._windows is None or not window:
-            return full(place, projected, transform, hidden, sinks)
-        if full.kind == "step":
-            return self._windows.append_and_attend(place, full.slots, projected, transform, sinks)
+            return full(index, projected, transform, hidden, sinks)
+        if full.mode == "step":
+            return self._windows.append_and_attend(index, full.slots, projected, transform, sinks)
         states = transform.split(projected, self.geometry.num_kv_heads)
-        if full.kind == "pack":
-            return self._read_pack(full, self._windows, place, window, states, sinks)
-        if full.kind == "chunk":
-            return self._read_chunk(full, self._windows, place, window, states, sinks)
-        return self._extend(full, self._windows, place, window, states, sinks)
+        if full.mode == "pack":
+            return self._read_pack(full, self._windows, index, window, states, sinks)
+        if full.mode == "chunk":
+            return self._read_chunk(full, self._windows, index, window, states, sinks)
+        return self._extend(full, self._windows, index, window, states, sinks)
 
     def recur(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
         """Run a linear layer as :class:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
         assert self._linear is not None
-        if self.full.kind == "step":
+        if self.full.mode == "step":
             return recur_rows(self._linear, self.full.places, layer, hidden, run)
-        return recur_pieces(self._linear, self.full.pieces, layer, hidden, run)
+        pieces = [(slot, stop - start) for slot, start, stop in self.full.pieces]
+        return recur_pieces(self._linear, pieces, layer, hidden, run)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes that are staged outside the cache for a prompt in chunks; they grow up to its last chunk."""
-        assert self.full.kind == "chunk"
+        assert self.full.mode == "chunk"
         return self.full.staged_bytes + sum(last.nbytes for both in self._last.values() for last in both)
 
     # ---------------------------------------------------------------- layers with a window, by their place among them
@@ -124,45 +113,44 @@ class MixedPass:
     def _read_pack(
         self, full: PackPass, windows: WindowCache, layer: int, window: int, states: States, sinks: Tensor | None
     ) -> Tensor:
-        query, key, value = states
+        lengths = [stop for *_, stop in full.pieces]
         rows, slots, places = self._within
-        windows.store(layer, slots, places, key[rows], value[rows])
-        return packed_attention(query, key, value, full.lengths, full.borders, self.geometry.scale, window, sinks)
+        windows.store(layer, slots, places, states[1][rows], states[2][rows])
+        return packed_attention(*states, lengths, full.borders, self.geometry.scale, window, sinks)
 
     def _read_chunk(
         self, full: ChunkPass, windows: WindowCache, layer: int, window: int, states: States, sinks: Tensor | None
     ) -> Tensor:
-        (query, *new), ((slot, count),), width = states, full.pieces, windows.width
+        (query, *new), ((slot, start, stop),), width = states, full.pieces, windows.width
+        count, out = stop - start, torch.zeros_like(query)
         keys, values = (tensor[:count].to(self.geometry.dtype) for tensor in new)
         if layer in self._last:
             keys, values = (torch.cat(both) for both in zip(self._last[layer], (keys, values), strict=True))
-        out = torch.zeros_like(query)
         out[:count] = causal_attention(query[:count], keys, values, self.geometry.scale, window, sinks)
-        if full.is_last:
-            _store_last(windows, layer, slot, full.stop, keys, values)
-        else:  # copies: views would hold the whole chunk
-            self._last[layer] = keys[-width:].clone(), values[-width:].clone()
+        _store_last(windows, layer, slot, stop, keys, values)
+        self._last[layer] = keys[-width:].clone(), values[-width:].clone()  # copies: views would hold the whole chunk
         return out
 
     def _extend(
-        self, full: ExtensionPass, windows: WindowCache, layer: int, window: int, states: States, sinks: Tensor | None
+        self, full: ChunkPass, windows: WindowCache, layer: int, window: int, states: States, sinks: Tensor | None
     ) -> Tensor:
-        """Write each chunk over the oldest entries of its slot's ring, and attend over both."""
+        """Write each piece over the oldest entries of its slot's ring, and attend over both."""
         g, width, first, out = self.geometry, windows.width, 0, torch.zeros_like(states[0])
-        for chunk in full.chunks:
-            rows = slice(first, first + chunk.count)
+        for slot, start, stop in full.pieces:
+            count = stop - start
+            rows = slice(first, first + count)
             query, key, value = (tensor[rows] for tensor in states)
-            positions = torch.arange(max(0, chunk.start - width), chunk.stop, device=query.device)
-            in_ring = positions[: -chunk.count] % width
+            positions = torch.arange(max(0, start - width), stop, device=query.device)
+            in_ring = positions[:-count] % width
             keys, values = (
-                torch.cat([ring[layer, chunk.slot][:, in_ring], to_stored(new.transpose(0, 1), ring.dtype)], dim=1)
+                torch.cat([ring[layer, slot][:, in_ring], to_stored(new.transpose(0, 1), ring.dtype)], dim=1)
                 for ring, new in ((windows.keys, key), (windows.values, value))
             )
             keys, values = to_computed(keys, g.query_dtype), to_computed(values, g.query_dtype)
-            at = positions[-chunk.count :, None]
+            at = positions[-count:, None]
             seen = ((positions <= at) & (positions > at - window))[None]
             out[rows] = visible_attention(query.to(g.query_dtype), keys, values, seen, g.scale, sinks).to(query.dtype)
-            _store_last(windows, layer, chunk.slot, chunk.stop, key, value)
+            _store_last(windows, layer, slot, stop, key, value)
             first = rows.stop
         return out
 

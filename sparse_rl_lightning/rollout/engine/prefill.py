@@ -24,6 +24,7 @@ from sparse_rl_lightning.ops.pools import to_stored
 from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.rollout.engine.decoders.base import ROW_MULTIPLE
 from sparse_rl_lightning.rollout.engine.engine import Engine
+from sparse_rl_lightning.rollout.engine.mixed_layers import ChunkMode
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,17 @@ def _rows(texts: list[list[int]], first: int = 0) -> list[list[int]]:
 class _Pack:
     """Attention over several whole prompts, each causal within itself; each layer goes into the slots at once."""
 
-    kind: Literal["pack"] = "pack"
+    mode: Literal["pack"] = "pack"
 
     def __init__(self, engine: Engine, prompts: list[Prefill]) -> None:
         self.cache, self.prompts, self._engine = engine.cache, prompts, engine
         self.staged_bytes = 0
-        self.lengths, self.slots = [len(p.tokens) for p in prompts], [p.slot for p in prompts]
-        self.pieces = list(zip(self.slots, self.lengths, strict=True))
+        self.lengths, slots = [len(p.tokens) for p in prompts], [p.slot for p in prompts]
+        self.pieces = [(p.slot, 0, len(p.tokens)) for p in prompts]
         # tokens whose queries are still in the ring when the prompt ends
         numbers = [
-            *_rows([p.tokens for p in prompts]), self.slots, [0, *accumulate(self.lengths)],
-            *latest(self.lengths, self.slots, self.cache.size.num_queries),
+            *_rows([p.tokens for p in prompts]), slots, [0, *accumulate(self.lengths)],
+            *latest(self.lengths, slots, self.cache.size.num_queries),
         ]  # fmt: skip
         self.ids, self.positions, self._places, self._borders, *self._recent = upload(numbers, self.cache.tokens.device)
         self.last = self._borders[1:] - 1  # (P,) rows of last tokens
@@ -155,7 +156,7 @@ class _Pack:
     ) -> list[Tensor]:
         """The running numbers (P) of (H, T, C) of each prompt."""
         start, state = 0, list[Tensor]()
-        for slot, count in self.pieces:
+        for slot, _, count in self.pieces:
             own = slice(start, start + count)
             state.append(_no_numbers(self.cache, count))
             _update_state(
@@ -168,7 +169,7 @@ class _Pack:
 class _Chunks:
     """Attention of one chunk of a long prompt over all chunks so far; keys and values are staged until the last one."""
 
-    kind: Literal["chunk"] = "chunk"
+    mode: ChunkMode = "chunk"
 
     def __init__(self, engine: Engine, prompt: Prefill) -> None:
         self.cache, self.prompt, self._engine = engine.cache, prompt, engine
@@ -182,7 +183,7 @@ class _Chunks:
     def take(self, start: int, stop: int) -> None:
         """Go on to the chunk of these tokens."""
         self.start, self.stop, self.is_last = start, stop, stop == len(self.prompt.tokens)
-        self.pieces = [(self.prompt.slot, stop - start)]
+        self.pieces = [(self.prompt.slot, start, stop)]
 
     def __call__(
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
