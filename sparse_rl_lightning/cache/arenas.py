@@ -27,7 +27,7 @@ class Arenas(SlotStorage):
 
     purpose = "positions"
 
-    def __init__(self, pools: KVPools, state_pool: Tensor | None, seen: Tensor, max_length: int) -> None:
+    def __init__(self, pools: KVPools, state_pool: Tensor, seen: Tensor, max_length: int) -> None:
         self.pools, self._state_pool, self._seen, self._max_length = pools, state_pool, seen, max_length
         self._offsets, self._capacities = pools.offsets.clone(), pools.capacities.clone()
         self._starts = self._offsets[..., 0].clone()  # (L, S)
@@ -52,7 +52,7 @@ class Arenas(SlotStorage):
 
     def compact(self, slots: Tensor, room: Tensor, width: int) -> None:
         """Lay out slots (B,) again, whose heads differ in length now, each with room until the next eviction."""
-        self.move(slots, self.pools.lengths[:, slots] + self._room(room, slots), width, self._state_pool)
+        self.move(slots, self.pools.lengths[:, slots] + self._room(room, slots), width)
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
         """Give empty slots (B,) the layout of others."""
@@ -82,7 +82,7 @@ class Arenas(SlotStorage):
         self.pools.offsets[layers, slots] = self._starts[layers][:, slots].unsqueeze(-1) + within
         self.pools.capacities[layers, slots] = room.to(torch.int32, copy=True)  # room may be a view of the capacities
 
-    def move(self, slots: Tensor, room: Tensor, width: int, state_pool: Tensor | None) -> None:
+    def move(self, slots: Tensor, room: Tensor, width: int) -> None:
         """Lay out slots (B,) again for (L, B, H) entries, and move their content.
 
         Every head has an entry at least, and ``width`` at most.
@@ -93,6 +93,5 @@ class Arenas(SlotStorage):
         before, _ = gather_heads(self.pools.offsets[:, slots], lengths, width)
         self.lay_out(slice(None), slots, room)
         after, _ = gather_heads(self.pools.offsets[:, slots], lengths, width)
-        pools = [self.pools.keys, self.pools.values, self.pools.positions]
-        for pool in pools if state_pool is None else [*pools, state_pool]:
+        for pool in (self.pools.keys, self.pools.values, self.pools.positions, self._state_pool):
             pool[after] = pool[before]  # the right side is a copy: places may overlap

@@ -289,7 +289,6 @@ class Compression:
 
 def _store_state(cache: SlotCache, layer: int, slots: Tensor, state: list[Tensor]) -> None:
     """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that their slots keep."""
-    assert cache.state_pool is not None
     lengths, numbers = cache.lengths[layer, slots], padded(state)
     rows, live = gather_heads(cache.pools.offsets[layer, slots], lengths, int(lengths.max()))
     # an entry's position is its index in the prompt, so it finds the number that belongs to it

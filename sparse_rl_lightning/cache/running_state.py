@@ -86,8 +86,7 @@ def update_after_step(
     g, pools, own = cache.geometry, cache.layers[layer], as_range(slots)
     lengths = pools.lengths[own]
     newest = (pools.offsets[own] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
-    if cache.state_pool is not None:
-        cache.state_pool[newest] = 0.0  # the place may still have the numbers of an evicted entry
+    cache.state_pool[newest] = 0.0  # the row may still have the numbers of an evicted entry
     numbers, rows, valid = entry_numbers(cache, layer, own)
     head_numbers = cache.head_state[layer, own]
     keys, values = (to_computed(pool[newest], g.query_dtype) for pool in (pools.keys, pools.values))
@@ -99,11 +98,11 @@ def update_after_step(
         compressor, cache, weights, layer, own, numbers, head_numbers, lengths, positions[:, None], keys, values,
         hidden[:, None], asked,
     )  # fmt: skip
-    if rows is not None and valid is not None and cache.state_pool is not None:
+    if rows is not None and valid is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
     if isinstance(own, list):  # indexing with a list made a copy
         cache.head_state[layer, own] = head_numbers
-        if rows is None and cache.state_pool is not None:
+        if rows is None:
             cache.by_slot(cache.state_pool, layer)[own] = numbers
 
 
@@ -124,8 +123,7 @@ def update_after_chunk(
         weights: Output projection (Hq, D, E) of the layer, if needed.
     """
     g, pools, own = cache.geometry, cache.layers[layer], slice(piece.slot, piece.slot + 1)
-    if cache.state_pool is not None:
-        cache.state_pool[new] = 0.0  # the places may still have the numbers of evicted entries
+    cache.state_pool[new] = 0.0  # the rows may still have the numbers of evicted entries
     numbers, rows, valid = entry_numbers(cache, layer, own)
     keys, values = (to_computed(pool[new], g.query_dtype)[None] for pool in (pools.keys, pools.values))
     asked = {}
@@ -136,7 +134,7 @@ def update_after_chunk(
         compressor, cache, weights, layer, own, numbers, cache.head_state[layer, own], pools.lengths[own],
         positions[None], keys, values, piece.hidden[None], asked,
     )  # fmt: skip
-    if rows is not None and valid is not None and cache.state_pool is not None:
+    if rows is not None and valid is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
 
 
@@ -146,8 +144,6 @@ def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple
     If heads differ in size, also the rows (S, H, N) of the pool, and a mask of the live ones.
     """
     pools = cache.layers[layer]
-    if cache.state_pool is None:
-        return cache.head_state.new_zeros(*pools.lengths[own].shape, cache.most_entries[layer], 0), None, None
     if not cache.size.per_head:
         return cache.by_slot(cache.state_pool, layer)[own], None, None
     lengths = pools.lengths[own]

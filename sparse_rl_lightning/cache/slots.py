@@ -146,9 +146,9 @@ class SlotCache:
         self.pools = KVPools.ragged(every_head, g.head_dim, g.kv_dtype, device)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
-        # running numbers: per entry next to the pools, per head next to the lengths; most compressors have none
+        # running numbers: per entry next to the pools, per head next to the lengths; most compressors have 0 of each
         rows, fields = len(self.key_pool), len(size.state_fields)
-        self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device) if fields else None
+        self.state_pool = torch.zeros(rows, fields, dtype=torch.float32, device=device)
         width = sum(count for _, count in size.head_state_fields)
         self.head_state = torch.zeros(*heads, width, dtype=torch.float32, device=device)
         # where heads share an arena, one of them may take all of it
@@ -189,7 +189,7 @@ class SlotCache:
         tensors = {
             "keys and values": [p.keys, p.values],
             "positions": positions,
-            "running numbers": [self.head_state, *([] if self.state_pool is None else [self.state_pool])],
+            "running numbers": [self.head_state, self.state_pool],
             "queries": [self.queries],
             "the eviction record": [self.deaths.death, self.deaths.steps],
             "attention probabilities": [self._probabilities],
@@ -461,8 +461,8 @@ class SlotCache:
         return rows.flatten()[torch.nonzero_static(live.flatten(), size=count).squeeze(1)]
 
     def _entry_pools(self) -> dict[str, Tensor]:
-        pools = {"keys": self.pools.keys, "values": self.pools.values, "positions": self.pools.positions}
-        return pools if self.state_pool is None else pools | {"state": self.state_pool}
+        p = self.pools
+        return {"keys": p.keys, "values": p.values, "positions": p.positions, "state": self.state_pool}
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,8 @@ class Slots:
         for layer, pools in enumerate(cache.layers):
             projected = torch.cat([self.normal(n, h, DIM) for h in (HEADS * GROUP, HEADS, HEADS)], dim=1)
             ops.append(pools, chosen, cache.seen[:-1], projected, cache.queries[layer])
-            if cache.state_pool is not None:
-                newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
-                cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)
+            newest = pools.offsets[chosen] + pools.lengths[chosen] - 1
+            cache.state_pool[newest] = torch.rand(n, HEADS, cache.state_pool.shape[1], generator=self.g)
         cache.seen[chosen] += 1
         cache.record_held(chosen)
         cache.head_state[:, chosen] = torch.rand(cache.head_state[:, chosen].shape, generator=self.g)
@@ -170,8 +169,8 @@ class Slots:
     def content(self, layer: int, slot: int, head: int) -> list[Tensor]:
         """Positions, keys, values and numbers of a head's entries."""
         rows, cache = self.rows(layer, slot, head), self.cache
-        pools = [cache.pools.positions, cache.pools.keys, cache.pools.values]
-        return [pool[rows].clone() for pool in (pools if cache.state_pool is None else [*pools, cache.state_pool])]
+        pools = [cache.pools.positions, cache.pools.keys, cache.pools.values, cache.state_pool]
+        return [pool[rows].clone() for pool in pools]
 
     def state(self, layer: int, slot: int) -> LayerState:
         """One layer of one slot, as a compressor sees it: every entry copied by itself."""
@@ -189,7 +188,7 @@ class Slots:
         valid = torch.arange(width) < lengths.unsqueeze(-1)
         seen, count = int(cache.seen[slot]), size.num_queries
         newest = {position % count: position for position in range(max(0, seen - count), seen)} if count else {}
-        names = {} if cache.state_pool is None else dict(zip(size.state_fields, padded(3).unbind(-1), strict=True))
+        names = dict(zip(size.state_fields, padded(3).unbind(-1), strict=True))
         kind = self.geometry.query_dtype
         return LayerState(
             padded(1).to(kind), padded(2).to(kind), valid, positions, lengths, cache.tokens[slot][positions],

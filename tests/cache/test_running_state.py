@@ -50,7 +50,6 @@ def numbers_of(cache: SlotCache, layer: int, slot: int) -> Tensor:
     """(H, N, C) as the cache holds them."""
     lengths = cache.lengths[layer, slot]
     rows, _ = gather_heads(cache.pools.offsets[layer, slot], lengths, int(lengths.max()))
-    assert cache.state_pool is not None
     return cache.state_pool[rows]
 
 
