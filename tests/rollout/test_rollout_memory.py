@@ -253,15 +253,6 @@ def test_limits_out_of_range_are_refused(limit: float) -> None:
         plan_slots(SlotBytes(1, 1, 0, ""), limit, 1)
 
 
-def test_counts_out_of_range_are_refused() -> None:
-    slot = SlotBytes(1, 1, 0, "")
-    for counts in ({"num_sequences": 0}, {"num_sequences": 3, "multiple": 0}):
-        with pytest.raises(ValueError, match="must be at least 1"):
-            plan_slots(slot, 10, **counts)
-    with pytest.raises(ValueError, match="each of the 3 layers, got 2 numbers"):
-        slot_bytes(geometry(), CacheSize(1, (24, 24), 8, 40))
-
-
 def test_a_share_measured_before_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory in use for the slots would count as taken."""
     slot = SlotBytes(1024, 1000, 0, "")

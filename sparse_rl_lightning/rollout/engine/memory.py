@@ -86,16 +86,8 @@ def slot_bytes(
         decoder: Bytes of the copies of weights made for decoding: they count on a GPU, beside the slots.
         logits: Type of the logits, None for the type that the model computes in.
         routed: Sizes of the record of experts, which is one of the logs, None without one.
-
-    Raises:
-        ValueError: If ``size.capacities`` does not have one number per layer.
     """
     g = replace(geometry, device=torch.device("meta"))
-    if len(size.entries) != g.num_layers:
-        raise UserError(
-            f"capacities must name each of the {g.num_layers} layers, got {len(size.entries)} numbers: "
-            f"{list(size.entries)}."
-        )
 
     def measure(num_slots: int) -> tuple[dict[str, int], int]:
         cache = replace(size, num_slots=num_slots).allocate(g)
@@ -201,12 +193,8 @@ def plan_slots(
             count memory in use as taken.
 
     Raises:
-        ValueError: If not even one slot fits, with the arithmetic, or an argument is out of range.
+        ValueError: If not even one slot fits, with the arithmetic, or the limit is out of range.
     """
-    if num_sequences < 1 or multiple < 1:
-        raise UserError(
-            f"num_sequences and multiple must be at least 1, got num_sequences={num_sequences}, multiple={multiple}."
-        )
     same = before is not None and before.given == limit
     available, origin = (before.limit, before.origin) if before is not None and same else _resolve(limit, device)
     fits = (available - slot.fixed) // slot.total
