@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,12 +49,8 @@ class Prefill:
         return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
 
 
-class ReadPrompt(NamedTuple):
-    """A prompt that went through the model."""
-
-    prompt: Prefill
-    logits: Tensor  # (V,) of its last token
-    staged_bytes: int  # staged outside the cache for it
+ReadPrompt: TypeAlias = tuple[Prefill, Tensor, int]
+"""A prompt that went through the model, the logits (V,) of its last token, and the bytes staged outside the cache."""
 
 
 def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator[ReadPrompt]:
@@ -70,7 +66,7 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
         # the last token of each prompt: its logits give the first completion token
         logits = engine.decoder.logits(hidden[whole.last])
         for p, row in zip(pack, logits, strict=True):
-            yield ReadPrompt(p, row, whole.staged_bytes)
+            yield p, row, whole.staged_bytes
     # each in a function of its own: what it stages is freed before the next
     yield from (_read_in_chunks(engine, prompt, max_tokens) for prompt in prompts if len(prompt.tokens) > max_tokens)
 
@@ -85,7 +81,7 @@ def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPro
         ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
         hidden = engine.run(ids, positions, attend)
     logits = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0]
-    return ReadPrompt(prompt, logits, attend.staged_bytes)
+    return prompt, logits, attend.staged_bytes
 
 
 def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:
@@ -157,12 +153,11 @@ class _Pack:
         """The running numbers (P) of (H, T, C) of each prompt."""
         start, state = 0, list[Tensor]()
         for slot, _, count in self.pieces:
-            own = slice(start, start + count)
+            rows = slice(start, start + count)
+            piece = Piece(slot, query[rows], key[rows], value[rows], hidden[rows], sinks)
             state.append(_no_numbers(self.cache, count))
-            _update_state(
-                self._engine, layer, Piece(slot, query[own], key[own], value[own], hidden[own], sinks), state[-1]
-            )
-            start = own.stop
+            _update_state(self._engine, layer, piece, state[-1])
+            start = rows.stop
         return state
 
 
