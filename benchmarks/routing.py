@@ -61,12 +61,10 @@ def measured(name: str, length: int, table: Table, dtype: torch.dtype = torch.bf
         assert rollout.routing is not None
         with recording(Routers(model)) as chosen:
             free = replay_logprobs(model, replace(rollout, routing=None))
-        own = chosen()
-        assert own is not None
         bound = replay_logprobs(model, rollout)
         recorded = rollout.routing.flatten(0, 1).sort(-1).values
         fed = (recorded > 0).all(-1).all(-1)
-        flipped = (own.sort(-1).values != recorded).any(-1)[fed]  # (tokens, L)
+        flipped = (chosen().sort(-1).values != recorded).any(-1)[fed]  # (tokens, L)
         numbers = [f"{float(flipped.float().mean()):.2%}", f"{float(flipped.any(-1).float().mean()):.2%}"]
         (k3, most), (k3_bound, most_bound) = distance(free, rollout), distance(bound, rollout)
         table.add(name, cache, f"{len(flipped):,}", *numbers, k3, k3_bound, most, most_bound)

@@ -6,6 +6,8 @@ Rollouts and log-probabilities call a model's parts themselves. A part is called
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,6 +54,22 @@ def is_plain_linear(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` was made from, or the module itself if it is not compiled."""
     return module._modules.get("_orig_mod") or module
+
+
+@contextmanager
+def swapped_forwards(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Give modules other forwards inside the context; through their ``__dict__``, since ``setattr`` is slow."""
+    before = [(vars(module), vars(module).get("forward")) for module, _ in forwards]
+    for module, forward in forwards:
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for attributes, replaced in before:
+            if replaced is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = replaced
 
 
 def check_reachable(model: Any) -> None:

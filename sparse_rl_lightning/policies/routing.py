@@ -9,7 +9,7 @@ the router's own code and with gradient. Only the choice is fixed, as in rollout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import recomputed_within
+from sparse_rl_lightning.policies.patched import swapped_forwards
 
 TOPK = (torch.topk, torch.Tensor.topk)
 KNOWN = "Choices can be recorded of routers with top_k, num_experts and weight that choose by one topk over all experts"
@@ -71,20 +72,9 @@ class Routers:
             )
         self.shape = RoutingShape(len(self.modules), *shapes[0])
 
-    @contextmanager
-    def choosing(self, choose: Choose) -> Iterator[None]:
+    def choosing(self, choose: Choose) -> AbstractContextManager[None]:
         """Let ``choose`` have the last word on every choice."""
-        own = [(vars(router), vars(router).get("forward"), router) for router in self.modules]
-        for layer, (names, _, router) in enumerate(own):
-            names["forward"] = _Chosen(router, layer, choose)  # through the __dict__, since setattr is slow
-        try:
-            yield
-        finally:
-            for names, before, _ in own:
-                if before is None:
-                    del names["forward"]
-                else:
-                    names["forward"] = before
+        return swapped_forwards([(router, _Chosen(router, layer, choose)) for layer, router in enumerate(self.modules)])
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -93,55 +83,45 @@ def _is_router(module: nn.Module) -> bool:
 
 
 @contextmanager
-def recording(routers: Routers | None) -> Iterator[Callable[[], Tensor | None]]:
-    """Record the choices of one forward pass, or nothing without routers.
+def recording(routers: Routers) -> Iterator[Callable[[], Tensor]]:
+    """Record the choices of one forward pass.
 
     Yields:
-        Function that returns 1 + the experts (R, L, K) of the pass's tokens after it, None without routers.
+        Function that returns 1 + the experts (R, L, K) of the pass's tokens after it.
     """
-    if routers is None:
-        yield lambda: None
-        return
-    made: dict[int, Tensor] = {}
-    kind = routers.shape.dtype
+    recorded: dict[int, Tensor] = {}
 
-    def note(layer: int, own: Tensor) -> Tensor:
-        made[layer] = (own + 1).to(kind)
-        return own
+    def note(layer: int, experts: Tensor) -> Tensor:
+        recorded[layer] = (experts + 1).to(routers.shape.dtype)
+        return experts
 
     with routers.choosing(note):
-        yield lambda: torch.stack([made[layer] for layer in range(routers.shape.num_layers)], dim=1)
+        yield lambda: torch.stack([recorded[layer] for layer in range(routers.shape.num_layers)], dim=1)
 
 
-@contextmanager
-def replayed_routing(model: nn.Module, routing: Tensor | None) -> Iterator[None]:
+def replayed_routing(model: nn.Module, routing: Tensor) -> AbstractContextManager[None]:
     """Let the tokens (B, T) of a pass go to the experts of a record (B, T, L, K); where it has 0, routers choose.
 
-    What gradient checkpointing computes again in the backward pass makes the same choices. Without a record nothing
-    changes.
+    What gradient checkpointing computes again in the backward pass makes the same choices.
 
     Raises:
         ValueError: If the record is of another model.
     """
-    if routing is None:
-        yield
-        return
     routers = Routers(model)
-    given, own = tuple(routing.shape[2:]), (routers.shape.num_layers, routers.shape.top_k)
-    if given != own:
+    of_record, of_model = tuple(routing.shape[2:]), (routers.shape.num_layers, routers.shape.top_k)
+    if of_record != of_model:
         raise UserError(
-            f"The record of routing has (layers, experts per token) = {given}, the model's routers {own}: replay it "
-            "with the model that drew it."
+            f"The record of routing has (layers, experts per token) = {of_record}, the model's routers {of_model}: "
+            "replay it with the model that drew it."
         )
     rows = routing.flatten(0, 1)
 
-    def recorded(layer: int, own: Tensor) -> Tensor:
-        assert len(own) == len(rows), f"the pass has {len(own)} tokens, the record {len(rows)}"
-        known = rows[:, layer].to(own.dtype) - 1
-        return torch.where(known < 0, own, known)
+    def replay(layer: int, experts: Tensor) -> Tensor:
+        assert len(experts) == len(rows), f"the pass has {len(experts)} tokens, the record {len(rows)}"
+        recorded = rows[:, layer].to(experts.dtype) - 1
+        return torch.where(recorded < 0, experts, recorded)
 
-    with recomputed_within(model, lambda: routers.choosing(recorded)):
-        yield
+    return recomputed_within(model, lambda: routers.choosing(replay))
 
 
 class _Chosen:

@@ -70,10 +70,8 @@ class RecordingEngine(Engine):
         """Run a pass, and record the experts of its tokens."""
         with recording(self.routers) as chosen:
             hidden = super().run(ids, positions, attend)
-        experts = chosen()
-        assert experts is not None
         full = attend.full if isinstance(attend, MixedPass) else attend
-        self.choices[self._slots(full, len(ids)), positions] = experts
+        self.choices[self._slots(full, len(ids)), positions] = chosen()
         return hidden
 
     def _slots(self, full: FullPass, count: int) -> Tensor:

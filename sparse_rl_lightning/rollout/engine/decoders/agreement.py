@@ -7,7 +7,7 @@ are those that the first chose: between two that nearly tie, rounding would deci
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -70,7 +70,7 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     decoder.reach(size)
     hidden = []
     for piece in positions.chunk(2):
-        with replayed_routing(model, None if experts is None else experts[:, piece]):
+        with nullcontext() if experts is None else replayed_routing(model, experts[:, piece]):
             hidden.append(decoder(ids[piece], piece, attend))
     layers = list(range(geometry.depth))
     if attend.layers != 2 * layers:
@@ -96,8 +96,7 @@ def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor |
     with suppress(UserError, KeyError):  # no routers, or such as cannot be recorded
         with recording(Routers(model)) as recorded:
             logits = model(input_ids=ids, use_cache=False).logits
-        experts = recorded()
-        return logits[0].float().log_softmax(-1), None if experts is None else experts[None]
+        return logits[0].float().log_softmax(-1), recorded()[None]
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1), None
 
 

@@ -109,8 +109,7 @@ class Decoder(ABC):
     def output_weights(self) -> list[Tensor]:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
 
-    @abstractmethod
-    def reach(self, length: int) -> None:
+    def reach(self, length: int) -> None:  # noqa: B027  # a model computes its own angles
         """Prepare for positions up to a length, which does not shrink."""
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:

@@ -8,8 +8,7 @@ of what makes decoding fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from inspect import signature
 from typing import Any, cast
@@ -25,6 +24,7 @@ from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.output_head import LogitScaling
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import exact_angles
+from sparse_rl_lightning.policies.patched import swapped_forwards
 from sparse_rl_lightning.policies.support import attention_modules, linear_modules, refusal
 from sparse_rl_lightning.replay.hooks import named_attention, register
 from sparse_rl_lightning.rollout.engine.decoders.base import (
@@ -63,12 +63,11 @@ class TransformersDecoder(Decoder):
         self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
         self._attention = attention_modules(model)
         self._now = now = _Pass()
-        # the forwards of a pass, and those that the modules have themselves
-        swaps: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
-        swaps += [(module, now.noting(module.forward)) for module in self._attention]
+        # what modules do in a pass
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = [*self._products]
+        self._forwards += [(module, now.noting(module.forward)) for module in self._attention]
         linear = enumerate(linear_modules(model))
-        swaps += [(module, now.recurring(layer, run_of(module, module.forward))) for layer, module in linear]
-        self._swaps = [(vars(module), forward, vars(module).get("forward")) for module, forward in swaps]
+        self._forwards += [(module, now.recurring(layer, run_of(module, module.forward))) for layer, module in linear]
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute hidden states (R, E) after the final norm from tokens (R,) at positions (R,)."""
@@ -87,7 +86,7 @@ class TransformersDecoder(Decoder):
             rows = torch.cat([t[0].transpose(0, 1) for t in (query, key, value)], dim=1)
             return attend(layer, rows, QKTransform(), now.hidden, sinks).transpose(0, 1)[None]
 
-        with self._swapped(), named_attention(self.model, ROLLOUT), exact_angles(self.model):
+        with swapped_forwards(self._forwards), named_attention(self.model, ROLLOUT), exact_angles(self.model):
             out = self._decoder(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, rollout_attention=attention
             )
@@ -112,23 +111,6 @@ class TransformersDecoder(Decoder):
         if missing is not None:
             raise UserError(f"This compressor reads o_proj of each attention, which {type(missing).__name__} lacks.")
         return per_head([module.o_proj for module in self._attention], self.geometry)
-
-    def reach(self, length: int) -> None:
-        """Nothing to prepare: the model computes its own angles."""
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        """Give the modules the forwards of a pass; through their ``__dict__``, since ``setattr`` is slow."""
-        for own, forward, _ in self._swaps:
-            own["forward"] = forward
-        try:
-            yield
-        finally:
-            for own, _, before in self._swaps:
-                if before is None:
-                    del own["forward"]
-                else:
-                    own["forward"] = before
 
 
 class _Pass:
