@@ -303,10 +303,10 @@ class SlotCache:
             offsets=(prompts.borders[:-1, None] + first)[None], capacities=self.pools.capacities[:1],
             lengths=lengths[None].contiguous(),
         )  # fmt: skip
+        only = slice(layer, layer + 1)
         ops.evict(
-            self.pools.single(layer), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
-            compressor.window, self.seen[:-1], self.deaths.death[layer : layer + 1], source=source,
-            event_steps=self.deaths.steps,
+            self.pools.layer(only), slots, scores[None], budgets[None].contiguous(), compressor.num_sinks,
+            compressor.window, self.seen[:-1], self.deaths.death[only], source=source, event_steps=self.deaths.steps,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- a decode step

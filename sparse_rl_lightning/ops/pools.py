@@ -73,14 +73,10 @@ class KVPools:
         return self.keys.nbytes + self.values.nbytes
 
     def layer(self, index: int | slice) -> Self:
-        """One layer of (L, S, H) pools."""
+        """One layer of (L, S, H) pools, or several as a slice."""
         return replace(
             self, offsets=self.offsets[index], capacities=self.capacities[index], lengths=self.lengths[index]
         )
-
-    def single(self, index: int) -> Self:
-        """One layer of (L, S, H) pools as (1, S, H), for ops on all layers."""
-        return self.layer(slice(index, index + 1))
 
     def raise_errors(self, word: int | None = None) -> None:
         """Raise the error that CUDA kernels have reported since the last time.
