@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -100,7 +99,11 @@ class RolloutOptions:
 
     def __post_init__(self) -> None:
         check_number("rollout.num_slots", self.num_slots, least=1, or_none=True)
-        object.__setattr__(self, "end_tokens", as_texts(self.end_tokens, "rollout.end_tokens"))
+        if isinstance(self.end_tokens, str):  # would be split into its characters
+            raise UserError(
+                f"rollout.end_tokens is a list of texts, got the text {self.end_tokens!r}: write [{self.end_tokens!r}]."
+            )
+        object.__setattr__(self, "end_tokens", tuple(self.end_tokens or ()))
         if isinstance(self.memory_limit, bool):
             raise UserError(f"rollout.memory_limit is a number of bytes or a share, got {self.memory_limit}.")
         if self.memory_limit is not None:
@@ -226,17 +229,6 @@ class RolloutOptions:
                     f"rollout.partial_rollout_steps={steps} does not work with {setting}: {why}, or "
                     "model.rollout.partial_rollout_steps to null."
                 )
-
-
-def as_texts(texts: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """Convert a list of texts to a tuple.
-
-    Raises:
-        ValueError: If a single text is given, which would be split into its characters.
-    """
-    if isinstance(texts, str):
-        raise UserError(f"{name} is a list of texts, got the text {texts!r}: write [{texts!r}].")
-    return tuple(texts or ())
 
 
 def full_cache_limit(given: float | None, device: torch.device) -> float | None:
