@@ -89,7 +89,10 @@ class Conversations:
         repeated = [row for row in rows for _ in range(num_generations)]
         episodes = [Episode(self.factory(), Conversation(row)) for row in repeated]
         self._check_environments(episodes)
-        calls = [self._reset(episode) for episode in episodes]
+        calls = [  # with a row of its own each: samples and epochs share it
+            start(episode.environment.reset, copy.deepcopy(episode.conversation.row), timeout=self.limits.timeout)
+            for episode in episodes
+        ]
         replies = [_prompt_of(episode, call) for episode, call in zip(episodes, calls, strict=True)]
         opened, encoded = list[dict[str, Any]](), list[list[int]]()
         for number, row in enumerate(rows):
@@ -135,16 +138,15 @@ class Conversations:
         def is_over() -> bool:
             return stop is not None and session.scheduler.num_steps >= stop and (until is None or until())
 
-        def has_news() -> bool:
-            return is_over() or self._has_news
-
         while True:
             self._ask()
             self._answer()
             if is_over() or not (session.scheduler.has_unfinished or self.calls):
                 break
             if session.scheduler.has_unfinished:
-                session.advance(0, until=has_news, progress=progress, new_weights=new_weights)
+                session.advance(
+                    0, until=lambda: is_over() or self._has_news, progress=progress, new_weights=new_weights
+                )
                 new_weights = False
             else:
                 wait_for_any(self.calls.values())
@@ -259,10 +261,6 @@ class Conversations:
                     f"environment gives several conversations the same {type(owners[0]).__name__}: their turns would "
                     "mix. Create a new object in every call, such as by giving the class itself."
                 )
-
-    def _reset(self, episode: Episode) -> Call:
-        row = copy.deepcopy(episode.conversation.row)  # samples and epochs share it
-        return start(episode.environment.reset, row, timeout=self.limits.timeout)
 
 
 def converse(

@@ -121,14 +121,9 @@ class PartialRollouts:
 
     # ---------------------------------------------------------------- checkpoints
 
-    @property
-    def unfinished(self) -> list[Unfinished]:
-        """The groups that were not handed out yet, oldest first."""
-        return [*self._resumed, *self._groups.values()]
-
     def state(self) -> dict[str, Any] | None:
-        """The groups that were not handed out yet, for a checkpoint; None without any."""
-        left = self.unfinished
+        """The groups that were not handed out yet, oldest first, for a checkpoint; None without any."""
+        left = [*self._resumed, *self._groups.values()]
         ids = [list(group.sequence_ids) for group in left]
         return {"rows": [group.row for group in left], "sequence_ids": ids} if left else None
 

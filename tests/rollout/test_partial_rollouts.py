@@ -64,7 +64,7 @@ def samples(seen: Recorder) -> dict[str, list[list[int]]]:
 
 
 def waiting(grpo: SparseGRPO) -> list[str]:
-    return [own.row["prompt"] for own in grpo.generator.partial.unfinished]
+    return [row["prompt"] for row in (grpo.generator.partial.state() or {"rows": []})["rows"]]
 
 
 def groups(scored: ScoredRollout) -> int:
@@ -273,8 +273,7 @@ def test_a_checkpoint_holds_the_rows_of_unfinished_groups_and_says_so(tmp_path: 
     """Also one that is written before the first rollout after a resume."""
     grpo, path = save_after(tmp_path, 3)
     saved = torch.load(path, weights_only=True)["sparse_rl"]["partial"]
-    assert saved == {"rows": [own.row for own in grpo.generator.partial.unfinished],
-                     "sequence_ids": [list(own.sequence_ids) for own in grpo.generator.partial.unfinished]}  # fmt: skip
+    assert saved == grpo.generator.partial.state()
     again = partial(steps_per_generation=1)
     with caplog.at_level(logging.INFO):
         fit(again, 3, ckpt_path=path).save_checkpoint(tmp_path / "b.ckpt")
