@@ -135,10 +135,6 @@ class LengthSchedule:
         """Whether some longer sequence has a smaller budget."""
         return any(b < a for a, b in pairwise(self.budgets))
 
-    def mean(self, lengths: Sequence[int]) -> float:
-        """The budget averaged over ``lengths``."""
-        return sum(map(self.at, lengths)) / len(lengths)
-
     def raised(self, steps: int = 1) -> LengthSchedule:
         """The schedule with every budget replaced by its next larger one, ``steps`` times.
 

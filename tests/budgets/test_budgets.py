@@ -216,7 +216,6 @@ def test_the_budget_is_that_of_the_last_start_behind_it(steps: list[tuple[int, i
     assert (found.maximum, found.minimum) == (max(want), min(want))
     assert found.is_constant == (len(set(want)) == 1)
     assert found.shrinks == any(b < a for a, b in itertools.pairwise(want))
-    assert found.mean([0, len(want)]) == (want[0] + want[-1]) / 2
 
 
 @given(STEPS, st.integers(0, 3))
