@@ -15,6 +15,7 @@ from sparse_rl_lightning.policies.quantized import product_bytes
 from sparse_rl_lightning.rollout.engine.decoders.agreement import check_agreement, layers_turned_otherwise
 from sparse_rl_lightning.rollout.engine.decoders.base import Decoder, DecoderKind
 from sparse_rl_lightning.rollout.engine.decoders.hf_forward import TransformersDecoder, transformers_bytes
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import copied_bytes
 from sparse_rl_lightning.rollout.engine.decoders.native import NativeDecoder, is_native, native_bytes
 
 DecoderChoice = Literal["auto", "native", "transformers"]
@@ -63,10 +64,12 @@ def decoder_bytes(
 
     A quantized layer makes its matrix for each product: the largest counts, in the CUDA graphs' memory and outside.
     """
-    made = 2 * product_bytes(model, geometry.dtype)
+    nbytes = 2 * product_bytes(model, geometry.dtype)
+    if not in_float32:  # which reads the head's own weights
+        nbytes += copied_bytes((model.get_output_embeddings(),), geometry.dtype)
     if decoder_kind == "native":
-        return made + native_bytes(model, geometry, length, in_float32)
-    return made + transformers_bytes(model, geometry, in_float32)
+        return nbytes + native_bytes(model, geometry, length)
+    return nbytes + transformers_bytes(model, geometry)
 
 
 def check_rotation(compressor: Compressor, decoder: Decoder, geometry: CacheGeometry) -> None:

@@ -138,12 +138,9 @@ class _Pass:
         return forward
 
 
-def transformers_bytes(model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool = False) -> int:
-    """The bytes of the copies of weights that are made on a GPU."""
-    groups: list[tuple[nn.Module, ...]] = [(module,) for module in _linear(model)]
-    if not in_float32:  # which reads the head's own weights
-        groups.append((model.get_output_embeddings(),))
-    return sum(copied_bytes(group, geometry.dtype) for group in groups)
+def transformers_bytes(model: PreTrainedModel, geometry: CacheGeometry) -> int:
+    """The bytes of the copies of the decoder's weights that are made on a GPU."""
+    return sum(copied_bytes((module,), geometry.dtype) for module in _linear(model))
 
 
 def _linear(model: PreTrainedModel) -> list[nn.Linear]:

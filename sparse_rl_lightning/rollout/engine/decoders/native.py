@@ -212,12 +212,10 @@ def _is_of_family(module: nn.Module, layer: nn.Module) -> bool:
     return getattr(forward, "__module__", None) == type(uncompiled(layer)).__module__
 
 
-def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int, in_float32: bool = False) -> int:
-    """The bytes of the copies of weights that are made on a GPU, and of the angles for this many positions."""
+def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -> int:
+    """The bytes of the copies of layers' weights that are made on a GPU, and of the angles for this many positions."""
     layers: Any = model.get_decoder().layers
     groups: list[Group] = [group for layer in layers for group in _groups(layer)]
-    if not in_float32:  # which reads the head's own weights
-        groups.append((model.get_output_embeddings(),))
     angles = 2 * length * geometry.head_dim * accumulation_dtype(geometry.query_dtype).itemsize
     copied = (copied_bytes(group, geometry.dtype) + adapted_bytes(group, geometry.dtype) for group in groups)
     return sum(copied) + angles
