@@ -43,9 +43,9 @@ class Arenas(SlotStorage):
         self.pools.offsets[:, slots] = self._offsets[:, slots]
         self.pools.capacities[:, slots] = self._capacities[:, slots]
 
-    def make_room(self, layer: int, slots: Tensor, is_long: Sequence[bool], room: Sequence[int], heads: Tensor) -> None:
+    def make_room(self, layer: int, slots: Tensor, evicted: Sequence[int], room: Sequence[int], heads: Tensor) -> None:
         """Give the heads of long prompts their share of the slot; shorter ones fit an empty slot's layout whole."""
-        long = [i for i, own in enumerate(is_long) if own]
+        long = [i for i, count in enumerate(evicted) if count]
         if long:
             more = self._room(torch.tensor([room[i] for i in long], device=slots.device), slots[long])
             self.lay_out(slice(layer, layer + 1), slots[long], (heads[long] + more)[None])

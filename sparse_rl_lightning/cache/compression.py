@@ -196,12 +196,12 @@ class Compression:
         budgets = prompts.counts(heads).clone()
         scores = torch.zeros(len(prompts.lengths), heads, max(prompts.lengths), dtype=torch.float32, device=device)
         # only these are scored; for the others zero scores and a budget of the full length keep everything
-        long = [i for i, is_long in enumerate(prompts.is_long) if is_long]
-        if c.evicts and long:
-            own = [self.trigger.budgets(prompts.lengths[i])[layer] for i in long]
-            chosen, limits = upload([long, own], device)
-            part = prompt_state(cache, layer, prompts, long, chosen)
-            scores[chosen, :, : part.valid.shape[-1]], budgets[chosen] = c.plan_eviction(part, common(own, limits))
+        long = [i for i, count in enumerate(prompts.evicted) if count]
+        if long:
+            kept = [prompts.lengths[i] - prompts.evicted[i] for i in long]
+            chosen, limits = upload([long, kept], device)
+            state = prompt_state(cache, layer, prompts, long, chosen)
+            scores[chosen, :, : state.valid.shape[-1]], budgets[chosen] = c.plan_eviction(state, common(kept, limits))
         cache.store(layer, prompts, scores, budgets, c)
         if prompts.state is not None:
             _store_state(cache, layer, prompts.places, prompts.state)

@@ -110,14 +110,9 @@ class PackedPrompts:
     borders: Tensor  # (P + 1) int64, row of each prompt's first token, and the end of the last
     keys: Tensor  # (H, R, D) rotated, of the pools' type
     values: Tensor  # (H, R, D)
-    limits: list[int]  # (P) lengths from which a prompt is compressed in this layer
+    evicted: list[int]  # (P) tokens that a prompt loses at its end in this layer, a mean over heads
     room: list[int]  # (P) tokens that its slot takes afterwards
     state: list[Tensor] | None = None  # (P) of (H, T, C) running numbers of the tokens, if the compressor has any
-
-    @property
-    def is_long(self) -> list[bool]:
-        """Whether each prompt (P) is compressed at its end."""
-        return [length >= limit for length, limit in zip(self.lengths, self.limits, strict=True)]
 
     def counts(self, num_heads: int) -> Tensor:
         """The length (P, H), int32, of every head."""
@@ -295,7 +290,7 @@ class SlotCache:
         device, heads = self.key_pool.device, self.geometry.num_kv_heads
         slots, lengths = prompts.places, prompts.counts(heads)
         for storage in self.storages:
-            storage.make_room(layer, slots, prompts.is_long, prompts.room, torch.minimum(budgets, lengths))
+            storage.make_room(layer, slots, prompts.evicted, prompts.room, torch.minimum(budgets, lengths))
         # the staged prompts as pools of their own: head h begins h times the staged rows further on
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(

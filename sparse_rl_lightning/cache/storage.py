@@ -33,8 +33,8 @@ class SlotStorage:
     def begin(self, slots: Tensor) -> None:
         """Start new sequences in these slots (B,)."""
 
-    def make_room(self, layer: int, slots: Tensor, is_long: Sequence[bool], room: Sequence[int], heads: Tensor) -> None:
-        """Prepare slots (P,) for a layer of prompts: ``heads`` (P, H) entries stay of those that are compressed."""
+    def make_room(self, layer: int, slots: Tensor, evicted: Sequence[int], room: Sequence[int], heads: Tensor) -> None:
+        """Prepare slots (P,) for a layer of prompts: ``heads`` (P, H) entries stay of those that lose some."""
 
     def compact(self, slots: Tensor, room: Tensor, width: int) -> None:
         """Follow an eviction from slots (B,), which take ``room`` (B,) tokens until the next."""

@@ -33,8 +33,7 @@ class Prefill:
 
     tokens: list[int]
     slot: int
-    limits: list[int]  # (L) lengths from which the prompt is compressed at its end
-    evicted: tuple[int, ...]  # (L) tokens that are evicted then
+    evicted: tuple[int, ...]  # (L) tokens that are evicted at its end
     room: int  # tokens that its slot takes afterwards
 
     @property
@@ -45,8 +44,7 @@ class Prefill:
     @classmethod
     def of(cls, tokens: list[int], slot: int, trigger: Trigger) -> Prefill:
         """Create a prompt with the lengths of a compressor's trigger."""
-        evicted, room = trigger.after_prompt(len(tokens))
-        return cls(tokens, slot, trigger.limits(len(tokens)), evicted, room)
+        return cls(tokens, slot, *trigger.after_prompt(len(tokens)))
 
 
 ReadPrompt: TypeAlias = tuple[Prefill, Tensor, int]
@@ -141,7 +139,7 @@ class _Pack:
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             self.lengths, self._places, self._borders, keys, values,
-            [p.limits[layer] for p in self.prompts], [p.room for p in self.prompts],
+            [p.evicted[layer] for p in self.prompts], [p.room for p in self.prompts],
             state if cache.size.state_fields else None,
         )  # fmt: skip
         self._engine.compression.store_prompts(cache, layer, packed)
@@ -207,7 +205,7 @@ class _Chunks:
             slots, borders = upload([[self.prompt.slot], [0, stop]], query.device)
             packed = PackedPrompts(
                 [stop], slots, borders, to_stored(keys, kind), to_stored(values, kind),
-                [self.prompt.limits[layer]], [self.prompt.room],
+                [self.prompt.evicted[layer]], [self.prompt.room],
                 [self._state[layer]] if cache.size.state_fields else None,
             )  # fmt: skip
             self._engine.compression.store_prompts(cache, layer, packed)
