@@ -75,19 +75,15 @@ class Trigger:
             events = max([events, *(1 + number for number in later if number)])
         return events + len(self._levels) - 1
 
-    def limits(self, prompt_length: int) -> list[int]:
-        """The prompt lengths (L) from which a layer is compressed at the end of the prefill."""
-        if not self.evicts:
-            return [ENDLESS] * self.num_layers
-        # stored whole, a prompt can never reach its own length plus the buffer: no compression at its end
-        held = 0 if self.compress_prompt else prompt_length
-        return [max(budget, held) + self.buffer for budget in self.budgets(prompt_length)]
-
     def after_prompt(self, prompt_length: int) -> tuple[tuple[int, ...], int]:
         """The number of tokens (L) of a new prompt that are evicted at its end, and the room of its slot then."""
-        pairs = zip(self.limits(prompt_length), self.budgets(prompt_length), strict=True)
-        evicted = tuple(prompt_length - budget if prompt_length >= limit else 0 for limit, budget in pairs)
-        return evicted, self.room(prompt_length, evicted, floor=0 if self.compress_prompt else prompt_length)
+        if not self.evicts:
+            return (0,) * self.num_layers, ENDLESS
+        # stored whole, a prompt can never reach its own length plus the buffer: no compression at its end
+        floor = 0 if self.compress_prompt else prompt_length
+        limits = [(budget, max(budget, floor) + self.buffer) for budget in self.budgets(prompt_length)]
+        evicted = tuple(prompt_length - budget if prompt_length >= limit else 0 for budget, limit in limits)
+        return evicted, self.room(prompt_length, evicted, floor)
 
     def evicted(self, length: int, before: Sequence[int]) -> tuple[int, ...]:
         """The number of tokens (L) that a sequence has lost after a compression at ``length``.
