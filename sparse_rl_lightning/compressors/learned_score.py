@@ -85,16 +85,12 @@ class LearnedScore(Compressor):
     needs_hidden_states = True
     needs_layer_index = True
     num_queries = 0
+    state_fields = ("worth",)
 
     def __init__(self, budget: int | LengthSchedule, *, weights: str, **sizes: Any) -> None:
         super().__init__(budget, **sizes)
         self.weights = weights
         self.network = load_network(weights)
-
-    @property
-    def state_fields(self) -> tuple[str, ...]:
-        """Worth of an entry."""
-        return ("worth",)
 
     def check_model(self, sizes: ModelSizes) -> None:
         """Refuse a model of other sizes than the network's."""
