@@ -51,15 +51,15 @@ def append_chunk(
     index = torch.arange(count, device=rows.query.device)
     before, positions = pools.lengths[slot].clone(), chunk.start + index  # (H,), (Q,)
     new = pools.offsets[slot, :, None] + before[:, None] + index  # (H, Q) rows of the pools
-    for pool, own in ((pools.keys, rows.keys), (pools.values, rows.values)):
-        pool[new] = to_stored(own.transpose(0, 1), pool.dtype)
+    for pool, written in ((pools.keys, rows.keys), (pools.values, rows.values)):
+        pool[new] = to_stored(written.transpose(0, 1), pool.dtype)
     pools.positions[new] = positions.to(pools.positions.dtype).expand(new.shape)
     pools.lengths[slot] = before + count
     query, ring = rows.query.to(g.query_dtype), cache.size.num_queries
     if ring:  # of a long chunk only the last queries stay
         last = slice(max(0, count - ring), count)
         cache.queries[layer, slot][:, positions[last] % ring] = query[last].transpose(0, 1)
-    # what is stored is what later queries see, so the chunk's own see no other numbers
+    # later queries see what is stored, so the chunk's queries see the same numbers
     alike = not cache.size.per_head  # then the host knows how long all heads are, and does not wait
     width = chunk.stop - chunk.evicted[layer] if alike else int(pools.lengths[slot].max())
     at, _ = gather_heads(pools.offsets[slot], pools.lengths[slot], width)

@@ -60,8 +60,8 @@ class Trigger:
         if not self.evicts:
             return (max_length,) * self.num_layers
         # a prompt that is stored whole may exceed every budget; decoding adds at most the buffer before a compression
-        held = 0 if self.compress_prompt else longest_prompt
-        return tuple(max(*own, held) + self.buffer for own in self._by_layer)
+        prompt = 0 if self.compress_prompt else longest_prompt
+        return tuple(max(*budgets, prompt) + self.buffer for budgets in self._by_layer)
 
     def most_events(self, max_length: int) -> int:
         """The most compressions of a sequence of up to ``max_length`` tokens, a few more where budgets change."""
@@ -70,8 +70,8 @@ class Trigger:
         # the first is at budget + buffer tokens or later, the next a buffer later, or where another level begins
         events = max(0, max_length - min(map(min, self._levels))) // self.buffer
         if self.compress_prompt:  # whose end may fill the smallest layers alone; the next are full a token later
-            above = [sorted(set(own))[1] for own in self._levels if len(set(own)) > 1]
-            later = [max(0, max_length - own) // self.buffer for own in above]
+            above = [sorted(set(budgets))[1] for budgets in self._levels if len(set(budgets)) > 1]
+            later = [max(0, max_length - budget) // self.buffer for budget in above]
             events = max([events, *(1 + number for number in later if number)])
         return events + len(self._levels) - 1
 
@@ -93,7 +93,7 @@ class Trigger:
             before: Number of tokens (L) lost before.
         """
         # a budget that grew leaves a layer below it: nothing is evicted there, and what was lost stays lost
-        return tuple(max(b, length - own) for b, own in zip(before, self.budgets(length), strict=True))
+        return tuple(max(b, length - budget) for b, budget in zip(before, self.budgets(length), strict=True))
 
     def room(self, length: int, evicted: Sequence[int], floor: int = 0) -> int:
         """The number of tokens that may be fed to a slot before it must be compressed.
@@ -106,11 +106,13 @@ class Trigger:
         if not self.evicts:
             return ENDLESS
         layers = set(zip(evicted, self._by_layer, strict=True))  # most layers are alike
-        return min(self._full_at(length, lost, own, floor) for lost, own in layers) - length
+        return min(self._full_at(length, lost, budgets, floor) for lost, budgets in layers) - length
 
     def smallest_budget(self, first: int, last: int) -> int:
         """The smallest budget of a layer at the lengths from ``first`` to ``last``."""
-        return min(min(own) for own in self._levels[self._schedule.level(first) : self._schedule.level(last) + 1])
+        return min(
+            min(budgets) for budgets in self._levels[self._schedule.level(first) : self._schedule.level(last) + 1]
+        )
 
     def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
         """The first length from ``length + 1`` on at which a layer is full."""
@@ -127,8 +129,8 @@ class Trigger:
 def native_scores(compressor: Compressor, cache: SlotCache, places: Tensor) -> Tensor | None:
     """Scores (L, B, H, N), float32, of slots (B,) from ops on all layers; heads are equally long.
 
-    Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU they are left to the way of all
-    other compressors, which names the layer.
+    Nothing is read from a GPU: scores that are NaN are reported by ``evict``. On a CPU None is returned for them: the
+    general path then scores again, and names the layer.
     """
     scores = compressor.score_cached(cache.entries_of(places)).to(torch.float32)
     return None if scores.device.type == "cpu" and bool(scores.isnan().any()) else scores
@@ -213,13 +215,13 @@ class Compression:
             slots: Slot indices, each once.
             lengths: Number of tokens fed to the sequence in each slot.
             room: Number of tokens that each slot takes before the next compression.
-            turn_starts: Index of the first token of every turn of each sequence, drawn and given, if observations of
-                conversations are protected.
+            turn_starts: Index of the first token of every turn of each sequence, the policy's and observations, if
+                observations are protected.
         """
         budgets = [self.trigger.budgets(length) for length in lengths]
         by_layer, turns = list(zip(*budgets, strict=True)), turn_starts or []
-        most = max((len(own) for own in turns), default=0)
-        ragged = [[*own, *[ENDLESS] * (most - len(own))] for own in turns]
+        most = max((len(starts) for starts in turns), default=0)
+        ragged = [[*starts, *[ENDLESS] * (most - len(starts))] for starts in turns]
         on_device, room_there, budgets_there, starts = upload([slots, room, by_layer, ragged], cache.key_pool.device)
         c = self.compressor
         native = native_scores(c, cache, on_device) if c.scores_natively else None
@@ -245,13 +247,13 @@ class Compression:
         scores, refused = torch.zeros(shape, dtype=torch.float32, device=device), list[Tensor]()
         budgets = torch.empty(shape[:-1], dtype=torch.int32, device=device)
         for layers, rows in blocks(cache, shape[1], has_scores, self.compressor.needs_layer_index and not has_scores):
-            part, own = event.part(rows), (slice(layers.start, layers.stop), slice(rows.start, rows.stop))
-            state = block_state(cache, layers, part.chosen, has_scores)
-            into = scores[own][..., : state.valid.shape[-1]]
-            known = None if native is None else native[own][..., : into.shape[-1]].flatten(0, 1)
-            plan = self.compressor.propose_eviction(state, part.layer_budgets(layers), known)
+            block, at = event.part(rows), (slice(layers.start, layers.stop), slice(rows.start, rows.stop))
+            state = block_state(cache, layers, block.chosen, has_scores)
+            into = scores[at][..., : state.valid.shape[-1]]
+            block_scores = None if native is None else native[at][..., : into.shape[-1]].flatten(0, 1)
+            plan = self.compressor.propose_eviction(state, block.layer_budgets(layers), block_scores)
             into.copy_(plan.scores.reshape(into.shape))
-            budgets[own] = plan.budgets.reshape(into.shape[:-1])
+            budgets[at] = plan.budgets.reshape(into.shape[:-1])
             refused.append(plan.is_refused)
         if bool(torch.stack(refused).any()):  # the one read of an event
             for layer in range(self.num_layers):  # the first layer that cannot be cut raises

@@ -2,7 +2,7 @@
 
 A linear layer sees every token once and keeps a sum of what it saw, so there is nothing to evict from it, and its state
 is the same under every compressor. It starts from zeros, is copied with a prompt to its samples, and saved with
-a slot. The arithmetic is the model's own: what is here says which rows of a pass go on from which state.
+a slot. The model's layers do the arithmetic: this file says which rows of a pass continue from which state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ From the layer's index among the linear ones, hidden states (1, R, E) and the la
 
 @dataclass(frozen=True)
 class LinearStates(SlotStorage):
-    """The states of all linear layers for a number of places: slots, and one more for rows that pad a batch."""
+    """The states of all linear layers: a row per slot, and one more for rows that pad a batch."""
 
     purpose, content = "linear attention", ("conv", "recurrent")
 
@@ -61,14 +61,14 @@ class LinearStates(SlotStorage):
         for tensor in self.tensors:
             tensor[:, destinations] = tensor[:, sources]
 
-    def save(self, place: int, length: int) -> dict[str, Tensor]:
-        """Copy the states of one place, for :meth:`restore`."""
-        return {name: getattr(self, name)[:, place].clone() for name in self.content}
+    def save(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Copy the states of one slot, for :meth:`restore`."""
+        return {name: getattr(self, name)[:, slot].clone() for name in self.content}
 
-    def restore(self, place: int, content: dict[str, Tensor]) -> None:
-        """Fill a place with what :meth:`save` returned."""
+    def restore(self, slot: int, content: dict[str, Tensor]) -> None:
+        """Fill a slot with what :meth:`save` returned."""
         for name in self.content:
-            getattr(self, name)[:, place] = content[name]
+            getattr(self, name)[:, slot] = content[name]
 
 
 def recur_rows(states: LinearStates, slots: Tensor, layer: int, hidden: Tensor, run: Run) -> Tensor:

@@ -1,4 +1,4 @@
-"""Running state: numbers per entry and per head that a compressor keeps, updated with the tokens that come in.
+"""Running state: numbers per entry and per head that a compressor accumulates, updated with every new token.
 
 A decode step brings one token per slot, whose numbers are in the cache. A prompt is processed in blocks while it is
 read, and its numbers are kept outside the cache until it is known which of its entries are kept.
@@ -49,7 +49,7 @@ def update_after_prompt(
         numbers: Numbers (H, T', C) of all the prompt's tokens, written in place.
         weights: Output projection (Hq, D, E) of the layer, if the compressor needs it.
     """
-    g, device, own = cache.geometry, numbers.device, slice(piece.slot, piece.slot + 1)
+    g, device, slots = cache.geometry, numbers.device, slice(piece.slot, piece.slot + 1)
     before = len(piece.keys) - len(piece.query)
     for first, last in _blocks(len(piece.query), g.num_heads * max(len(piece.keys), piece.hidden.shape[1]), device):
         stop, new = before + last, slice(before + first, before + last)
@@ -57,13 +57,14 @@ def update_after_prompt(
             to_computed(to_stored(t[new].transpose(0, 1)[None], g.kv_dtype), g.query_dtype)
             for t in (piece.keys, piece.values)
         )
-        asked = {}
+        requested = {}
         if compressor.needs_attention:
-            asked["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale, piece.sinks)
+            requested["mass"] = _paid(piece.query[first:last], piece.keys[:stop], g.scale, piece.sinks)
         _update(
-            compressor, cache, weights, layer, own, numbers[None, :, :stop], cache.head_state[layer, own],
+            compressor, cache, weights, layer, slots, numbers[None, :, :stop], cache.head_state[layer, slots],
             torch.full((1, g.num_kv_heads), stop, dtype=torch.int32, device=device),
-            torch.arange(new.start, new.stop, device=device)[None], keys, values, piece.hidden[None, first:last], asked,
+            torch.arange(new.start, new.stop, device=device)[None], keys, values, piece.hidden[None, first:last],
+            requested,
         )  # fmt: skip
 
 
@@ -83,27 +84,27 @@ def update_after_step(
         hidden: Hidden states (S, E).
         weights: Output projection (Hq, D, E) of the layer, if needed.
     """
-    g, pools, own = cache.geometry, cache.layers[layer], as_range(slots)
-    lengths = pools.lengths[own]
-    newest = (pools.offsets[own] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
+    g, pools, index = cache.geometry, cache.layers[layer], as_range(slots)
+    lengths = pools.lengths[index]
+    newest = (pools.offsets[index] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
     cache.state_pool[newest] = 0.0  # the row may still have the numbers of an evicted entry
-    numbers, rows, valid = entry_numbers(cache, layer, own)
-    head_numbers = cache.head_state[layer, own]
+    numbers, rows, valid = entry_numbers(cache, layer, index)
+    head_numbers = cache.head_state[layer, index]
     keys, values = (to_computed(pool[newest], g.query_dtype) for pool in (pools.keys, pools.values))
-    asked = {}
+    requested = {}
     if probs is not None:
         mass = probs.view(len(slots), g.num_kv_heads, -1, probs.shape[2]).sum(dim=2)
-        asked["mass"] = mass[:, :, None, : numbers.shape[2]].to(torch.float32)
+        requested["mass"] = mass[:, :, None, : numbers.shape[2]].to(torch.float32)
     _update(
-        compressor, cache, weights, layer, own, numbers, head_numbers, lengths, positions[:, None], keys, values,
-        hidden[:, None], asked,
+        compressor, cache, weights, layer, index, numbers, head_numbers, lengths, positions[:, None], keys, values,
+        hidden[:, None], requested,
     )  # fmt: skip
     if rows is not None and valid is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
-    if isinstance(own, list):  # indexing with a list made a copy
-        cache.head_state[layer, own] = head_numbers
+    if isinstance(index, list):  # indexing with a list made a copy
+        cache.head_state[layer, index] = head_numbers
         if rows is None:
-            cache.by_slot(cache.state_pool, layer)[own] = numbers
+            cache.by_slot(cache.state_pool, layer)[index] = numbers
 
 
 def update_after_chunk(
@@ -122,32 +123,34 @@ def update_after_chunk(
         seen: Entries (H, Q, T) that each query sees, or (1, Q, T) for all heads.
         weights: Output projection (Hq, D, E) of the layer, if needed.
     """
-    g, pools, own = cache.geometry, cache.layers[layer], slice(piece.slot, piece.slot + 1)
+    g, pools, slots = cache.geometry, cache.layers[layer], slice(piece.slot, piece.slot + 1)
     cache.state_pool[new] = 0.0  # the rows may still have the numbers of evicted entries
-    numbers, rows, valid = entry_numbers(cache, layer, own)
+    numbers, rows, valid = entry_numbers(cache, layer, slots)
     keys, values = (to_computed(pool[new], g.query_dtype)[None] for pool in (pools.keys, pools.values))
-    asked = {}
+    requested = {}
     if compressor.needs_attention:
         mass = _paid(piece.query, piece.keys, g.scale, piece.sinks, seen)
-        asked["mass"] = F.pad(mass, (0, numbers.shape[2] - mass.shape[3]))
+        requested["mass"] = F.pad(mass, (0, numbers.shape[2] - mass.shape[3]))
     _update(
-        compressor, cache, weights, layer, own, numbers, cache.head_state[layer, own], pools.lengths[own],
-        positions[None], keys, values, piece.hidden[None], asked,
+        compressor, cache, weights, layer, slots, numbers, cache.head_state[layer, slots], pools.lengths[slots],
+        positions[None], keys, values, piece.hidden[None], requested,
     )  # fmt: skip
     if rows is not None and valid is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
 
 
-def entry_numbers(cache: SlotCache, layer: int, own: slice | list[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def entry_numbers(
+    cache: SlotCache, layer: int, slots: slice | list[int]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The running numbers (S, H, N, C) of the entries of some slots; a view if they are neighbors with equal heads.
 
     If heads differ in size, also the rows (S, H, N) of the pool, and a mask of the live ones.
     """
     pools = cache.layers[layer]
     if not cache.size.per_head:
-        return cache.by_slot(cache.state_pool, layer)[own], None, None
-    lengths = pools.lengths[own]
-    rows, valid = gather_heads(pools.offsets[own], lengths, int(lengths.max()))
+        return cache.by_slot(cache.state_pool, layer)[slots], None, None
+    lengths = pools.lengths[slots]
+    rows, valid = gather_heads(pools.offsets[slots], lengths, int(lengths.max()))
     return cache.state_pool[rows], rows, valid
 
 
@@ -166,21 +169,21 @@ def head_columns(numbers: Tensor, fields: Sequence[tuple[str, int]]) -> dict[str
 
 
 def _update(
-    compressor: Compressor, cache: SlotCache, weights: Tensor | None, layer: int, own: slice | list[int],
+    compressor: Compressor, cache: SlotCache, weights: Tensor | None, layer: int, slots: slice | list[int],
     numbers: Tensor, head_numbers: Tensor, lengths: Tensor, positions: Tensor, keys: Tensor, values: Tensor,
-    hidden: Tensor, asked: dict[str, Tensor],
+    hidden: Tensor, requested: dict[str, Tensor],
 ) -> None:  # fmt: skip
     size = cache.size
     with torch.autocast(numbers.device.type, enabled=False):  # mixed-precision training would round sums to bf16
         if compressor.needs_hidden_states:
-            asked["hidden_states"] = hidden.to(torch.float32)
+            requested["hidden_states"] = hidden.to(torch.float32)
         if weights is not None:
-            asked["output_norms"] = output_norms(values, weights)
+            requested["output_norms"] = output_norms(values, weights)
         update = StateUpdate(
             MappingProxyType(columns(numbers, size.state_fields)),
             MappingProxyType(head_columns(head_numbers, size.head_state_fields)),
-            lengths, positions, keys, values, cache.prompt_lengths[own], cache.geometry.full_layers[layer],
-            MappingProxyType(asked),
+            lengths, positions, keys, values, cache.prompt_lengths[slots], cache.geometry.full_layers[layer],
+            MappingProxyType(requested),
         )  # fmt: skip
         compressor.update_state(update)
 

@@ -78,22 +78,22 @@ class CacheSize:
         """The entries (L) per slot and KV head, a mean over the heads, at most the longest sequence's tokens."""
         return tuple(min(capacity, self.max_length) for capacity in self.capacities)
 
-    def covers(self, other: CacheSize) -> bool:
-        """Whether a cache of this size can be used in place of the other."""
-        slots = other.num_slots <= self.num_slots and other.max_length <= self.max_length
-        entries = all(theirs <= own for theirs, own in zip(other.capacities, self.capacities, strict=True))
-        events = other.event_dtype.itemsize <= self.event_dtype.itemsize
+    def covers(self, needed: CacheSize) -> bool:
+        """Whether a cache of this size can be used where another is needed."""
+        slots = needed.num_slots <= self.num_slots and needed.max_length <= self.max_length
+        entries = all(theirs <= ours for theirs, ours in zip(needed.capacities, self.capacities, strict=True))
+        events = needed.event_dtype.itemsize <= self.event_dtype.itemsize
         same = self == replace(
-            other, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities,
+            needed, num_slots=self.num_slots, max_length=self.max_length, capacities=self.capacities,
             event_dtype=self.event_dtype,
         )  # fmt: skip
         return slots and entries and events and same
 
-    def enlarged(self, other: CacheSize, capacities: tuple[int, ...]) -> CacheSize:
-        """This size with as many slots, tokens and numbers of events as the other has too, and these capacities."""
+    def enlarged(self, size: CacheSize, capacities: tuple[int, ...]) -> CacheSize:
+        """This size with room for the slots, tokens and numbers of events of another too, and these capacities."""
         return replace(
-            self, num_slots=max(self.num_slots, other.num_slots), max_length=max(self.max_length, other.max_length),
-            capacities=capacities, event_dtype=max(self.event_dtype, other.event_dtype, key=lambda t: t.itemsize),
+            self, num_slots=max(self.num_slots, size.num_slots), max_length=max(self.max_length, size.max_length),
+            capacities=capacities, event_dtype=max(self.event_dtype, size.event_dtype, key=lambda t: t.itemsize),
         )  # fmt: skip
 
     def allocate(self, geometry: CacheGeometry) -> SlotCache:
@@ -162,7 +162,7 @@ class SlotCache:
         self.prompt_lengths = torch.zeros_like(self.seen)
         self.prompt_keys = torch.zeros_like(self.seen)
         self.sequence_keys = torch.zeros_like(self.seen)
-        # entries of all layers of full attention and heads together, by token, after it was fed
+        # entries of all heads and full-attention layers together, by token, after it was fed
         self.held = torch.zeros(slots + 1, length, dtype=torch.int32, device=device)
         self.storages: list[SlotStorage] = []
         if size.per_head:
@@ -291,7 +291,7 @@ class SlotCache:
         slots, lengths = prompts.places, prompts.counts(heads)
         for storage in self.storages:
             storage.make_room(layer, slots, prompts.evicted, prompts.room, torch.minimum(budgets, lengths))
-        # the staged prompts as pools of their own: head h begins h times the staged rows further on
+        # the staged prompts as separate pools: head h begins h times the staged rows further on
         first = torch.arange(heads, device=device) * prompts.keys.shape[1]
         source = KVPools(
             prompts.keys.flatten(0, 1), prompts.values.flatten(0, 1), self.pools.positions,
@@ -353,9 +353,9 @@ class SlotCache:
         death = self.deaths.of_slot(slot, end)[:, None]
         if self.size.per_head:  # heads lose what their own budgets say, which the host does not know
             return EvictionRecord.from_dense(death)
-        own = [(length, lost) for length, lost in cuts if length <= end]  # each of them lost something
-        num_dead = own[-1][1] * self.geometry.num_kv_heads if own else 0
-        (steps,) = upload([[length for length, _ in own]], death.device)
+        compressions = [(length, lost) for length, lost in cuts if length <= end]  # each of them lost something
+        num_dead = compressions[-1][1] * self.geometry.num_kv_heads if compressions else 0
+        (steps,) = upload([[length for length, _ in compressions]], death.device)
         return EvictionRecord.of_sequence(death, steps, num_dead)
 
     def entries_read(self, slot: int, prompt_length: int, end: int) -> Tensor | None:
@@ -401,13 +401,13 @@ class SlotCache:
         for storage in self.storages:
             storage.compact(chosen.places, room, chosen.width)
 
-    def save(self, slot: int, length: int, held: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def save(self, slot: int, length: int, num_entries: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Copy everything that a slot holds after ``length`` tokens, for :meth:`restore`.
 
-        ``held`` (L), the entries of each head if the host knows them, saves a wait for the device.
+        ``num_entries`` (L) of each head, if the host knows them, save a wait for the device.
         """
         # of the entries only the live ones are copied, so that a saved slot is no larger than necessary
-        rows = self._live_rows(slot, self.lengths[:, slot], held)
+        rows = self._live_rows(slot, self.lengths[:, slot], num_entries)
         content = {name: pool[rows] for name, pool in self._entry_pools().items()}
         content |= {name: getattr(self, name)[:, slot].clone() for name in _PER_LAYER}
         content |= {name: getattr(self, name)[slot].clone() for name in self.per_slot}
@@ -416,11 +416,11 @@ class SlotCache:
             content |= storage.save(slot, length)
         return content
 
-    def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
-        """Fill a slot with the content from :meth:`save`; ``held`` as there."""
+    def restore(self, slot: int, content: dict[str, Tensor], num_entries: Sequence[int] | None = None) -> None:
+        """Fill a slot with the content from :meth:`save`, whose ``num_entries`` are meant here too."""
         for storage in self.storages:  # first: a layout of heads determines the rows that the entries go to
             storage.restore(slot, content)
-        rows = self._live_rows(slot, content["lengths"], held)
+        rows = self._live_rows(slot, content["lengths"], num_entries)
         for name, pool in self._entry_pools().items():
             pool[rows] = content[name]
         for name in _PER_LAYER:
@@ -446,13 +446,13 @@ class SlotCache:
         names = ["keys", "values", *(name for storage in self.storages for name in storage.content)]
         return sum(content[name].nbytes for name in names if name in content)
 
-    def _live_rows(self, slot: int, lengths: Tensor, held: Sequence[int] | None) -> Tensor:
-        if held is None or self.size.per_head:
+    def _live_rows(self, slot: int, lengths: Tensor, num_entries: Sequence[int] | None) -> Tensor:
+        if num_entries is None or self.size.per_head:
             width = int(lengths.max()) if len(lengths) else 0  # no layers where all have windows
             rows, live = gather_heads(self.pools.offsets[:, slot], lengths, width)
             return rows[live]
-        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, max(held, default=0))
-        count = sum(held) * self.geometry.num_kv_heads
+        rows, live = gather_heads(self.pools.offsets[:, slot], lengths, max(num_entries, default=0))
+        count = sum(num_entries) * self.geometry.num_kv_heads
         return rows.flatten()[torch.nonzero_static(live.flatten(), size=count).squeeze(1)]
 
     def _entry_pools(self) -> dict[str, Tensor]:
@@ -478,10 +478,10 @@ class SlotSelection:
     def part(self, rows: range) -> SlotSelection:
         """The slots of some rows, one after the other."""
         tensors = ((name, value) for name, value in vars(self).items() if isinstance(value, Tensor))
-        own: dict[str, Any] = {name: value[rows.start : rows.stop] for name, value in tensors}
+        changes: dict[str, Any] = {name: value[rows.start : rows.stop] for name, value in tensors}
         if isinstance(self.index, slice):
-            own["index"] = slice(self.index.start + rows.start, self.index.start + rows.stop)
-        return replace(self, **own)
+            changes["index"] = slice(self.index.start + rows.start, self.index.start + rows.stop)
+        return replace(self, **changes)
 
     def turns_of(self, positions: Tensor) -> Tensor | None:
         """The numbers of the turns of tokens at these positions (L' x B, H, N), 0 for the prompt, in conversations."""
@@ -491,7 +491,7 @@ class SlotSelection:
         return torch.searchsorted(starts, positions.flatten(1), right=True).view_as(positions)
 
     def of_layers(self, tensor: Tensor) -> Tensor:
-        """Their part of a tensor (L', S, ...), layer by layer: (L' x B, ...)."""
+        """The rows of these slots in a tensor (L', S, ...), layer by layer: (L' x B, ...)."""
         return tensor[:, self.index].flatten(0, 1)
 
 

@@ -1,7 +1,7 @@
 """What a compressor sees: the entries of some slots, one layer at a time, several layers at once, or prompts.
 
-Slots and layers are independent of each other, so the same slots in several layers are to a compressor just more slots.
-That saves a launch of everything per layer; who declares that it looks at the layer's index sees one at a time.
+Slots and layers are independent of each other, so to a compressor the same slots in several layers are just more slots.
+That saves kernel launches per layer. A compressor that declares ``needs_layer_index`` sees one layer at a time.
 """
 
 from __future__ import annotations
@@ -93,17 +93,17 @@ def prompt_state(
         on_device: The same, (P',) int64.
     """
     index = torch.arange(max(prompts.lengths[i] for i in chosen), device=prompts.keys.device)
-    held = prompts.borders.diff()[on_device, None]
+    lengths = prompts.borders.diff()[on_device, None]
     # behind its end a prompt repeats its last token, so that no row of the next prompt is read
-    rows = prompts.borders[on_device, None] + torch.minimum(index, held - 1)
+    rows = prompts.borders[on_device, None] + torch.minimum(index, lengths - 1)
     keys, values = (t[:, rows].transpose(0, 1) for t in (prompts.keys, prompts.values))  # (P, H, N, D)
     shape = keys.shape[:3]
-    valid = (index < held)[:, None].expand(shape)
+    valid = (index < lengths)[:, None].expand(shape)
     numbers = None if prompts.state is None else padded([prompts.state[i] for i in chosen])
-    own = prompts.places[on_device]
-    head_numbers = cache.head_state[layer, own] if cache.size.head_state_fields else None
+    slots = prompts.places[on_device]
+    head_numbers = cache.head_state[layer, slots] if cache.size.head_state_fields else None
     return _state(
-        cache, range(layer, layer + 1), own, cache.queries[layer, own], keys, values, index.expand(shape), valid,
+        cache, range(layer, layer + 1), slots, cache.queries[layer, slots], keys, values, index.expand(shape), valid,
         numbers, head_numbers,
     )  # fmt: skip
 
@@ -134,5 +134,5 @@ def _state(
 
 def padded(numbers: list[Tensor]) -> Tensor:
     """Stack (P) times (H, T, C) to (P, H, N, C)."""
-    longest = max(own.shape[1] for own in numbers)
-    return torch.stack([F.pad(own, (0, 0, 0, longest - own.shape[1])) for own in numbers])
+    longest = max(prompt.shape[1] for prompt in numbers)
+    return torch.stack([F.pad(prompt, (0, 0, 0, longest - prompt.shape[1])) for prompt in numbers])

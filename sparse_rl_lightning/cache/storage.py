@@ -1,7 +1,7 @@
 """SlotStorage: memory of a slot beside the entries that compressors see, filled, copied and saved with the slot.
 
-Layers of other kinds than full attention keep theirs here (``windows.py``, ``linear_states.py``), and so does whatever
-else has to follow a sequence from slot to slot. A model without any of it has none, and none is asked.
+Layers without full attention store their state here (``windows.py``, ``linear_states.py``), and so does whatever else
+has to follow a sequence from slot to slot. A model without any of it has no storages, and pays nothing.
 """
 
 from __future__ import annotations

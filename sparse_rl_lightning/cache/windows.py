@@ -90,10 +90,10 @@ class WindowCache(SlotStorage):
         Returns:
             The result (R, Hq, D), zeros in padding.
         """
-        g, given = self.geometry, projected.dtype
+        g, dtype = self.geometry, projected.dtype
         projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
         query = ops.append(self._written[layer], slots, self.seen, projected, self._no_queries, *transform)
-        return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width, sinks=sinks).to(given)
+        return ops.decode_attention(self._read[layer], slots, query, g.scale, self.width, sinks=sinks).to(dtype)
 
     def store(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the last tokens of prompts: keys and values (n, H, D) at ``places`` (n,) of the rings of ``slots``."""

@@ -154,9 +154,9 @@ class PagedCache(SlotCache):
         super().compact(chosen, scores, budgets, compressor, room)
         self._refresh_all(chosen.places)
 
-    def restore(self, slot: int, content: dict[str, Tensor], held: Sequence[int] | None = None) -> None:
+    def restore(self, slot: int, content: dict[str, Tensor], num_entries: Sequence[int] | None = None) -> None:
         """Restore a slot as the base class does, and summarize its pages again."""
-        super().restore(slot, content, held)
+        super().restore(slot, content, num_entries)
         self._refresh_all(torch.tensor([slot], device=self.key_pool.device))
 
     def fork(self, sources: Tensor, destinations: Tensor) -> None:
