@@ -44,8 +44,8 @@ class EvictionRecord:
         """The record of ``death`` (L, B, H, T), :data:`NEVER` where a token stayed."""
         layers, batch, heads, length = death.shape
         parts = [_sequence(death[:, row].flatten(0, 1)) for row in range(batch)]  # one at a time, for bounded memory
-        positions, counts, steps = (_join([part[i] for part in parts], death.device) for i in range(3))
-        sizes = [[len(part[i]) for part in parts] for i in (0, 2)]
+        positions, counts, steps = (_join([columns[i] for columns in parts], death.device) for i in range(3))
+        sizes = [[len(columns[i]) for columns in parts] for i in (0, 2)]
         num_dead, num_steps = (torch.tensor(size, dtype=torch.int64, device=death.device) for size in sizes)
         return cls(positions, counts, steps, num_dead, num_steps, layers, heads, length)
 
@@ -62,16 +62,16 @@ class EvictionRecord:
         flat = death.reshape(-1)
         is_dead = flat != NEVER
         assert flat.device.type != "cpu" or int(is_dead.sum()) == num_dead, "deaths were counted wrongly"
-        place = torch.nonzero_static(is_dead, size=num_dead).squeeze(1)
-        step = torch.searchsorted(steps, flat[place].long())
-        cell = place // length * len(steps) + step
+        flat_index = torch.nonzero_static(is_dead, size=num_dead).squeeze(1)
+        step = torch.searchsorted(steps, flat[flat_index].long())
+        cell = flat_index // length * len(steps) + step
         order = cell.argsort(stable=True)  # positions ascend within a cell
         counts = torch.zeros(layers * heads * len(steps), dtype=torch.int64, device=death.device)
         counts.scatter_add_(0, cell, torch.ones_like(cell))
-        kind = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+        dtype = torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
         return cls(
-            positions=(place[order] % length).to(kind), counts=counts.to(kind), steps=steps.to(kind),
-            num_dead=place.new_full((1,), num_dead), num_steps=place.new_full((1,), len(steps)),
+            positions=(flat_index[order] % length).to(dtype), counts=counts.to(dtype), steps=steps.to(dtype),
+            num_dead=flat_index.new_full((1,), num_dead), num_steps=flat_index.new_full((1,), len(steps)),
             num_layers=layers, num_heads=heads, length=length,
         )  # fmt: skip
 
@@ -118,8 +118,8 @@ class EvictionRecord:
         death = self.steps[_starts(self.num_steps)[cell_row] + step].to(torch.int32)
         counts = self.counts.long()
         dense = death.new_full((len(self), heads, self.length), NEVER)
-        place = (cell_row * heads + head).repeat_interleave(counts) * self.length + self.positions
-        dense.view(-1)[place] = death.repeat_interleave(counts)
+        flat_index = (cell_row * heads + head).repeat_interleave(counts) * self.length + self.positions
+        dense.view(-1)[flat_index] = death.repeat_interleave(counts)
         return dense.view(len(self), self.num_layers, self.num_heads, self.length).transpose(0, 1)
 
     @property

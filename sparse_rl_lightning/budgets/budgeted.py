@@ -41,10 +41,10 @@ class Budgeted(ABC):
 
     def with_budget(self, budget: int | LengthSchedule) -> Self:
         """A copy with another budget, which is refused where a new instance would refuse it."""
-        other = copy.deepcopy(self)
-        other._set_budget(budget)
-        other._given_schedule = other.schedule
-        return other
+        clone = copy.deepcopy(self)
+        clone._set_budget(budget)
+        clone._given_schedule = clone.schedule
+        return clone
 
     def raise_budget(self, steps: int) -> None:
         """Set the budget ``steps`` steps above the given one; samplers follow at their next call.

@@ -45,15 +45,15 @@ class LengthSchedule:
     def __init__(self, starts: Sequence[int] = (), budgets: Sequence[int] = ()) -> None:
         self.starts = tuple(starts)
         self.budgets = tuple(budgets)
-        given = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
+        arguments = f"got starts={list(self.starts)}, budgets={list(self.budgets)}"
         if not self.starts or len(self.starts) != len(self.budgets):
-            raise UserError(f"LengthSchedule: give one budget for every start, at least one; {given}.")
+            raise UserError(f"LengthSchedule: give one budget for every start, at least one; {arguments}.")
         if not all(hasattr(number, "__index__") for number in (*self.starts, *self.budgets)):
-            raise UserError(f"LengthSchedule: starts and budgets are whole numbers of tokens; {given}.")
+            raise UserError(f"LengthSchedule: starts and budgets are whole numbers of tokens; {arguments}.")
         if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
-            raise UserError(f"LengthSchedule: starts must begin with 0 and ascend; {given}.")
+            raise UserError(f"LengthSchedule: starts must begin with 0 and ascend; {arguments}.")
         if min(self.budgets) < 1:
-            raise UserError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {given}.")
+            raise UserError(f"LengthSchedule: budget must be a positive number of tokens everywhere; {arguments}.")
 
     @classmethod
     def constant(cls, budget: int) -> LengthSchedule:
@@ -76,14 +76,14 @@ class LengthSchedule:
         if not Path(path).is_file():
             raise UserError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
         try:
-            found = yaml.safe_load(whole_file(path, 2**24))
+            content = yaml.safe_load(whole_file(path, 2**24))
         except yaml.YAMLError as error:
             raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
-        if isinstance(found, dict):
-            found = found.get("init_args", found)
-        if not isinstance(found, dict) or not {"starts", "budgets"} <= found.keys():
+        if isinstance(content, dict):
+            content = content.get("init_args", content)
+        if not isinstance(content, dict) or not {"starts", "budgets"} <= content.keys():
             raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets.")
-        return LengthSchedule(found["starts"], found["budgets"])
+        return LengthSchedule(content["starts"], content["budgets"])
 
     def save(self, path: str | Path, comment: str = "") -> None:
         """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
@@ -170,8 +170,8 @@ class ScheduleFile(LengthSchedule):
     """
 
     def __init__(self, path: str) -> None:
-        found = self.from_file(path)
-        super().__init__(found.starts, found.budgets)
+        schedule = self.from_file(path)
+        super().__init__(schedule.starts, schedule.budgets)
 
 
 class PublishedSchedule(LengthSchedule):
@@ -187,18 +187,20 @@ class PublishedSchedule(LengthSchedule):
     """
 
     def __init__(self, name: str, reserved: int = 0) -> None:
-        known = published_schedules()
-        if name not in known:
-            raise UserError(f"PublishedSchedule: name must be one of {', '.join(sorted(known))}, got name={name!r}.")
-        found = known[name]
-        budgets: list[int] = found["budgets"]
-        if not found["complete"]:
+        schedules = published_schedules()
+        if name not in schedules:
+            raise UserError(
+                f"PublishedSchedule: name must be one of {', '.join(sorted(schedules))}, got name={name!r}."
+            )
+        published = schedules[name]
+        budgets: list[int] = published["budgets"]
+        if not published["complete"]:
             warnings.warn(
-                f"{name} is known up to {found['bin_size'] * len(budgets)} tokens only; its last known budget, "
+                f"{name} is known up to {published['bin_size'] * len(budgets)} tokens only; its last known budget, "
                 f"{budgets[-1]}, is used behind them.",
                 stacklevel=2,
             )
-        steps = self.of_bins([budget + reserved for budget in budgets], found["bin_size"])
+        steps = self.of_bins([budget + reserved for budget in budgets], published["bin_size"])
         super().__init__(steps.starts, steps.budgets)
         self.name = name
 
@@ -206,5 +208,5 @@ class PublishedSchedule(LengthSchedule):
 def published_schedules() -> dict[str, dict[str, Any]]:
     """Sparrow's schedules by name: ``budgets`` by bins of ``bin_size`` tokens, and whether they are ``complete``."""
     text = resources.files(__package__).joinpath(DATA).read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
-    return found
+    schedules: dict[str, dict[str, Any]] = json.loads(text)["schedules"]
+    return schedules

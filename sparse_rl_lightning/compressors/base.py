@@ -22,12 +22,12 @@ from sparse_rl_lightning.ops.transfers import upload
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 Rotation: TypeAlias = Literal[False, "partial", "whole"]
-"""What a method wants of rotary positions, as in :attr:`Compressor.needs_rotation`."""
+"""What a method requires of rotary positions, as in :attr:`Compressor.needs_rotation`."""
 
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """What a compressor wants to keep of every head."""
+    """Scores and budgets of one eviction."""
 
     scores: Tensor  # (S, H, N) float32
     budgets: Tensor  # (S, H) int32
@@ -48,8 +48,8 @@ class Compressor(Budgeted):
     """Decides which ``budget`` entries of a full slot survive; subclasses only write :meth:`score`.
 
     A slot has room for ``budget + buffer`` tokens per layer and KV head. When it is full, the first ``num_sinks``
-    positions, the last ``window`` entries and the best scores among the rest stay. A compressor keeps no state
-    of its own but what it has learned: one instance serves all layers, slots and ranks. Numbers that a method
+    positions, the last ``window`` entries and the best scores among the rest stay. A compressor has no state but
+    what it has learned: one instance serves all layers, slots and ranks. Numbers that a method
     accumulates over the steps are named in :attr:`state_fields` and belong to the cache.
 
     With a :class:`~sparse_rl_lightning.budgets.LengthSchedule` the budget depends on each sequence's length when it is
@@ -67,8 +67,8 @@ class Compressor(Budgeted):
         protect_prompt: Whether the prompt is never evicted. ``budget`` must exceed the longest prompt: protected tokens
             take places of the budget, and more of them than it holds are an error when it happens.
         protect_token_ids: Token ids that are never evicted wherever they stand, such as digits or line breaks.
-        protect_observations: Number of texts that are never evicted of those that a conversation was given between the
-            policy's turns: the newest ones. A text may go when so many newer ones have begun to be read.
+        protect_observations: Number of observations of a conversation, the newest ones, that are never evicted. An
+            older one may be evicted once the policy has begun to read so many newer ones.
 
     Raises:
         ValueError: If ``buffer`` or ``window`` is below 1, ``num_sinks`` or ``protect_observations`` is negative, or a
@@ -167,19 +167,19 @@ class Compressor(Budgeted):
     def score_cached(self, entries: CachedEntries) -> Tensor:
         """The same scores of all layers from the cache itself: (L, B, H, N), 0 in free memory and rows to skip.
 
-        Optional, for methods with ops of their own: a few launches for all layers of a model. It counts only where
+        Optional, for methods with native ops: a few launches for all layers of a model. It counts only where
         it is defined in the same class as :meth:`score` or in one derived from that.
         """
         raise NotImplementedError
 
     @property
     def scores_natively(self) -> bool:
-        """Whether :meth:`score_cached` is there and up to date: it is then asked in place of :meth:`score`."""
+        """Whether :meth:`score_cached` is defined and up to date: the cache then calls it in place of :meth:`score`."""
         owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
         return owners[0] is not Compressor and issubclass(owners[0], owners[1])
 
     def check_model(self, sizes: ModelSizes) -> None:  # most methods take any model
-        """Refuse a model that what this method has learned does not fit; samplers ask.
+        """Refuse a model that this method's learned weights do not fit; samplers call it.
 
         Raises:
             ValueError: If it does not.
@@ -204,7 +204,7 @@ class Compressor(Budgeted):
         return self.budget_rule.layer_budgets(budget, num_layers, self.num_sinks + self.window)
 
     def propose_eviction(
-        self, layer: LayerState, layer_budget: int | Tensor | None = None, given: Tensor | None = None
+        self, layer: LayerState, layer_budget: int | Tensor | None = None, cached_scores: Tensor | None = None
     ) -> EvictionPlan:
         """Scores and budgets as the op ``evict`` takes them, and whether they cannot be; reads nothing from the device.
 
@@ -212,16 +212,16 @@ class Compressor(Budgeted):
             layer: One layer's cache, or several layers', each with its own rows in place of slots.
             layer_budget: Budget of the layer from :meth:`layer_budgets`, or (S,) int64, one for each slot; default
                 ``budget``.
-            given: Scores (S, H, N) from :meth:`score_cached`, in place of those of :meth:`score`.
+            cached_scores: Scores (S, H, N) from :meth:`score_cached`, in place of those of :meth:`score`.
         """
         limit = self.budget if layer_budget is None else layer_budget
-        given = self._shaped_score(layer) if given is None else given
-        scores = self._protected(given, layer).to(torch.float32)
+        cached_scores = self._shaped_score(layer) if cached_scores is None else cached_scores
+        scores = self._protected(cached_scores, layer).to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         minimum = self.num_sinks + self.window
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
-        refused = (given.isnan() & layer.valid).any() | (must_stay > budgets).any()
+        refused = (cached_scores.isnan() & layer.valid).any() | (must_stay > budgets).any()
         if self.budget_rule.splits_heads:
             refused = refused | (budgets.sum(dim=-1) > limit * budgets.shape[1]).any()
         return EvictionPlan(scores, budgets, must_stay, refused)
@@ -300,7 +300,7 @@ class Compressor(Budgeted):
 
 
 def _observed(turns: Tensor, valid: Tensor, count: int) -> Tensor:
-    """The live entries (S, H, N) of the newest ``count`` texts that each sequence was given: turns of even numbers."""
+    """The live entries (S, H, N) of each sequence's newest ``count`` observations: turns of even numbers."""
     # every head has the newest token, whose turn has the largest number
     newest = turns.masked_fill(~valid, 0).amax(dim=(1, 2), keepdim=True)
     return valid & (turns > 0) & (turns % 2 == 0) & (turns // 2 > newest // 2 - count)

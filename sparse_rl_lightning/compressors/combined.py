@@ -27,7 +27,7 @@ class Combined(Wrapped):
     heads, as in paged caches of inference engines, and for comparisons with methods that work so.
 
     Budget, buffer and all other sizes are taken from the methods, which must agree. Each method gets the number of
-    queries it asks for, and its own running numbers.
+    queries that it reads, and its running numbers.
 
     Args:
         compressors: Methods to combine, one or more.
@@ -47,8 +47,8 @@ class Combined(Wrapped):
         name = type(self).__name__
         if not compressors:
             raise UserError(f"{name}: give at least one compressor.")
-        for part in compressors:
-            _check_part(name, compressors[0], part)
+        for method in compressors:
+            _check_sizes(name, compressors[0], method)
         check_choice("normalization", normalization, Normalization, name)
         if across_heads is not None:
             check_choice("across_heads", across_heads, HeadReduction, name)
@@ -57,8 +57,8 @@ class Combined(Wrapped):
             raise UserError(
                 f"{name}: weights must be {len(compressors)} numbers, one per compressor, got weights={weights}."
             )
-        for place, weight in enumerate(weights):
-            check_number(f"weights[{place}]", weight, above=0, owner=name)
+        for index, weight in enumerate(weights):
+            check_number(f"weights[{index}]", weight, above=0, owner=name)
         super().__init__(compressors)
         self.weights = weights
         self.normalization: Normalization = normalization
@@ -81,25 +81,25 @@ class Combined(Wrapped):
         return total
 
     def __repr__(self) -> str:
-        hidden = ("_", "needs_")  # derived from the parts, which show their budget and sizes
-        own = {n: v for n, v in vars(self).items() if n not in ("schedule", *SIZES) and not n.startswith(hidden)}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **own}.items())
+        hidden = ("_", "needs_")  # derived from the methods, which show their budget and sizes
+        options = {n: v for n, v in vars(self).items() if n not in ("schedule", *SIZES) and not n.startswith(hidden)}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in {"compressors": self._parts, **options}.items())
         return f"{type(self).__name__}({arguments})"
 
 
-def _check_part(name: str, first: Compressor, part: Compressor) -> None:
-    """Refuse a part that never evicts or whose sizes differ from the first's."""
-    if not part.evicts:
-        raise UserError(f"{name}: {part} never evicts, so there are no scores to work on. Leave it out.")
-    own, other = _sizes(first), _sizes(part)
-    for size in own:
-        if own[size] != other[size]:
+def _check_sizes(name: str, first: Compressor, method: Compressor) -> None:
+    """Refuse a method that never evicts or whose sizes differ from the first's."""
+    if not method.evicts:
+        raise UserError(f"{name}: {method} never evicts, so there are no scores to work on. Leave it out.")
+    first_sizes, sizes = _sizes(first), _sizes(method)
+    for size in first_sizes:
+        if first_sizes[size] != sizes[size]:
             raise UserError(
                 f"{name}: all compressors inside must have the same {size}, but {type(first).__name__} has "
-                f"{size}={own[size]} and {type(part).__name__} has {size}={other[size]}."
+                f"{size}={first_sizes[size]} and {type(method).__name__} has {size}={sizes[size]}."
             )
 
 
-def _sizes(part: Compressor) -> dict[str, str]:
+def _sizes(method: Compressor) -> dict[str, str]:
     """The sizes of a method as a user gave them."""
-    return {"budget": repr(part.schedule.plain)} | {size: repr(getattr(part, size)) for size in SIZES}
+    return {"budget": repr(method.schedule.plain)} | {size: repr(getattr(method, size)) for size in SIZES}

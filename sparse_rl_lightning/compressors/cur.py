@@ -58,6 +58,6 @@ class CUR(Compressor):
         return _divide(windows, windows.sum(dim=-1, keepdim=True)).flatten(-2)[..., :num_entries]
 
 
-def _divide(part: Tensor, whole: Tensor) -> Tensor:
+def _divide(numbers: Tensor, whole: Tensor) -> Tensor:
     """Shares of a whole, 0 where the whole is 0."""
-    return part / whole.masked_fill(whole == 0, 1.0)
+    return numbers / whole.masked_fill(whole == 0, 1.0)

@@ -40,8 +40,8 @@ def normalized_ranks(scores: Tensor, valid: Tensor) -> Tensor:
     Equal scores have equal ranks. A score of +inf, which means that the entry must stay, is left unchanged. Ranks in
     free memory are undefined.
     """
-    known = scores.masked_fill(~valid, torch.inf).contiguous()
-    lower = torch.searchsorted(known.sort(dim=-1).values, known, side="left")
+    live_scores = scores.masked_fill(~valid, torch.inf).contiguous()
+    lower = torch.searchsorted(live_scores.sort(dim=-1).values, live_scores, side="left")
     ranks = lower.to(torch.float32) / (valid.sum(dim=-1, keepdim=True) - 1).clamp(min=1)
     return ranks.masked_fill(scores == torch.inf, torch.inf)
 

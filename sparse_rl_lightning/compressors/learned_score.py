@@ -126,13 +126,13 @@ def load_network(path: str) -> ScoreNetwork:
     Raises:
         ValueError: If the file is missing or holds something else.
     """
-    place = Path(path).expanduser()
-    if not place.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise UserError(
             f"LearnedScore: there is no file weights={path!r}. `sparse-rl statistics --method LearnedScore` writes one."
         )
     try:
-        tensors = load_file(place)
+        tensors = load_file(file)
         if not all(tensor.is_floating_point() for tensor in tensors.values()):
             raise TypeError("integers would be cast")
         layers, heads, head_dim, width = tensors["key"].shape

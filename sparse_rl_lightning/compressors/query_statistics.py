@@ -36,10 +36,10 @@ class QueryMoments:
         self.turned_mean = turned.sum(dim=(0, 2))  # (Hq, D)
         self.turned_square = torch.einsum("bhti,bhtj->hij", turned, turned)  # (Hq, D, D)
 
-    def add(self, other: QueryMoments) -> QueryMoments:
+    def add(self, moments: QueryMoments) -> QueryMoments:
         """Add the queries of another batch."""
-        for name, own in vars(self).items():
-            own += getattr(other, name)
+        for name, total in vars(self).items():
+            total += getattr(moments, name)
         return self
 
     def main_directions(self, num_kv_heads: int) -> Tensor:
@@ -111,12 +111,12 @@ class QueryStatistics:
         """Mean (Hq, D), lengths (Hq, D / 2) and filters (H, D) of one layer, as float32 on its device."""
         num_layers, num_heads, dim = self.mean.shape
         _, num_kv_heads, _, key_dim = layer.keys.shape
-        given = (num_heads, self.filters.shape[1], dim)
+        sizes = (num_heads, self.filters.shape[1], dim)
         wanted = (layer.queries.shape[1], num_kv_heads, key_dim)
-        if given != wanted or layer.layer_index >= num_layers:
+        if sizes != wanted or layer.layer_index >= num_layers:
             raise UserError(
                 f"{owner}: the statistics are of a model with {num_layers} layers of (query heads, KV heads, head "
-                f"size) = {given}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
+                f"size) = {sizes}, but layer {layer.layer_index} of this one has {wanted}. Make them for this model "
                 f"with: {COMMAND} STATISTICS.safetensors"
             )
         device = layer.keys.device

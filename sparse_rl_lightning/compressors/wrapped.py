@@ -22,7 +22,7 @@ NEEDS = "needs_attention", "needs_hidden_states", "needs_output_norms", "needs_l
 
 
 class Wrapped(Compressor):
-    """A compressor around others: their budget and sizes, the queries each asks for, and their running numbers.
+    """A compressor around others: their budget and sizes, the queries that each reads, and their running numbers.
 
     Subclasses write :meth:`score`, from :meth:`part_scores`.
 
@@ -40,62 +40,65 @@ class Wrapped(Compressor):
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         super()._set_budget(budget)
-        for part in getattr(self, "_parts", ()):  # none yet in __init__, where they give the budget
-            part._set_budget(budget)
+        for method in getattr(self, "_parts", ()):  # none yet in __init__, where they give the budget
+            method._set_budget(budget)
 
     @property
     def num_queries(self) -> int:
-        """Largest number that a part asks for."""
-        return max(part.num_queries for part in self._parts)
+        """The largest number that a method reads."""
+        return max(method.num_queries for method in self._parts)
 
     @property
     def state_fields(self) -> tuple[str, ...]:
-        """Names of all parts, numbered."""
-        return tuple(f"{index}.{name}" for index, part in enumerate(self._parts) for name in part.state_fields)
+        """Names of all methods, numbered."""
+        return tuple(f"{index}.{name}" for index, method in enumerate(self._parts) for name in method.state_fields)
 
     def head_state_fields(self, head_dim: int) -> dict[str, int]:
-        """Names of all parts, numbered."""
+        """Names of all methods, numbered."""
         return {
             f"{index}.{name}": width
-            for index, part in enumerate(self._parts)
-            for name, width in part.head_state_fields(head_dim).items()
+            for index, method in enumerate(self._parts)
+            for name, width in method.head_state_fields(head_dim).items()
         }
 
     def check_model(self, sizes: ModelSizes) -> None:
-        """Let every part refuse the model."""
-        for part in self._parts:
-            part.check_model(sizes)
+        """Let every method refuse the model."""
+        for method in self._parts:
+            method.check_model(sizes)
 
     def update_state(self, update: StateUpdate) -> None:
-        """Let every part that has running numbers update its own."""
-        for part, state, head_state in self._with_numbers(update):
+        """Let every method with running numbers update them."""
+        for method, state, head_state in self._with_numbers(update):
             if state or head_state:
-                part.update_state(replace(update, state=state, head_state=head_state))
+                method.update_state(replace(update, state=state, head_state=head_state))
 
     def part_scores(self, layer: LayerState) -> list[Tensor]:
-        """Scores (S, H, N) of each part, +inf for protected tokens."""
-        return [part._protected(part._shaped_score(own), own) for part, own in self._views(layer)]
+        """Scores (S, H, N) of each method, +inf for protected tokens."""
+        return [method._protected(method._shaped_score(view), view) for method, view in self._views(layer)]
 
     def _views(self, layer: LayerState) -> list[tuple[Compressor, LayerState]]:
-        """Each part with what it sees: its own running numbers and as many queries as it asks for."""
+        """Each method with what it sees: its running numbers and as many queries as it reads."""
         return [
-            (part, newest_queries(replace(layer, state=state, head_state=head_state), part.num_queries))
-            for part, state, head_state in self._with_numbers(layer)
+            (method, newest_queries(replace(layer, state=state, head_state=head_state), method.num_queries))
+            for method, state, head_state in self._with_numbers(layer)
         ]
 
     def _with_numbers(
         self, shown: LayerState | StateUpdate
     ) -> list[tuple[Compressor, dict[str, Tensor], dict[str, Tensor]]]:
-        """Each part with its own running numbers."""
-        return [(part, _own(shown.state, i), _own(shown.head_state, i)) for i, part in enumerate(self._parts)]
+        """Each method with its running numbers."""
+        return [
+            (method, _numbers_of(shown.state, i), _numbers_of(shown.head_state, i))
+            for i, method in enumerate(self._parts)
+        ]
 
     def _refuse_nan(self, scores: Tensor, layer: LayerState) -> None:
-        for part, own in self._views(layer):
-            part._refuse_nan(part._shaped_score(own), own)
+        for method, view in self._views(layer):
+            method._refuse_nan(method._shaped_score(view), view)
         super()._refuse_nan(scores, layer)
 
 
-def _own(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """Numbers of one part, under its own names."""
+def _numbers_of(numbers: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The numbers of one method, under the names that it gave them."""
     prefix = f"{index}."
-    return {name.removeprefix(prefix): own for name, own in numbers.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in numbers.items() if name.startswith(prefix)}

@@ -47,16 +47,16 @@ class DownSampling(ABC):
         Raises:
             ValueError: If it is none of these samples.
         """
-        found, size = torch.as_tensor(self.ranking(rewards, lengths, count)), len(rewards)
-        indices = found.tolist()
-        fits = found.dim() == 1 and not (found.is_floating_point() or found.dtype == torch.bool)
+        ranking, size = torch.as_tensor(self.ranking(rewards, lengths, count)), len(rewards)
+        indices = ranking.tolist()
+        fits = ranking.dim() == 1 and not (ranking.is_floating_point() or ranking.dtype == torch.bool)
         if not fits or len({*indices}) < max(len(indices), min(count, size)) or not {*indices} <= {*range(size)}:
             raise UserError(
                 f"rollout.downsampling: ranking of {type(self).__name__} returned {shown(indices)} for {size} samples, "
                 f"of which {min(count, size)} are kept: return at least as many indices, all different, from 0 to "
                 f"{size - 1}."
             )
-        return found.to(torch.int64)
+        return ranking.to(torch.int64)
 
     def choose(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
         """Indices (count,), ascending, of the samples of one prompt to keep; those without a reward (NaN) come last."""
@@ -79,7 +79,7 @@ def down_sample(scored: ScoredRollout, rule: DownSampling | None, count: int) ->
     if rule is None or drawn == count:
         return rewards
     groups = zip(rewards.cpu().view(-1, drawn), lengths.cpu().view(-1, drawn), strict=True)
-    kept = torch.cat([number * drawn + rule.choose(*own, count) for number, own in enumerate(groups)])
+    kept = torch.cat([number * drawn + rule.choose(*group, count) for number, group in enumerate(groups)])
     is_dropped = torch.ones(len(rewards), dtype=torch.bool)
     is_dropped[kept] = False
     dropped = is_dropped.to(rewards.device)

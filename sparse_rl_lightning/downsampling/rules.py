@@ -23,7 +23,7 @@ class MaxVariance(DownSampling):
         count = min(count, len(order))
         splits = sorted(range(count + 1), key=lambda k: abs(2 * k - count))
         kept = [torch.cat([order[len(order) - k :], order[: count - k]]) for k in splits]
-        spreads = torch.stack([(rewards[own] - rewards[own].mean()).norm() for own in kept])
+        spreads = torch.stack([(rewards[subset] - rewards[subset].mean()).norm() for subset in kept])
         # equal are those that differ by no more than float32 rounds rewards, which were added up in it
         rounding = torch.finfo(torch.float32).eps * rewards.norm()
         return kept[int((spreads >= spreads.max() - rounding).int().argmax())]

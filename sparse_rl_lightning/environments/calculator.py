@@ -85,9 +85,9 @@ class Calculator(Environment):
         return self.step_share * self.num_right / max(len(self.wanted), self.num_calls, 1)
 
     def _read(self, text: str) -> tuple[int, str, int] | None:
-        found = _CALL.fullmatch(text)
-        if found is None:
+        match = _CALL.fullmatch(text)
+        if match is None:
             return None
-        sign, left, symbol, right = found.groups()
+        sign, left, symbol, right = match.groups()
         call = int(sign + left), symbol, int(right)
         return call if max(abs(call[0]), call[2]) < self.limit else None

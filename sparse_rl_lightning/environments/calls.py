@@ -163,16 +163,16 @@ class _Workers:
                 thread.start()
 
     def _work(self, call: Call) -> None:
-        own = id(threading.current_thread())
+        thread = id(threading.current_thread())
         while True:
             call.run()
             with self._lock:
-                if self._running.get(own) is not call:  # it was given up meanwhile
+                if self._running.get(thread) is not call:  # it was given up meanwhile
                     return
                 if not self._waiting:
-                    del self._running[own]
+                    del self._running[thread]
                     return
-                call = self._running[own] = self._waiting.popleft()
+                call = self._running[thread] = self._waiting.popleft()
 
 
 _WORKERS = _Workers()

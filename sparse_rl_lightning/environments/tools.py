@@ -69,8 +69,8 @@ class ToolEnvironment(Environment):
 
     def reset(self, row: dict[str, Any]) -> Any:
         """Reset the object; the prompt is the row's, with the text that the object returns behind it."""
-        found = None if self.environment is None else self.environment.reset(**row)
-        return _then(found, partial(_opening, row))
+        reply = None if self.environment is None else self.environment.reset(**row)
+        return _then(reply, partial(_opening, row))
 
     def step(self, text: str) -> Any:
         """Answer the turn's calls. Functions run here; those that are ``async`` are left to what is returned."""
@@ -124,11 +124,11 @@ def as_factory(environment: Any) -> EnvironmentFactory:
     """
     if not callable(environment):
         raise UserError(f"environment is {environment!r:.200}: {_ALLOWED}")
-    found = environment()
-    tools = found.tools if isinstance(found, Environment) else _methods(found)
-    if not isinstance(found, Environment):
-        if not callable(getattr(found, "reset", None)) or not (tools or hasattr(found, "get_reward")):
-            raise UserError(f"environment creates {found!r:.200}: {_ALLOWED}")
+    example = environment()
+    tools = example.tools if isinstance(example, Environment) else _methods(example)
+    if not isinstance(example, Environment):
+        if not callable(getattr(example, "reset", None)) or not (tools or hasattr(example, "get_reward")):
+            raise UserError(f"environment creates {example!r:.200}: {_ALLOWED}")
         environment = partial(ToolEnvironment, environment)
     for tool in tools:
         try:
@@ -150,10 +150,10 @@ _ALLOWED = (
 )
 
 
-def _methods(found: Any) -> list[Callable[..., Any]]:
+def _methods(instance: Any) -> list[Callable[..., Any]]:
     """Public methods of an object's class but for class methods, as in TRL, without evaluating its properties."""
-    names = [name for name, _ in inspect.getmembers(type(found), inspect.isfunction)]
-    return [getattr(found, name) for name in names if not name.startswith("_") and name not in _OWN]
+    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _OWN]
 
 
 def _opening(row: dict[str, Any], more: Any) -> list[dict[str, Any]] | None:
@@ -190,13 +190,13 @@ def _answer(calls: Sequence[ToolCall], results: Sequence[Any]) -> tuple[list[dic
     return messages, None
 
 
-def _then(found: Any, function: Callable[[Any], Any]) -> Any:
-    """The function of what was found, as soon as it is there."""
+def _then(reply: Any, function: Callable[[Any], Any]) -> Any:
+    """The function of a reply, which may have to be awaited."""
 
     async def later() -> Any:
-        return function(await found)
+        return function(await reply)
 
-    return later() if inspect.isawaitable(found) else function(found)
+    return later() if inspect.isawaitable(reply) else function(reply)
 
 
 async def _all(results: Sequence[Any]) -> list[Any]:

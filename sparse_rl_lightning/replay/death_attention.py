@@ -66,9 +66,10 @@ def flex_death_attention(
 
     ``compiled=False`` runs PyTorch's slow version, which stores all scores and, on the CPU, has no backward pass.
     """
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # queries and keys come rotated, in float32: torch before 2.13 mixes no types
-        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
+    device_type = query.device.type
+    # queries and keys come rotated, in float32: torch before 2.13 mixes no types
+    if torch.is_autocast_enabled(device_type):
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device_type)) for tensor in (query, key, value))
     group, length = query.shape[1] // key.shape[1], key.shape[2]
     first, more = divmod(length - query.shape[2], BLOCK)  # queries that are not asked for: whole blocks, and others
     query = F.pad(query, (0, 0, more, 0)) if more else query

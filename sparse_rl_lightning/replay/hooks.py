@@ -34,22 +34,22 @@ def register(name: str, keyword: str, attend: Attend) -> None:
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        layer, capped = cache_layer(module), others.get("softcap") is not None
-        if capped or keyword not in others:
+        layer, capped = cache_layer(module), options.get("softcap") is not None
+        if capped or keyword not in options:
             reason = "has a cap on its logits" if capped else "does not receive the arguments of the model's call"
             raise UserError(
                 f"{type(module).__name__} (layer {module.layer_idx}) {reason}, so rollouts and replay cannot reproduce "
                 f"it. {WORKS}"
             )
-        if others.get("dropout"):
+        if options.get("dropout"):
             raise UserError(
-                f"{type(module).__name__} has attention_dropout={others['dropout']}, and what the sampler attended to "
+                f"{type(module).__name__} has attention_dropout={options['dropout']}, and what the sampler attended to "
                 "is computed again without. Set model.learner.disable_dropout to true."
             )
-        sinks = others.get("s_aux")  # learned ones
-        outputs = attend(others[keyword], layer, query, key, value, scaling, sinks)
+        sinks = options.get("s_aux")  # learned ones
+        outputs = attend(options[keyword], layer, query, key, value, scaling, sinks)
         return outputs.transpose(1, 2).contiguous(), None  # as transformers' own return it: some models view it
 
     AttentionInterface.register(name, attention)
@@ -95,5 +95,5 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sin
     return torch_attention(query, key, value, None, scale, sinks, enable_gqa=True)
 
 
-register(REPLAY, "death", lambda death, layer, q, k, v, *others: death_attention(q, k, v, death[layer], *others))
+register(REPLAY, "death", lambda death, layer, q, k, v, *rest: death_attention(q, k, v, death[layer], *rest))
 register(CAUSAL, "causal", lambda _, layer, *inputs: plain_attention(*inputs))

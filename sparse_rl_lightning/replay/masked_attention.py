@@ -39,11 +39,11 @@ def masked_attention(
     batch, heads, length, _ = key.shape
     first = length - query.shape[2]
     grouped, keys, values = group_heads(query, key, value)
-    own = None if sinks is None else sinks.view(heads, -1).repeat(batch, 1)  # (B x H, Hq / H)
+    grouped_sinks = None if sinks is None else sinks.view(heads, -1).repeat(batch, 1)  # (B x H, Hq / H)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         mask = mask_of(start, start + query.shape[2]).flatten(0, 1)
-        return torch_attention(query, key, value, mask, scale, own)
+        return torch_attention(query, key, value, mask, scale, grouped_sinks)
 
     size = max(1, mask_bytes // (BYTES_PER_PAIR * batch * heads * length))
     if size >= length - first:

@@ -71,22 +71,23 @@ class SharedPrompts:
         """Attention (1, Hq, N, D) of the row, from its queries, keys and values (1, ., N, D)."""
         death = None if self.deaths is None else self.deaths[layer]
         death = None if death is None else death[..., : self.places.shape[1]]
-        q, k, v = (_unfolded(one, self.places[self.leaders, : self.longest]) for one in (query, key, value))
+        q, k, v = (_unfolded(heads, self.places[self.leaders, : self.longest]) for heads in (query, key, value))
         if death is None:
             of_prompts = plain_attention(q, k, v, scale, sinks)
         else:
             of_prompts = death_attention(q, k, v, death[self.leaders, :, : self.longest], scale, sinks)
         q = _unfolded(query, self.places[:, self.first :])
-        k, v = (_unfolded(one, self.places) for one in (key, value))
+        k, v = (_unfolded(heads, self.places) for heads in (key, value))
         of_completions = death_attention(q, k, v, death, scale, sinks, self.ends)
-        found = torch.cat([one.transpose(1, 2).flatten(0, 1) for one in (of_prompts, of_completions)])  # (., Hq, D)
-        return found.index_select(0, self.outputs).transpose(0, 1)[None]
+        # (., Hq, D)
+        attended = torch.cat([heads.transpose(1, 2).flatten(0, 1) for heads in (of_prompts, of_completions)])
+        return attended.index_select(0, self.outputs).transpose(0, 1)[None]
 
 
 def _unfolded(row: Tensor, places: Tensor) -> Tensor:
     """The tokens of a row (1, H, N, D) at places (R, L): (R, H, L, D)."""
-    found = row[0].index_select(1, places.flatten())
-    return found.view(len(found), *places.shape, -1).transpose(0, 1)
+    tokens = row[0].index_select(1, places.flatten())
+    return tokens.view(len(tokens), *places.shape, -1).transpose(0, 1)
 
 
 register(SHARED, "shared", SharedPrompts.attend)

@@ -105,12 +105,12 @@ class PagedCache(SlotCache):
         each, if they are scored.
         """
         r = self.retriever
-        held, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))
+        entries, dense = lengths[r.num_dense_layers :], lengths[: r.num_dense_layers].sum(dim=(0, 2))
         limits = self.limits.unsqueeze(-1)
-        left_out = (page_counts(held, r.page_size) - limits).clamp(min=0)  # whole pages: the last is always read
+        left_out = (page_counts(entries, r.page_size) - limits).clamp(min=0)  # whole pages: the last is always read
         competed = left_out + limits - r.num_first_pages - r.num_last_pages
         scored = torch.where(left_out > 0, competed * (r.num_vectors / 2), 0.0)
-        read = (held - left_out * r.page_size + scored).sum(dim=(0, 2))
+        read = (entries - left_out * r.page_size + scored).sum(dim=(0, 2))
         return (dense + read) / (lengths.shape[0] * lengths.shape[2])
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:
@@ -195,7 +195,7 @@ class PagedCache(SlotCache):
 
 def check_retriever(retriever: Retriever, compressor: Compressor, geometry: CacheGeometry) -> None:
     """Refuse combinations that a retriever cannot work with, by name."""
-    name, other = type(retriever).__name__, type(compressor).__name__
+    name, method = type(retriever).__name__, type(compressor).__name__
     num_layers, kv_dtype = geometry.num_layers, geometry.kv_dtype
     if geometry.windows:
         raise UserError(
@@ -214,13 +214,13 @@ def check_retriever(retriever: Retriever, compressor: Compressor, geometry: Cach
         )
     if compressor.needs_attention:
         raise UserError(
-            f"{other} counts the attention that every entry receives, and {name} does not compute it for the pages "
+            f"{method} counts the attention that every entry receives, and {name} does not compute it for the pages "
             "that are not read. Combine it with a compressor that does not, such as SnapKV or RKV."
         )
     if compressor.evicts and compressor.budget_rule.splits_heads:
         raise UserError(
             f"{name} keeps as many pages of every head, and {type(compressor.budget_rule).__name__} gives heads "
-            f"different memory. Set {other}'s budget_rule to Uniform or Pyramid."
+            f"different memory. Set {method}'s budget_rule to Uniform or Pyramid."
         )
     if kv_dtype.itemsize < 2:
         raise UserError(

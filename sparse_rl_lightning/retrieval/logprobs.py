@@ -57,7 +57,7 @@ def retrieval_logprobs(
     check_full_layers(model, rollout.sequences.shape[1], type(retriever).__name__)
     pages = LearnerPages(rollout.prompt_lengths, retriever, num_layers=len(attention_modules(model)))
     with attention_implementation(model, RETRIEVAL):
-        found = sequence_logprobs(
+        statistics = sequence_logprobs(
             model,
             rollout.sequences,
             rollout.completion_mask,
@@ -67,7 +67,7 @@ def retrieval_logprobs(
             rollout.routing,
             retrieval=pages,
         )
-    return RetrievalLogprobs(*found)
+    return RetrievalLogprobs(*statistics)
 
 
 RETRIEVAL = "sparse_rl_retrieval"

@@ -41,5 +41,5 @@ class Centroid(Retriever):
     @property
     def kernel(self) -> PageReduction | None:
         """The group's reduction, unless a subclass computes something else."""
-        own = type(self).summarize is Centroid.summarize and type(self).score is Centroid.score
-        return self.group_reduction if own else None
+        is_standard = type(self).summarize is Centroid.summarize and type(self).score is Centroid.score
+        return self.group_reduction if is_standard else None

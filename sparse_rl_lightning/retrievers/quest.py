@@ -44,5 +44,5 @@ class Quest(Retriever):
     @property
     def kernel(self) -> PageReduction | None:
         """The group's reduction, unless a subclass computes something else."""
-        own = type(self).summarize is Quest.summarize and type(self).score is Quest.score
-        return self.group_reduction if own else None
+        is_standard = type(self).summarize is Quest.summarize and type(self).score is Quest.score
+        return self.group_reduction if is_standard else None
