@@ -209,11 +209,11 @@ def conversations(model: PreTrainedModel, compressor: Compressor) -> tuple[Rollo
         session.advance()
         put_back(session)
         for one in list(session.scheduler.paused.values()):
-            text = [5 + (7 * one.sequence + 3 * i) % 60 for i in range(2 + (one.sequence + 5 * len(one.given)) % 8)]
-            if len(one.given) < 4 and len(text) <= session.room(one.sequence):
-                session.append(one.sequence, text)
+            text = [5 + (7 * one.number + 3 * i) % 60 for i in range(2 + (one.number + 5 * len(one.observations)) % 8)]
+            if len(one.observations) < 4 and len(text) <= session.room(one.number):
+                session.append(one.number, text)
             else:
-                session.finish(one.sequence)
+                session.finish(one.number)
     return session.take(numbers).to("cpu"), session.scheduler.num_steps
 
 

@@ -57,12 +57,12 @@ Temperature and the like are settings of a rollout, whatever the model recommend
 
 def warn_of_generation_config(model: PreTrainedModel) -> None:
     """Name what a model's ``generation_config`` asks for and rollouts draw without."""
-    given = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
-    if given:
-        here = [f"{name} is sampling.{NOT_FOLLOWED[name]} here" for name in given if NOT_FOLLOWED[name]]
+    ignored = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
+    if ignored:
+        here = [f"{name} is sampling.{NOT_FOLLOWED[name]} here" for name in ignored if NOT_FOLLOWED[name]]
         warnings.warn(
-            f"{', '.join(given)} of the model's generation_config: rollouts draw without "
-            f"{'them' if len(given) > 1 else 'it'}. {'; '.join([*here, ''])}remove what is not meant from "
+            f"{', '.join(ignored)} of the model's generation_config: rollouts draw without "
+            f"{'them' if len(ignored) > 1 else 'it'}. {'; '.join([*here, ''])}remove what is not meant from "
             "generation_config.json.",
             stacklevel=3,
         )

@@ -263,12 +263,12 @@ class Generator:
             )
         return None if context is None else context - longest
 
-    def admit(self, rows: Rows, place: Callable[[int], str], params: SamplingParams | None = None) -> Rows:
+    def admit(self, rows: Rows, where: Callable[[int], str], params: SamplingParams | None = None) -> Rows:
         """The rows whose prompts can be completed; what becomes of those that are too long, an option says.
 
         Args:
             rows: All rows of a data set.
-            place: Where a row comes from, by its index.
+            where: Where a row comes from, by its index.
             params: Sampling parameters, default those of training.
 
         Raises:
@@ -278,16 +278,16 @@ class Generator:
             return rows
         for index, row in enumerate(rows):
             if "prompt" not in row:
-                raise UserError(f"{place(index)} has no column 'prompt'. Its columns are: {', '.join(map(repr, row))}.")
+                raise UserError(f"{where(index)} has no column 'prompt'. Its columns are: {', '.join(map(repr, row))}.")
         assert self._policy is not None
         most, how = self.room(params), self.options.on_long_prompt
-        too_long = long_prompts(self.tokenizer, [row["prompt"] for row in rows], most, self._described, place)
+        too_long = long_prompts(self.tokenizer, [row["prompt"] for row in rows], most, self._described, where)
         if not too_long:
             return rows
         first, length = next(iter(too_long.items()))
         longest = (params or self.sampling).max_completion_length
         text = (
-            f"{place(first)}: the prompt has {length} tokens; with max_completion_length={longest} that exceeds "
+            f"{where(first)}: the prompt has {length} tokens; with max_completion_length={longest} that exceeds "
             f"the model's context of {longest_sequence(self._policy.config)} tokens, as in {len(too_long)} of "
             f"{len(rows)} rows."
         )
@@ -316,9 +316,9 @@ class Generator:
     ) -> ScoredRollout:
         """The rollout with its text and conversations, and with the time since ``start``."""
         seconds = {"rollout": time.perf_counter() - start}
-        texts = self.texts(rollout) if talks is None else [one.completion for one in talks]
-        asked = partial(self._prompt_texts, rollout)
-        return ScoredRollout(rollout, rows, texts, {}, index, seconds, conversations=talks, prompt_texts=asked)
+        texts = self.texts(rollout) if talks is None else [conversation.completion for conversation in talks]
+        prompt_texts = partial(self._prompt_texts, rollout)
+        return ScoredRollout(rollout, rows, texts, {}, index, seconds, conversations=talks, prompt_texts=prompt_texts)
 
     def texts(self, rollout: Rollout) -> list[str]:
         """The completions of a rollout as text."""
@@ -337,7 +337,7 @@ class Generator:
         """Ids of this rank's sequences in rollout ``index``, different in every rollout and rank."""
         places = range(self.rank * prompts, (self.rank + 1) * prompts) if places is None else places
         first = index * prompts * self.world_size * generations if first is None else first
-        return [first + place * generations + sample for place in places for sample in range(generations)]
+        return [first + position * generations + sample for position in places for sample in range(generations)]
 
     def _tell_memory_plan(self, plan: MemoryPlan | None, dense: bool) -> None:
         """Report once per cache how many slots the memory limit allows, during the first rollout."""

@@ -81,12 +81,12 @@ def cut_observation(tokenizer: PreTrainedTokenizerBase, observation: Observation
     if isinstance(observation, str):
         return _first_tokens(tokenizer, observation, most)
     valid_messages(observation)
-    found = []
+    cut = []
     for message in observation:
         content = _first_tokens(tokenizer, message["content"], most)
         most -= _length(tokenizer, content)
-        found.append(message | {"content": content})
-    return found
+        cut.append(message | {"content": content})
+    return cut
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> str:
@@ -110,7 +110,7 @@ def _length(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode text that stands behind other text, where no tokenizer adds a space or a token of its own."""
     before, text = "\x01", valid_unicode(text)  # which merges with nothing
-    head, ids = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, before + text))
+    head, ids = (tokenizer(string, add_special_tokens=False)["input_ids"] for string in (before, before + text))
     if ids[: len(head)] == head:
         return list(ids[len(head) :])
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -179,11 +179,11 @@ def _behind_calls(render: _Render, messages: list[dict[str, Any]], special: re.P
     calls = [
         {
             "type": "function",
-            "id": one.get("tool_call_id"),
-            "function": {"name": one.get("name"), "arguments": {"x": _TURN}},
+            "id": message.get("tool_call_id"),
+            "function": {"name": message.get("name"), "arguments": {"x": _TURN}},
         }
-        for one in messages
-        if one["role"] == "tool"
+        for message in messages
+        if message["role"] == "tool"
     ]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     before, whole = render([turn], False), render([turn, *messages], True)

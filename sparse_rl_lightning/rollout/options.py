@@ -223,14 +223,14 @@ class RolloutOptions:
                 "unfinished sequences stay in the pool while the learner works. Set model.rollout.keep_pool to true",
             ),
         }
-        for setting, (given, why) in reasons.items():
-            if given:
+        for setting, (conflicts, why) in reasons.items():
+            if conflicts:
                 raise UserError(
                     f"rollout.partial_rollout_steps={steps} does not work with {setting}: {why}, or "
                     "model.rollout.partial_rollout_steps to null."
                 )
 
 
-def full_cache_limit(given: float | None, device: torch.device) -> float | None:
-    """The memory limit of a sampler that keeps everything: on a GPU most of what is free, where none is given."""
-    return OF_FULL_CACHE if given is None and device.type != "cpu" else given
+def full_cache_limit(limit: float | None, device: torch.device) -> float | None:
+    """The memory limit of a sampler with the full cache; without one, on a GPU, most of the free memory."""
+    return OF_FULL_CACHE if limit is None and device.type != "cpu" else limit

@@ -107,7 +107,7 @@ def valid_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If one has no role, or no content that is text.
     """
-    found = []
+    valid = []
     for message in messages:
         text = content_text(message)
         if text is None:
@@ -115,8 +115,8 @@ def valid_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"a chat message must be a mapping with role and content (text, or a list of text parts), got "
                 f"{message!r}."
             )
-        found.append(message | {"content": valid_unicode(text)})
-    return found
+        valid.append(message | {"content": valid_unicode(text)})
+    return valid
 
 
 def content_text(message: Any) -> str | None:
@@ -126,8 +126,10 @@ def content_text(message: Any) -> str | None:
     content = message.get("content")
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
-    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
+    parts = [
+        piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else None for piece in content
+    ]
+    texts = [piece for piece in parts if isinstance(piece, str)]
     return "".join(texts) if len(texts) == len(content) else None
 
 
@@ -166,10 +168,10 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the template does not use: it would ignore a misspelled one silently."""
-    own = [name for name in arguments if name in OWN_ARGUMENTS]
-    if own:
+    reserved = [name for name in arguments if name in OWN_ARGUMENTS]
+    if reserved:
         raise UserError(
-            f"chat_template_kwargs: {', '.join(own)} cannot be set: a last message of the assistant is continued, "
+            f"chat_template_kwargs: {', '.join(reserved)} cannot be set: a last message of the assistant is continued, "
             "and behind any other an answer begins."
         )
     template = tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
@@ -193,7 +195,7 @@ def long_prompts(
     prompts: Sequence[Prompt],
     most: int | None,
     chat_template_kwargs: Mapping[str, Any] | None,
-    place: Callable[[int], str],
+    where: Callable[[int], str],
 ) -> dict[int, int]:
     """Prompts with more than ``most`` tokens (None: no limit), by index, with their number of tokens.
 
@@ -204,22 +206,22 @@ def long_prompts(
         prompts: Prompts.
         most: Largest number of tokens.
         chat_template_kwargs: More arguments for the template.
-        place: Where a prompt comes from, by its index, for errors.
+        where: Where a prompt comes from, by its index, for errors.
 
     Raises:
         ValueError: If a prompt cannot be encoded.
     """
-    found = {}
+    too_long = {}
     for index, prompt in enumerate(prompts):
         try:
             text = prompt if isinstance(prompt, str) else _rendered(tokenizer, prompt, chat_template_kwargs or {})
             if not text or (most is not None and most_tokens(tokenizer, text) > most):
                 length = len(encode_prompt(tokenizer, prompt, chat_template_kwargs))
                 if most is not None and length > most:
-                    found[index] = length
+                    too_long[index] = length
         except ValueError as error:
-            raise UserError(f"{place(index)}: {error}") from error
-    return found
+            raise UserError(f"{where(index)}: {error}") from error
+    return too_long
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> float:
@@ -285,8 +287,8 @@ def check_prompts(
             f"prompts is one array of shape {shape}, whose rows may be padded: give a list with the token ids of each "
             "prompt without padding, e.g. [row[mask].tolist() for row, mask in zip(ids, attention_mask.bool())]."
         )
-    found = [_token_ids(prompt, index, vocab_size) for index, prompt in enumerate(prompts)]
-    lengths = [len(prompt) for prompt in found]
+    token_ids = [_token_ids(prompt, index, vocab_size) for index, prompt in enumerate(prompts)]
+    lengths = [len(prompt) for prompt in token_ids]
     # scaled positions reach further than this number of a configuration
     if max(lengths) + params.max_completion_length > (getattr(model.config, "max_position_embeddings", None) or 0):
         context = context_length(model.config)
@@ -299,30 +301,30 @@ def check_prompts(
                 f"that exceeds the model's context of {context} tokens. Drop long prompts or lower "
                 "max_completion_length."
             )
-    return found
+    return token_ids
 
 
 def _token_ids(prompt: Any, index: int, vocab_size: int) -> list[int]:
     """One prompt as a list of whole numbers in the vocabulary."""
-    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(given, str) or not hasattr(given, "__len__"):
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(tokens, str) or not hasattr(tokens, "__len__"):
         raise UserError(
-            f"prompt {index} is {given!r:.80}: prompts is a list with a list of token ids for each prompt. Text must "
+            f"prompt {index} is {tokens!r:.80}: prompts is a list with a list of token ids for each prompt. Text must "
             "be tokenized first, and a single prompt stands in a list of its own."
         )
-    if len(given) == 0:
+    if len(tokens) == 0:
         raise UserError(f"prompt {index} is empty: every prompt needs at least one token.")
-    check_tokens(given, vocab_size, f"prompt {index}")
-    return [int(token) for token in given]
+    check_tokens(tokens, vocab_size, f"prompt {index}")
+    return [int(token) for token in tokens]
 
 
-def check_tokens(given: Iterable[object], vocab_size: int, where: str) -> None:
+def check_tokens(tokens: Iterable[object], vocab_size: int, where: str) -> None:
     """Refuse ids that the model has no embedding of.
 
     Raises:
         ValueError: If there is one.
     """
-    wrong = [token for token in given if not _is_token(token, vocab_size)]
+    wrong = [token for token in tokens if not _is_token(token, vocab_size)]
     if wrong and isinstance(wrong[0], Integral) and int(wrong[0]) >= vocab_size:
         raise UserError(
             f"{where} holds token id {int(wrong[0])}, but the model has embeddings of 0 to {vocab_size - 1}. If tokens "
@@ -347,10 +349,10 @@ def check_end_tokens(ids: Sequence[int] | Tensor, vocab_size: int, where: str = 
     ids = ids.tolist() if isinstance(ids, Tensor) else ids
     wrong = [token for token in ids if not _is_token(token, vocab_size)]
     if wrong:
-        others = " Without end_token_ids they are those of the model's generation_config."
+        hint = " Without end_token_ids they are those of the model's generation_config."
         raise UserError(
             f"{where} holds {wrong[0]!r}, which the model can never draw: end tokens are whole numbers from 0 to "
-            f"{vocab_size - 1}.{others if where == 'end_token_ids' else ''}"
+            f"{vocab_size - 1}.{hint if where == 'end_token_ids' else ''}"
         )
     return [int(token) for token in ids]
 
@@ -371,15 +373,15 @@ def default_end_token_ids(
     ids = model.config.eos_token_id if ids is None else ids
     ids = [] if ids is None else [ids] if isinstance(ids, int | str) else ids
     vocab_size: int = model.config.vocab_size
-    own = check_end_tokens(ids, vocab_size, "eos_token_id of the model's generation_config")
-    other = None if tokenizer is None else tokenizer.eos_token_id
-    if tokenizer is None or not _is_token(other, vocab_size) or other in own:
-        return own
-    if own and tell:
-        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in own)
+    end_ids = check_end_tokens(ids, vocab_size, "eos_token_id of the model's generation_config")
+    tokenizer_id = None if tokenizer is None else tokenizer.eos_token_id
+    if tokenizer is None or not _is_token(tokenizer_id, vocab_size) or tokenizer_id in end_ids:
+        return end_ids
+    if end_ids and tell:
+        named = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in end_ids)
         warnings.warn(
             f"The model's generation_config ends completions with {named}, its tokenizer with {tokenizer.eos_token} "
-            f"({other}): either ends one, in rollouts and in what a warm-up teaches.",
+            f"({tokenizer_id}): either ends one, in rollouts and in what a warm-up teaches.",
             stacklevel=3,
         )
-    return [*own, cast(int, other)]
+    return [*end_ids, cast(int, tokenizer_id)]

@@ -190,7 +190,7 @@ class RolloutSession:
     @property
     def waiting_turns(self) -> list[int]:
         """The sequences that are paused, slot by slot."""
-        return [turn.sequence for _, turn in sorted(self._paused.items())]
+        return [turn.number for _, turn in sorted(self._paused.items())]
 
     def turn(self, sequence: int) -> list[int]:
         """The tokens of the turn that a paused sequence has just drawn.
@@ -266,7 +266,7 @@ class RolloutSession:
     def _paused_turn(self, sequence: int) -> tuple[int, TurnSequence]:
         """The slot and the state of a paused sequence."""
         for slot, turn in self._paused.items():
-            if turn.sequence == sequence:
+            if turn.number == sequence:
                 return slot, turn
         raise UserError(
             f"sequence {sequence} is not paused. Paused are {sorted(self.paused)}"

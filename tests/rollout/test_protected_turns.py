@@ -185,7 +185,7 @@ def test_conversations_that_are_put_back_go_on() -> None:
     whole = converse(model, compressor)
     session = new_session(model, compressor)
     session.add(PROMPTS, range(10))
-    while not all(len(one.given) > 1 for one in session.scheduler.in_slots.values()):
+    while not all(len(one.observations) > 1 for one in session.scheduler.in_slots.values()):
         session.advance(max_steps=1)
         answer(session, range(10))
     put_back(session)
@@ -207,10 +207,10 @@ def fill(session: RolloutSession, more: int) -> list[int]:
     while session.num_unfinished:
         session.advance()
         for slot, one in list(session.scheduler.paused.items()):
-            if one.given:
-                session.finish(one.sequence)
+            if one.observations:
+                session.finish(one.number)
             else:
-                rooms.append(session.room(one.sequence))
+                rooms.append(session.room(one.number))
                 session.scheduler.give(slot, [7] * (rooms[-1] + more))  # what append does when it has checked
     return rooms
 
@@ -263,9 +263,9 @@ def test_room_is_not_limited_where_nothing_is_evicted_any_more() -> None:
         while not session.paused:
             session.advance(max_steps=1)
         one = next(iter(session.scheduler.paused.values()))
-        room = session.room(one.sequence)
+        room = session.room(one.number)
         assert room == one.last - one.num_fed - 1
-        session.append(one.sequence, [7] * room)
+        session.append(one.number, [7] * room)
         talk(session, range(4))
 
 

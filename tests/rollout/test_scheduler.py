@@ -85,7 +85,7 @@ def test_a_sequence_goes_on_for_at_most_two_windows(readings: Any, monkeypatch: 
         before, done = dict(self.running), {n: dict(group.finished) for n, group in self.groups.items()}
         closed = close(self, check)
         for one in before.values():
-            number, sample = divmod(one.sequence, self.params.num_generations)
+            number, sample = divmod(one.number, self.params.num_generations)
             if sample in self.groups[number].finished.keys() - done[number].keys():
                 end = len(self.groups[number].finished[sample].tokens) - 1
                 most[0] = max(most[0], one.num_fed - end)

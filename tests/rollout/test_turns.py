@@ -78,12 +78,12 @@ def talk(session: RolloutSession, ids: Sequence[int], most: int = 3, longest: in
 def answer(session: RolloutSession, ids: Sequence[int], most: int, longest: int) -> None:
     """Give every paused sequence some tokens, up to ``longest``, or end it."""
     for paused in list(session.scheduler.paused.values()):
-        number, turn = ids[paused.sequence], len(paused.given)
+        number, turn = ids[paused.number], len(paused.observations)
         text = [5 + (number * 31 + turn * 17 + i * 7) % 90 for i in range(1 + (number + 5 * turn) % longest)]
-        if turn == most or len(text) > session.room(paused.sequence):
-            session.finish(paused.sequence)
+        if turn == most or len(text) > session.room(paused.number):
+            session.finish(paused.number)
         else:
-            session.append(paused.sequence, text)
+            session.append(paused.number, text)
 
 
 def new_session(
@@ -194,12 +194,12 @@ def test_others_go_on_while_one_waits() -> None:
     waiting: set[int] = set()
     session.advance(until=lambda: bool(session.paused), max_steps=0)
     waiting = set(session.paused)
-    before = {one.sequence: one.num_fed for one in session.scheduler.running.values()}
+    before = {one.number: one.num_fed for one in session.scheduler.running.values()}
     session.advance()
     assert waiting <= set(session.paused)
     assert before
     for sequence, fed in before.items():
-        own = [one for one in session.scheduler.in_slots.values() if one.sequence == sequence]
+        own = [one for one in session.scheduler.in_slots.values() if one.number == sequence]
         assert not own or own[0].num_fed > fed
     assert session.num_unfinished == len(session.paused)
 

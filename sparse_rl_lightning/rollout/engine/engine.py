@@ -96,16 +96,16 @@ class EngineKey:
         A slot may be larger than needed if its size depends on the prompts; if it depends on the compressor alone, a
         raised or lowered budget gets slots of its own size.
         """
-        own, before, c = self.size, last.size, self.compressor
+        size, before, c = self.size, last.size, self.compressor
         if self.geometry != last.geometry:
             return self
         # if the compressor alone decides on the capacities, only equal ones are reused: a lowered budget frees memory
-        if before.covers(own) and (own.capacities == before.capacities or not (c.evicts and c.compress_prompt)):
+        if before.covers(size) and (size.capacities == before.capacities or not (c.evicts and c.compress_prompt)):
             return replace(self, size=before)
         # alternating rollouts (training and validation) get one cache for both, instead of two allocations per turn;
         # not under a memory limit, whose plan was made for this key alone
-        both = own.enlarged(before, own.capacities)
-        alike = both == before.enlarged(own, before.capacities)
+        both = size.enlarged(before, size.capacities)
+        alike = both == before.enlarged(size, before.capacities)
         return replace(self, size=both) if alike and self.memory_plan is None else self
 
 
@@ -206,7 +206,7 @@ class Engine:
         return self._graphs is not None
 
     def _new_graphs(self) -> StepGraphs | None:
-        device, asked, name = self.key.geometry.device, self.key.cuda_graphs, type(self.key.compressor).__name__
+        device, option, name = self.key.geometry.device, self.key.cuda_graphs, type(self.key.compressor).__name__
         reason = ""
         if device.type != "cuda":
             reason = f"the model is on {device}: move it to a GPU"
@@ -216,9 +216,9 @@ class Engine:
                 if self.cache.size.has_state
                 else "the retriever has no kernel: use Centroid or Quest"
             )
-        if reason and asked == "require":
+        if reason and option == "require":
             raise UserError(f"cuda_graphs=require, but decode steps cannot be captured: {reason}, or cuda_graphs=true.")
-        return StepGraphs(self.key.size.num_slots, device, asked == "require") if asked and not reason else None
+        return StepGraphs(self.key.size.num_slots, device, option == "require") if option and not reason else None
 
 
 class DecodeStep:
@@ -280,9 +280,9 @@ class StepGraphs:
             step(rows)
             return
         # the graph reads its own row numbers, at a fixed address
-        graph, own = self._graphs[len(rows.slots)]
-        own.slots.copy_(rows.slots)
-        own.places.copy_(rows.places)
+        graph, captured = self._graphs[len(rows.slots)]
+        captured.slots.copy_(rows.slots)
+        captured.places.copy_(rows.places)
         graph.replay()
 
     def _capture_all(self, step: Step) -> None:

@@ -31,9 +31,9 @@ def extend(engine: Engine, chunks: list[Chunk]) -> Tensor:
     slots, stops = upload([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]], cache.tokens.device)
     cache.seen[slots] = stops
     per_token = cache.geometry.num_layers * cache.geometry.num_kv_heads
-    for chunk, held in zip(chunks, cache.entries_held(slots), strict=True):
+    for chunk, num_entries in zip(chunks, cache.entries_held(slots), strict=True):
         later = torch.arange(chunk.count - 1, -1, -1, device=slots.device)
-        cache.held[chunk.slot, chunk.start : chunk.stop] = held - per_token * later.int()
+        cache.held[chunk.slot, chunk.start : chunk.stop] = num_entries - per_token * later.int()
     return engine.decoder.logits(hidden[texts.last])
 
 

@@ -61,7 +61,7 @@ class MemoryPlan:
     total_bytes: int  # everything that is stored per slot
     limit: int  # limit of total_bytes, in bytes
     why: str  # one sentence for the log
-    given: float  # the limit as it was given
+    memory_limit: float  # as it was set: a share, or bytes
     origin: str  # origin of the limit, in words
 
 
@@ -93,24 +93,24 @@ def slot_bytes(
         cache = replace(size, num_slots=num_slots).allocate(g)
         parts = cache.parts()
         if params is not None:
-            own = vars(logs(num_slots, size.max_length, params, g.device)).values()
-            parts["logs"] = [value for value in own if isinstance(value, Tensor)]
+            logged = vars(logs(num_slots, size.max_length, params, g.device)).values()
+            parts["logs"] = [value for value in logged if isinstance(value, Tensor)]
             if routed is not None:
                 parts["logs"].append(routed.empty(num_slots + 1, size.max_length, device=g.device))
-        held = {name: sum(tensor.nbytes for tensor in part) for name, part in parts.items()}
+        nbytes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in parts.items()}
         if params is not None and geometry.device.type == "cuda":
-            held["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)
+            nbytes["attention of long heads"] = partial_bytes(num_slots, g, cache.most_read)
         if params is not None and vocabulary and geometry.device.type == "cuda":
-            held["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, logits or geometry.dtype)
+            nbytes["drawing"] = 2 * drawing_bytes(num_slots, vocabulary, params, logits or geometry.dtype)
         if geometry.device.type == "cuda":
-            held["weights made for decoding"] = decoder
-        return held, cache.pool_bytes
+            nbytes["weights made for decoding"] = decoder
+        return nbytes, cache.pool_bytes
 
-    (one, pool), (two, pools) = measure(1), measure(2)
-    slot = {name: two[name] - one[name] for name in one}
+    (first, pool), (second, pools) = measure(1), measure(2)
+    slot = {name: second[name] - first[name] for name in first}
     total, words = sum(slot.values()), _words(g, size)
     arithmetic = " + ".join(f"{count:,} for {name}{words.get(name, '')}" for name, count in slot.items() if count)
-    return SlotBytes(total, pools - pool, sum(one.values()) - total, arithmetic)
+    return SlotBytes(total, pools - pool, sum(first.values()) - total, arithmetic)
 
 
 def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> int:
@@ -195,7 +195,7 @@ def plan_slots(
     Raises:
         ValueError: If not even one slot fits, with the arithmetic, or the limit is out of range.
     """
-    same = before is not None and before.given == limit
+    same = before is not None and before.memory_limit == limit
     available, origin = (before.limit, before.origin) if before is not None and same else _resolve(limit, device)
     fits = (available - slot.fixed) // slot.total
     if fits < 1:

@@ -134,8 +134,8 @@ class _Pack:
         rows, slots, places = self._recent
         # before the layer is stored: compressors score entries with the queries in the ring
         cache.queries[layer][slots, :, places] = query[rows].to(cache.queries.dtype)
-        kind = cache.key_pool.dtype
-        keys, values = (to_stored(t.transpose(0, 1), kind).contiguous() for t in (key, value))
+        dtype = cache.key_pool.dtype
+        keys, values = (to_stored(t.transpose(0, 1), dtype).contiguous() for t in (key, value))
         self.staged_bytes = keys.nbytes + values.nbytes
         packed = PackedPrompts(
             self.lengths, self._places, self._borders, keys, values,
@@ -197,14 +197,14 @@ class _Chunks:
         if ring:
             # only the chunk's last queries can stay in the ring, until later chunks overwrite them
             recent = torch.arange(max(start, stop - ring), stop, device=query.device)
-            slot, kind = self.prompt.slot, cache.queries.dtype
-            cache.queries[layer, slot, :, recent % ring] = query[recent - start].transpose(0, 1).to(kind)
+            slot, dtype = self.prompt.slot, cache.queries.dtype
+            cache.queries[layer, slot, :, recent % ring] = query[recent - start].transpose(0, 1).to(dtype)
         # after the last chunk the layer is complete, and goes into the slot like that of a pack of one prompt
         if self.is_last:
-            kind = cache.key_pool.dtype
+            dtype = cache.key_pool.dtype
             slots, borders = upload([[self.prompt.slot], [0, stop]], query.device)
             packed = PackedPrompts(
-                [stop], slots, borders, to_stored(keys, kind), to_stored(values, kind),
+                [stop], slots, borders, to_stored(keys, dtype), to_stored(values, dtype),
                 [self.prompt.evicted[layer]], [self.prompt.room],
                 [self._state[layer]] if cache.size.state_fields else None,
             )  # fmt: skip

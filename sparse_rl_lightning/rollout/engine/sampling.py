@@ -162,9 +162,9 @@ def penalize(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
 
 def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
     """The tokens (n, V), bool, that occur in the first ``lengths`` (n,) tokens of these sequences (n, T)."""
-    held = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    found = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
-    return found.scatter_(1, tokens.where(held, vocabulary), True)[:, :vocabulary]
+    is_before = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    occurs = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
+    return occurs.scatter_(1, tokens.where(is_before, vocabulary), True)[:, :vocabulary]
 
 
 def sequence_keys(seed: int | None, sequence_ids: Sequence[int] | Tensor) -> Tensor:

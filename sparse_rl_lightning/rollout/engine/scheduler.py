@@ -108,9 +108,9 @@ class Scheduler:
         numbers = range(self.num_prompts, self.num_prompts + len(prompts))
         self.num_prompts = numbers.stop
         for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
-            own = list(keys[index * samples : (index + 1) * samples])
+            sequence_keys = list(keys[index * samples : (index + 1) * samples])
             key = prompt_key(self.params.seed, prompt)
-            self.groups[number] = SequenceGroup(list(prompt), key, own, num_waiting=samples)
+            self.groups[number] = SequenceGroup(list(prompt), key, sequence_keys, num_waiting=samples)
         # the next sequence is last, so new prompts go to the front, behind all that are waiting
         self.waiting = [*reversed(range(numbers.start * samples, numbers.stop * samples)), *self.waiting]
         return numbers
@@ -152,18 +152,18 @@ class Scheduler:
         full = self.cache.full_bytes(longest)
         finished = [group.finished[sample] for group in groups for sample in range(len(group.keys))]
         rollout = self.finished.assemble(finished, g, self.cache.pool_bytes, full, self.prefill_peak_bytes)
-        own = [(group.key, sample) for group in groups for sample in group.keys]
-        (rollout.keys,) = upload([own], rollout.sequences.device)
+        keys = [(group.key, sample) for group in groups for sample in group.keys]
+        (rollout.keys,) = upload([keys], rollout.sequences.device)
         return rollout
 
     @property
     def progress(self) -> Progress:
         """The progress of the rollout so far."""
         # the last token drawn is not fed yet: num_fed + 1 tokens so far
-        own = self.in_slots
-        tokens = self.num_tokens + sum(one.num_fed + 1 - one.prompt_length for one in own.values())
-        total = self.num_finished + len(own) + len(self.waiting)
-        return Progress(self.num_steps, len(own), self.num_finished, total, tokens)
+        active = self.in_slots
+        tokens = self.num_tokens + sum(sequence.num_fed + 1 - sequence.prompt_length for sequence in active.values())
+        total = self.num_finished + len(active) + len(self.waiting)
+        return Progress(self.num_steps, len(active), self.num_finished, total, tokens)
 
     # ---------------------------------------------------------------- steps
 
@@ -201,7 +201,7 @@ class Scheduler:
     @property
     def _is_over(self) -> bool:
         """Whether all running sequences have reached their limit of length."""
-        return all(one.num_fed >= one.last for one in self.running.values())
+        return all(sequence.num_fed >= sequence.last for sequence in self.running.values())
 
     def prepare(self) -> bool:
         """Get ready to decode; returns whether first tokens were drawn."""
@@ -245,7 +245,7 @@ class Scheduler:
         if len(copies):
             self.cache.fork(sources, copies)
         self.logs.begin(places)
-        # so far the slots have the prompt's key, which is the same for all samples; from now on each has its own
+        # so far the slots have the prompt's key, the same for all samples; from now on each has the key of its sequence
         self.cache.sequence_keys[places] = keys
         self.cache.record_held(places)
         # the logits of the prompt's last token give every sample its first one
@@ -259,11 +259,13 @@ class Scheduler:
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
         """Tensors on the device: slots (B,), keys of their sequences; slots to copy from and to."""
-        slots = [slot for own in admitted.values() for slot in own]
+        slots = [slot for of_prompt in admitted.values() for slot in of_prompt]
         sequences = [self.running[slot] for slot in slots]
-        groups = [self.groups[one.sequence // self.params.num_generations] for one in sequences]
-        keys = [group.keys[one.sequence % len(group.keys)] for group, one in zip(groups, sequences, strict=True)]
-        pairs = [(first, slot) for first, *others in admitted.values() for slot in others]
+        groups = [self.groups[sequence.number // self.params.num_generations] for sequence in sequences]
+        keys = [
+            group.keys[sequence.number % len(group.keys)] for group, sequence in zip(groups, sequences, strict=True)
+        ]
+        pairs = [(first, slot) for first, *later in admitted.values() for slot in later]
         sources, copies = ([pair[i] for pair in pairs] for i in (0, 1))
         return upload([slots, keys, sources, copies], self.cache.tokens.device)
 
@@ -276,7 +278,7 @@ class Scheduler:
         tokens = [group.prompt for group in groups]
         self.cache.begin(list(number_of), tokens, [group.key for group in groups])
         trigger = engine.compression.trigger
-        prompts = [Prefill.of(own, slot, trigger) for own, slot in zip(tokens, number_of, strict=True)]
+        prompts = [Prefill.of(prompt, slot, trigger) for prompt, slot in zip(tokens, number_of, strict=True)]
         cached_bytes = sum(cached.nbytes for cached in self.cached_prompts.values())
         try:
             for prompt, logits, staged in prefill(engine, prompts, self.max_prefill_tokens):
@@ -292,7 +294,7 @@ class Scheduler:
             missing = [
                 slot for number, slots in admitted.items() if number not in self.cached_prompts for slot in slots
             ]
-            sequences = [self.running[slot].sequence for slot in missing]
+            sequences = [self.running[slot].number for slot in missing]
             raise UserError(
                 f"Reading the prompts of sequences {shown(sequences, 60)}, at decode step {self.num_steps}: {error}"
             ) from error
@@ -306,7 +308,9 @@ class Scheduler:
         self.engine.decode(self._rows)
         self.num_steps += 1
         # no read from the device: lengths are tracked on the host
-        return sorted(slot for slot, one in self.running.items() if one.feed(1, self.engine.compression.trigger))
+        return sorted(
+            slot for slot, sequence in self.running.items() if sequence.feed(1, self.engine.compression.trigger)
+        )
 
     def _compress(self, full: list[int]) -> bool:
         """Compress these slots; returns whether a sequence was closed, which is checked only after an error.
@@ -317,24 +321,25 @@ class Scheduler:
         try:
             self.compress(full, self.running)
         except UserError:
-            # nothing has finished, so it is about a sequence that is still running
+            # nothing has finished, so the error is of a sequence that is still running
             if not self._close():
                 raise
-            own = {slot: one for slot, one in self.in_slots.items() if one.num_fed < one.last}  # still running
-            self.compress([slot for slot in full if slot in own], own)
+            # sequences that have reached their limit are closed at the next check
+            running = {slot: sequence for slot, sequence in self.in_slots.items() if sequence.num_fed < sequence.last}
+            self.compress([slot for slot in full if slot in running], running)
             return True
         return False
 
     def compress(
-        self, full: list[int], own: Mapping[int, RunningSequence], parts: list[list[int]] | None = None
+        self, full: list[int], running: Mapping[int, RunningSequence], text_starts: list[list[int]] | None = None
     ) -> None:
-        """Compress these slots, whose sequences are in ``own``; ``parts`` is for compressors that tell them apart."""
+        """Compress these slots of ``running``; ``text_starts`` are the turns of each, where some are protected."""
         if full:
-            sequences = [own[slot] for slot in full]
-            lengths, room = [one.num_fed for one in sequences], [one.room for one in sequences]
-            self.engine.compression.compress(self.cache, full, lengths, room, parts)
-            for one in sequences:
-                one.cuts.append((one.num_fed, sum(one.evicted)))
+            sequences = [running[slot] for slot in full]
+            lengths, room = [sequence.num_fed for sequence in sequences], [sequence.room for sequence in sequences]
+            self.engine.compression.compress(self.cache, full, lengths, room, text_starts)
+            for sequence in sequences:
+                sequence.cuts.append((sequence.num_fed, sum(sequence.evicted)))
 
     def _close(self) -> bool:
         """Wait for the device, and close all sequences that have finished by now; returns whether there were any."""
@@ -350,7 +355,7 @@ class Scheduler:
     def _close_by(self, check: FinishCheck) -> bool:
         """Copy out the sequences that have finished by a check, and free their slots; returns whether any have."""
         ended = list(check.read())
-        bad = {s.running.sequence: s.broken - s.running.prompt_length for s in ended if s.broken is not None}
+        bad = {s.running.number: s.broken - s.running.prompt_length for s in ended if s.broken is not None}
         if bad:
             raise UserError(
                 f"The model's logits are NaN or infinite. Found at decode step {check.num_steps}; sequences and the "
@@ -359,17 +364,17 @@ class Scheduler:
             )
         closed = [event.slot for event in ended]
         for event in ended:
-            one = self.running.pop(event.slot)
-            assert one is event.running, "a slot was reassigned while a finish check was in flight"
-            self.end(event.slot, one, event.end, event.by_token)
+            sequence = self.running.pop(event.slot)
+            assert sequence is event.running, "a slot was reassigned while a finish check was in flight"
+            self.end(event.slot, sequence, event.end, event.by_token)
         if closed:
             self._rows = None
         return bool(closed)
 
-    def end(self, slot: int, one: RunningSequence, end: int, by_token: bool) -> None:
+    def end(self, slot: int, sequence: RunningSequence, end: int, by_token: bool) -> None:
         """Store the finished sequence whose last token has index ``end``, and free its slot."""
-        number, sample = divmod(one.sequence, self.params.num_generations)
-        self.groups[number].finished[sample] = self.finished.copy(self.cache, self.logs, slot, one, end, by_token)
-        self.num_tokens += end + 1 - one.prompt_length
+        number, sample = divmod(sequence.number, self.params.num_generations)
+        self.groups[number].finished[sample] = self.finished.copy(self.cache, self.logs, slot, sequence, end, by_token)
+        self.num_tokens += end + 1 - sequence.prompt_length
         self.num_finished += 1
         self.free = sorted([*self.free, slot], reverse=True)  # the lowest slot is used first

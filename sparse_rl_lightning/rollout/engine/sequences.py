@@ -98,9 +98,9 @@ class SequenceGroup:
 
 @dataclass
 class RunningSequence:
-    """State of the sequence in a slot on the host, known without asking the device."""
+    """The host's state of the sequence in a slot, which needs no read from the device."""
 
-    sequence: int  # prompt x num_generations + sample
+    number: int  # prompt x num_generations + sample
     prompt_length: int
     last: int  # index of its last token by length: an end token or a stop string may end it earlier
     num_fed: int  # tokens fed
@@ -160,9 +160,9 @@ class FinishedSequence:
         prompt_length = running.prompt_length
         g, fed = cache.geometry, torch.arange(1, cache.size.max_length + 1, device=cache.held.device)
         windowed = len(g.window_layers) / g.depth  # share of the layers
-        held = cache.held[slot] / (g.depth * g.num_kv_heads)  # a mean over all layers and heads
+        entries = cache.held[slot] / (g.depth * g.num_kv_heads)  # a mean over all layers and heads
         # the next step reads the entries held before, and its own token, for which windows drop another
-        read = held + (1 - windowed) + windowed * (fed + 1).clamp(max=g.window)
+        read = entries + (1 - windowed) + windowed * (fed + 1).clamp(max=g.window)
         return cls(
             prompt_length,
             by_token,
@@ -171,7 +171,7 @@ class FinishedSequence:
             logs={name: _within(log[slot, : end + 1], prompt_length, end + 1) for name, log in logs.drawn.items()}
             | {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()},
             evictions=cache.evictions_of(slot, end, running.cuts),
-            stored=held[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
+            stored=entries[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
             stored_integral=read[prompt_length - 1 : end - 1].sum(),
             read_integral=cache.entries_read(slot, prompt_length, end),
         )
@@ -190,21 +190,24 @@ class FinishedSequence:
             prefill: Maximum number of bytes staged outside the cache while prompts were read.
         """
         device = finished[0].tokens.device
-        lengths = torch.tensor([len(one.tokens) for one in finished], device=device)
-        prompt_lengths = torch.tensor([one.prompt_length for one in finished], device=device)
+        lengths = torch.tensor([len(sequence.tokens) for sequence in finished], device=device)
+        prompt_lengths = torch.tensor([sequence.prompt_length for sequence in finished], device=device)
         index = torch.arange(int(lengths.max()), device=device)
         fed, prompt = (lengths - 1).float(), prompt_lengths.float()
-        read = [one.read_integral for one in finished if one.read_integral is not None]
-        evictions = [one.evictions for one in finished if one.evictions is not None]
+        read = [sequence.read_integral for sequence in finished if sequence.read_integral is not None]
+        evictions = [sequence.evictions for sequence in finished if sequence.evictions is not None]
         completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
         # each is freed when it is joined: most likely tokens take more memory than all else
-        logs = {n: pad_sequence([one.logs.pop(n) for one in finished], batch_first=True) for n in [*finished[0].logs]}
+        logs = {
+            n: pad_sequence([sequence.logs.pop(n) for sequence in finished], batch_first=True)
+            for n in [*finished[0].logs]
+        }
         has_top = logs["topk_ids"].numel() > 0
         full, full_integral = _without_evictions(geometry, fed)
         usage = KVUsage(
-            stored=torch.stack([one.stored for one in finished]),
+            stored=torch.stack([sequence.stored for sequence in finished]),
             full=full,
-            stored_integral=torch.stack([one.stored_integral for one in finished]),
+            stored_integral=torch.stack([sequence.stored_integral for sequence in finished]),
             full_integral=full_integral - _without_evictions(geometry, prompt)[1],
             peak_bytes=peak_bytes,
             full_peak_bytes=full_peak_bytes,
@@ -212,10 +215,10 @@ class FinishedSequence:
             read_integral=torch.stack(read) if read else None,
         )
         return Rollout(
-            sequences=pad_sequence([one.tokens for one in finished], batch_first=True),
+            sequences=pad_sequence([sequence.tokens for sequence in finished], batch_first=True),
             prompt_lengths=prompt_lengths,
             completion_mask=completion,
-            finished=torch.tensor([one.by_token for one in finished], device=device),
+            finished=torch.tensor([sequence.by_token for sequence in finished], device=device),
             sampler_logprobs=logs["logprobs"],
             behavior_logprobs=logs.get("behavior"),
             topk_ids=logs["topk_ids"] if has_top else None,
@@ -245,6 +248,6 @@ def note_first(first: Tensor, slots: Tensor, at: Tensor, happened: Tensor) -> No
 
 def _within(row: Tensor, first: int, last: int) -> Tensor:
     """A copy of a log (T, ...) with zeros before ``first``, and from ``last`` on."""
-    own = torch.zeros_like(row)
-    own[first:last] = row[first:last]
-    return own
+    copy = torch.zeros_like(row)
+    copy[first:last] = row[first:last]
+    return copy

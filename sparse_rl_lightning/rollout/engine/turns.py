@@ -1,7 +1,7 @@
-"""Turns: sequences that wait in their slots for tokens that the policy did not write.
+"""Turns: sequences that wait in their slots for observations, tokens that the policy did not write.
 
 A sequence that ends keeps its slot until it is given an observation, after which it samples its next turn, or is ended
-by :meth:`TurnScheduler.finish`. What was given is read as chunks before decoding goes on (``extend.py``).
+by :meth:`TurnScheduler.finish`. Observations are read as chunks before decoding goes on (``extend.py``).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Spans = tuple[tuple[int, int], ...]
 class TurnSequence(RunningSequence):
     """A sequence of several turns, in its slot."""
 
-    given: Spans = ()  # tokens between turns, which were not drawn
+    observations: Spans = ()  # tokens between turns, which were not drawn
     by_token: bool = False  # whether it was an end token or a stop string that ended its turn
     turn_length: int | None = None  # most tokens of a turn
 
     @property
     def turn_starts(self) -> list[int]:
-        """The index of the first token of every turn, drawn and given; in front of the first of them is the prompt."""
-        return [self.prompt_length, *(border for text in self.given for border in text)]
+        """The index of the first token of every turn, the policy's and observations; before the first is the prompt."""
+        return [self.prompt_length, *(border for text in self.observations for border in text)]
 
     @property
     def start(self) -> int:
         """The index of the first token of the turn that is being drawn."""
-        return self.given[-1][1] if self.given else self.prompt_length
+        return self.observations[-1][1] if self.observations else self.prompt_length
 
     @property
     def limit(self) -> int:
@@ -60,7 +60,7 @@ class TurnSequence(RunningSequence):
 
     @property
     def num_unread(self) -> int:
-        """Number of tokens that were given, or drawn before that, and are to be fed before the next is drawn."""
+        """Number of tokens, of the last observation or before it, that must be fed before the next is drawn."""
         return max(0, self.start - self.num_fed)
 
 
@@ -68,15 +68,15 @@ class TurnSequence(RunningSequence):
 class FinishedTurns(FinishedSequence):
     """A sequence of several turns that has finished."""
 
-    given: Spans = ()
+    observations: Spans = ()
 
     @classmethod
     def copy(
         cls, cache: SlotCache, logs: SequenceLogs, slot: int, running: RunningSequence, end: int, by_token: bool
     ) -> FinishedTurns:
-        """Copy out a sequence, with what it was given."""
+        """Copy out a sequence, with its observations."""
         assert isinstance(running, TurnSequence)
-        return replace(super().copy(cache, logs, slot, running, end, by_token), given=running.given)
+        return replace(super().copy(cache, logs, slot, running, end, by_token), observations=running.observations)
 
     @classmethod
     def assemble(
@@ -87,13 +87,13 @@ class FinishedTurns(FinishedSequence):
         full_peak_bytes: int,
         prefill: int,
     ) -> Rollout:
-        """Combine these sequences into one rollout with ``turns``: odd ones were drawn, even ones given."""
+        """Combine these sequences into one rollout with ``turns``: odd ones the policy's, even ones observations."""
         rollout = super().assemble(finished, geometry, peak_bytes, full_peak_bytes, prefill)
-        if not any(one.given for one in finished):
+        if not any(sequence.observations for sequence in finished):
             return rollout
         turns = rollout.completion_mask.to(torch.int32)
-        for row, one in enumerate(finished):
-            for first, last in one.given:
+        for row, sequence in enumerate(finished):
+            for first, last in sequence.observations:
                 turns[row, first:] += 1
                 turns[row, last:] += 1
         turns = turns * rollout.completion_mask
@@ -126,7 +126,7 @@ class TurnScheduler(Scheduler):
         self.turn_length = turn_length
         self.running: dict[int, TurnSequence]  # type: ignore[assignment]
         self.paused: dict[int, TurnSequence] = {}  # by slot, their turn over
-        self.reading: dict[int, TurnSequence] = {}  # by slot, with tokens that were given
+        self.reading: dict[int, TurnSequence] = {}  # by slot, with observations to read
 
     # ---------------------------------------------------------------- in place of the plain scheduler's
 
@@ -142,54 +142,54 @@ class TurnScheduler(Scheduler):
 
     def start(self, sequence: int) -> TurnSequence:
         """Begin a sequence whose turns have a length of their own."""
-        one = super().start(sequence)
-        assert isinstance(one, TurnSequence)
-        one.turn_length = self.turn_length
-        return one
+        started = super().start(sequence)
+        assert isinstance(started, TurnSequence)
+        started.turn_length = self.turn_length
+        return started
 
     def prepare(self) -> bool:
-        """Fill free slots, and let the others read what they were given."""
+        """Fill free slots, and let the others read their observations."""
         return self.admit() | self._read()  # both
 
-    def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
         """Let a sequence wait whose turn is over."""
-        assert end == one.num_fed
-        one.by_token, self.paused[slot] = by_token, one
+        assert end == sequence.num_fed
+        sequence.by_token, self.paused[slot] = by_token, sequence
 
-    def compress(self, full: list[int], own: dict[int, TurnSequence]) -> None:  # type: ignore[override]
-        """Compress these slots; a compressor that protects observations is told where they are."""
+    def compress(self, full: list[int], running: dict[int, TurnSequence]) -> None:  # type: ignore[override]
+        """Compress these slots, with the turns of their sequences if the compressor protects observations."""
         protects = self.engine.compression.compressor.protect_observations > 0
-        super().compress(full, own, [own[slot].turn_starts for slot in full] if protects else None)
+        super().compress(full, running, [running[slot].turn_starts for slot in full] if protects else None)
 
     # ---------------------------------------------------------------- between turns
 
     def give(self, slot: int, tokens: Sequence[int]) -> None:
         """Let a paused sequence read tokens and go on; they are read at the next step, those of all slots together."""
-        one = self.paused.pop(slot)
-        first, last = one.num_fed + 1, one.num_fed + 1 + len(tokens)
+        sequence = self.paused.pop(slot)
+        first, last = sequence.num_fed + 1, sequence.num_fed + 1 + len(tokens)
         assert tokens
-        assert last <= one.last, "no room to draw a token"
+        assert last <= sequence.last, "no room to draw a token"
         (self.cache.tokens[slot, first:last],) = upload([list(tokens)], self.cache.tokens.device)
         self.logs.end[slot] = UNLIMITED
         for log in self.logs.drawn.values():
             log[slot, first:last] = 0
-        one.given, self.reading[slot] = (*one.given, (first, last)), one
+        sequence.observations, self.reading[slot] = (*sequence.observations, (first, last)), sequence
 
     def finish(self, slot: int, cut: bool = False) -> None:
         """End a paused sequence after its last turn, finished unless it was ``cut``."""
-        one = self.paused.pop(slot)
-        super().end(slot, one, one.num_fed, one.by_token and not cut)
+        sequence = self.paused.pop(slot)
+        super().end(slot, sequence, sequence.num_fed, sequence.by_token and not cut)
 
     def _read(self) -> bool:
-        """Read all that was given, and draw the first token of each turn that follows; returns whether any did."""
+        """Read all observations, and draw the first token of each turn that follows; returns whether there were any."""
         if not self.reading:
             return False
         while self.reading:
             chunks, left = list[Chunk](), self.max_prefill_tokens
-            for slot, one in sorted(self.reading.items()):
-                count = min(one.num_unread, one.room, left)
+            for slot, sequence in sorted(self.reading.items()):
+                count = min(sequence.num_unread, sequence.room, left)
                 if count:
-                    chunks.append(Chunk(slot, one.num_fed, count, one.evicted))
+                    chunks.append(Chunk(slot, sequence.num_fed, count, sequence.evicted))
                 left -= count
             logits = extend(self.engine, chunks)
             trigger = self.engine.compression.trigger
@@ -209,7 +209,7 @@ class TurnScheduler(Scheduler):
 
 
 class TeacherForcedTurns(TurnScheduler):
-    """Scheduler of texts whose turns are known before: none waits.
+    """Scheduler of texts whose turns are known beforehand: no sequence waits.
 
     Args:
         engine: Engine that continues with given tokens.
@@ -224,11 +224,11 @@ class TeacherForcedTurns(TurnScheduler):
 
     def start(self, sequence: int) -> TurnSequence:
         """Begin a sequence whose observations are known."""
-        return replace(super().start(sequence), given=self.observations[sequence])
+        return replace(super().start(sequence), observations=self.observations[sequence])
 
-    def end(self, slot: int, one: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
         """End a sequence."""
-        Scheduler.end(self, slot, one, end, by_token)
+        Scheduler.end(self, slot, sequence, end, by_token)
 
 
 @dataclass(frozen=True)
@@ -242,15 +242,15 @@ class ObservationBudget:
     count: int = 0  # texts that are protected
 
     @classmethod
-    def of(cls, one: TurnSequence, compression: Compression) -> ObservationBudget:
+    def of(cls, sequence: TurnSequence, compression: Compression) -> ObservationBudget:
         """Determine the places for the next text of a sequence; endless if nothing is protected or evicted any more."""
         c, trigger = compression.compressor, compression.trigger
-        if not c.protect_observations or one.room > one.last - one.num_fed:
+        if not c.protect_observations or sequence.room > sequence.last - sequence.num_fed:
             return cls(ENDLESS)
-        stay = one.given[max(0, len(one.given) + 1 - c.protect_observations) :]
+        stay = sequence.observations[max(0, len(sequence.observations) + 1 - c.protect_observations) :]
         return cls(
-            trigger.smallest_budget(one.num_fed + 1, one.last),
-            max(c.num_sinks, one.prompt_length if c.protect_prompt else 0), c.window,
+            trigger.smallest_budget(sequence.num_fed + 1, sequence.last),
+            max(c.num_sinks, sequence.prompt_length if c.protect_prompt else 0), c.window,
             sum(last - first for first, last in stay), c.protect_observations,
         )  # fmt: skip
 

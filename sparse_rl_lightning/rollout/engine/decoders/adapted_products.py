@@ -39,8 +39,8 @@ class SideBySide:
         self.dtype = dtype
         joined = nn.Linear(1, 1, bias=False, device="meta")  # from what all downs give to what all ups give
         joined.weight = nn.Parameter(_block_diagonal(adapters).to(dtype), requires_grad=False)
-        self._joined, self._sizes = joined, [one.up.out_features for one in adapters]
-        self._down, self._up = join([one.down for one in adapters], dtype), join([joined], dtype)
+        self._joined, self._sizes = joined, [adapter.up.out_features for adapter in adapters]
+        self._down, self._up = join([adapter.down for adapter in adapters], dtype), join([joined], dtype)
         self._scaling = joined.weight.new_zeros(sum(self._sizes), dtype=accumulation_dtype(dtype))
         self.refresh(adapters)
 
@@ -51,8 +51,8 @@ class SideBySide:
     def refresh(self, adapters: Sequence[Adapter]) -> None:
         """Copy the current weights and scalings of the same adapters."""
         self._joined.weight.copy_(_block_diagonal(adapters))
-        for one, part in zip(adapters, torch.split(self._scaling, self._sizes), strict=True):
-            part.fill_(one.scaling)
+        for adapter, scaling in zip(adapters, torch.split(self._scaling, self._sizes), strict=True):
+            scaling.fill_(adapter.scaling)
         self._down.refresh()
         self._up.refresh()
 
@@ -76,13 +76,13 @@ class Adapted(Projection):
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
         x = x.to(self.dtype)
-        parts = [own(x) for own in self._own]
+        parts = [product(x) for product in self._own]
         return self._adapters.add(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), x)
 
     def refresh(self) -> None:
         """Copy the current weights of layers and adapters."""
-        for own in self._own:
-            own.refresh()
+        for product in self._own:
+            product.refresh()
         self._adapters.refresh(plain_adapters(self.modules))
 
 
@@ -96,13 +96,13 @@ def adapted(modules: Sequence[nn.Module], dtype: torch.dtype) -> Adapted | None:
 
 def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """The bytes of what :func:`adapted` copies of these modules on a GPU; 0 if they are other ones or are called."""
-    found, layers = plain_adapters(modules), cast("Any", modules)
-    if not found:
+    adapters, layers = plain_adapters(modules), cast("Any", modules)
+    if not adapters:
         return 0
-    own, kind = sum(copied_bytes([layer.base_layer], dtype) for layer in layers), adapter_dtype(found, dtype)
-    outputs, rank = sum(one.up.out_features for one in found), sum(one.up.in_features for one in found)
-    up = outputs * (rank * kind.itemsize + accumulation_dtype(kind).itemsize)
-    return own + copied_bytes([one.down for one in found], kind) + up
+    base = sum(copied_bytes([layer.base_layer], dtype) for layer in layers)
+    downs, ups, to = [a.down for a in adapters], [a.up for a in adapters], adapter_dtype(adapters, dtype)
+    outputs, rank = sum(up.out_features for up in ups), sum(up.in_features for up in ups)
+    return base + copied_bytes(downs, to) + outputs * (rank * to.itemsize + accumulation_dtype(to).itemsize)
 
 
 def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
@@ -114,14 +114,14 @@ def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
 
 
 def adapter_of(layer: Any) -> Adapter | None:
-    """The one adapter of a layer of peft, if it is plain; without dropout, and without hooks of either."""
+    """The adapter of a layer of peft, if there is one, and it is plain: without dropout, and neither has hooks."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     hooked = is_changed(layer) or is_changed(layer.base_layer)
     if hooked or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    plain = all(type(part) is nn.Linear and part.bias is None and not is_changed(part) for part in (down, up))
+    plain = all(type(module) is nn.Linear and module.bias is None and not is_changed(module) for module in (down, up))
     draws = dropout.training and not isinstance(dropout, nn.Identity)
     scaling = 0.0 if layer.disable_adapters else float(layer.scaling[name])
     return Adapter(down, up, scaling) if plain and not draws else None
@@ -129,10 +129,11 @@ def adapter_of(layer: Any) -> Adapter | None:
 
 def adapter_dtype(adapters: Sequence[Adapter], dtype: torch.dtype) -> torch.dtype:
     """The type that adapters of layers compute in as peft calls them: that of autocast, else that of their weights."""
-    is_autocast = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))  # weights may be of shapes alone
+    # of either device: weights may be of shapes alone
+    is_autocast = any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
     return dtype if is_autocast else adapters[0].down.weight.dtype
 
 
 def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
-    weight: Tensor = torch.block_diag(*(one.up.weight.detach() for one in adapters))  # type: ignore[no-untyped-call]
+    weight: Tensor = torch.block_diag(*(adapter.up.weight.detach() for adapter in adapters))  # type: ignore[no-untyped-call]
     return weight

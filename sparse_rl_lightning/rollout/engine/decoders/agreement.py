@@ -65,7 +65,7 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
     positions = torch.arange(size, device=device)
     with exact_angles(model):
-        own, experts = _own_logprobs(model, ids[None])
+        expected, experts = _own_logprobs(model, ids[None])
     attend = _Held(geometry, layer_windows(model.config))
     decoder.reach(size)
     hidden = []
@@ -77,10 +77,10 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
         called = ", ".join(map(str, attend.layers[: len(attend.layers) // 2])) or "no"
         raise UserError(refusal(model, f"its forward pass called attention in the layers {called}, not in {layers}"))
     ours = decoder.logits(torch.cat(hidden)).float().log_softmax(-1)
-    apart = (ours - own).abs()
+    apart = (ours - expected).abs()
     is_rounded = geometry.dtype.itemsize == 2 or (geometry.dtype == torch.float32 and rounds_products(device))
     limit = ROUNDED if is_rounded else EXACT
-    if not float(apart.mean()) <= limit * float(own.std()):
+    if not float(apart.mean()) <= limit * float(expected.std()):
         raise UserError(
             refusal(
                 model,
@@ -130,10 +130,10 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
     decoder.reach(ROW_MULTIPLE)
     alone = _Alone(geometry, positions)
     decoder(torch.ones_like(positions), positions, alone)
-    found = []
+    deviating = []
     for layer in geometry.full_layers:
-        own = alone.keys[layer]
-        turned = rotate(own[:1], positions[:, None], geometry.inv_freq.float())
-        if float((turned - own).norm()) > 0.05 * float((own - own[:1]).norm().clamp(min=1e-3 * own.norm())):
-            found.append(layer)
-    return found
+        keys = alone.keys[layer]
+        turned = rotate(keys[:1], positions[:, None], geometry.inv_freq.float())
+        if float((turned - keys).norm()) > 0.05 * float((keys - keys[:1]).norm().clamp(min=1e-3 * keys.norm())):
+            deviating.append(layer)
+    return deviating

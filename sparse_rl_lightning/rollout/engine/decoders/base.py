@@ -114,8 +114,8 @@ class Decoder(ABC):
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged but for the content of its weights, as :func:`signature` says."""
-        own = self.geometry
-        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (own.dtype, own.kv_dtype, self.in_float32)
+        current = self.geometry
+        same = (geometry.dtype, geometry.kv_dtype, in_float32) == (current.dtype, current.kv_dtype, self.in_float32)
         return model is self.model and same and self._signature == signature(model, self.followed)
 
 
@@ -153,7 +153,7 @@ def signature(model: PreTrainedModel, followed: Sequence[nn.Module] = ()) -> tup
                   if name != "training" and not (id(m) in copied and name in FOLLOWED)))
         for m in model.modules()
     ]  # fmt: skip
-    autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    autocast = (torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
     return (*modules, _recorded(vars(model.config)), *autocast, *(backend.fp32_precision for backend in PRODUCTS))
 
 

@@ -23,16 +23,16 @@ DecoderChoice = Literal["auto", "native", "transformers"]
 _agreed: WeakSet[nn.Module] = WeakSet()  # models whose forward pass was compared
 
 
-def choose_decoder(model: PreTrainedModel, asked: DecoderChoice = "auto") -> DecoderKind:
-    """Which decoder runs the model's layers: this library's own where it knows them, unless asked otherwise.
+def choose_decoder(model: PreTrainedModel, choice: DecoderChoice = "auto") -> DecoderKind:
+    """Choose the decoder of the model's layers: by default the native one where it supports them.
 
     Raises:
-        ValueError: If ``native`` is asked for and the layers, or what runs them, are others.
+        ValueError: If the choice is ``native``, and it does not support the layers, or what runs them.
     """
-    check_choice("decoder", asked, DecoderChoice, "RolloutSampler")
-    if asked != "transformers" and is_native(model):
+    check_choice("decoder", choice, DecoderChoice, "RolloutSampler")
+    if choice != "transformers" and is_native(model):
         return "native"
-    if asked == "native":
+    if choice == "native":
         raise UserError(
             "decoder='native' knows the layers of Llama, Mistral, Qwen2 and Qwen3, not those of "
             f"{type(model).__name__}, nor a forward of a derived class. Use decoder='auto' or 'transformers'."

@@ -60,7 +60,7 @@ class TransformersDecoder(Decoder):
         self._scaling = LogitScaling.of(model.config)
         self._head = made_head(model.get_output_embeddings(), geometry.dtype, in_float32)
         products = [(module, join((module,), geometry.dtype)) for module in _linear(model)]
-        self._products = [(module, own) for module, own in products if isinstance(own, Copied)]
+        self._products = [(module, product) for module, product in products if isinstance(product, Copied)]
         self._attention = attention_modules(model)
         self._now = now = _Pass()
         # what modules do in a pass
@@ -101,7 +101,7 @@ class TransformersDecoder(Decoder):
     def refresh(self) -> None:
         """Update the copies of weights after an optimizer step."""
         super().refresh()
-        for product in (self._head, *(own for _, own in self._products)):
+        for product in (self._head, *(copied for _, copied in self._products)):
             product.refresh()
 
     @cached_property
@@ -120,12 +120,12 @@ class _Pass:
         self.hidden = torch.zeros(0)  # the input of the attention that runs
         self.attend: Attend | None = None
 
-    def noting(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A forward of an attention module that also notes its input."""
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.hidden = hidden_states[0]
-            return own(hidden_states, *args, **kwargs)
+            return run(hidden_states, *args, **kwargs)
 
         return forward
 
@@ -151,24 +151,24 @@ def _linear(model: PreTrainedModel) -> list[nn.Linear]:
 register(ROLLOUT, "rollout_attention", lambda attention, *inputs: attention(*inputs))
 
 
-def run_of(module: Any, own: Callable[..., Tensor]) -> Run:
+def run_of(module: Any, call: Callable[..., Tensor]) -> Run:
     """A linear layer as a function of hidden states and the states that it updates in place.
 
     Args:
         module: The layer.
-        own: Its forward.
+        call: Its forward.
     """
-    held: Any = LinearAttentionLayer()
-    for flags in (held.is_conv_states_initialized, held.is_recurrent_states_initialized, held.has_previous_state):
+    layer: Any = LinearAttentionLayer()
+    for flags in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized, layer.has_previous_state):
         flags[0] = True
-    held.conv_kernel_size[0] = module.conv_kernel_size
+    layer.conv_kernel_size[0] = module.conv_kernel_size
     keyword = "cache" if "cache" in signature(type(module).forward).parameters else "cache_params"  # by the release
-    cache = Cache(layers=[held] * (module.layer_idx + 1))  # read at the layer's index only
+    cache = Cache(layers=[layer] * (module.layer_idx + 1))  # read at the layer's index only
 
     def run(hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
-        held.conv_states[0], held.recurrent_states[0] = conv, recurrent
-        out = own(hidden, **{keyword: cache})
-        held.conv_states[0] = held.recurrent_states[0] = None  # views of memory that may be freed
+        layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
+        out = call(hidden, **{keyword: cache})
+        layer.conv_states[0] = layer.recurrent_states[0] = None  # views of memory that may be freed
         return out
 
     return run

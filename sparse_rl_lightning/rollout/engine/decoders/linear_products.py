@@ -84,8 +84,8 @@ class Packed(Copied):
         super().__init__(modules, dtype)
 
     def _take(self, weights: list[Tensor]) -> None:
-        own = [weight.to(self.dtype) for weight in weights]
-        joined = own[0] if len(own) == 1 else torch.cat(own)  # packing copies it
+        rounded = [weight.to(self.dtype) for weight in weights]
+        joined = rounded[0] if len(rounded) == 1 else torch.cat(rounded)  # packing copies it
         self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.to(self._multiplied), PACKED_ROWS)
         self._added = None if self._bias is None else self._bias.to(self._multiplied)
 
@@ -121,8 +121,8 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
             called as it is.
         dtype: Compute type of the products, under autocast another type than the weights'.
     """
-    kind = _way(modules, dtype)
-    return Projection(modules) if kind is None else kind([m for m in modules if isinstance(m, nn.Linear)], dtype)
+    copied = _way(modules, dtype)
+    return Projection(modules) if copied is None else copied([m for m in modules if isinstance(m, nn.Linear)], dtype)
 
 
 def copied_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:

@@ -99,7 +99,9 @@ class NativeDecoder(Decoder):
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
-        self.followed = [layer for made in self._projections if isinstance(made, Adapted) for layer in made.modules]
+        self.followed = [
+            layer for projection in self._projections if isinstance(projection, Adapted) for layer in projection.modules
+        ]
         self._signature = signature(model, self.followed)
 
     def _joined(self, modules: Group) -> Projection:
@@ -145,9 +147,9 @@ class NativeDecoder(Decoder):
                 of_query, of_key = layer.head_norms
                 transform = QKTransform(cos, sin, of_query.weight, of_key.weight, of_query.epsilon)
             elif layer.query_norm is not None and layer.key_norm is not None:
-                asked, key, value = parts(projected, g.num_kv_heads)
-                asked, key = layer.query_norm(asked), layer.key_norm(key)
-                projected = torch.cat([asked, key, value.to(key.dtype)], dim=1)
+                query, key, value = parts(projected, g.num_kv_heads)
+                query, key = layer.query_norm(query), layer.key_norm(key)
+                projected = torch.cat([query, key, value.to(key.dtype)], dim=1)
             attended = attend(index, projected, transform, hidden)
             x, hidden = layer.mlp_norm(x, layer.project_out(attended.flatten(1)))
             addend = layer.mlp(hidden)
@@ -224,13 +226,13 @@ def native_bytes(model: PreTrainedModel, geometry: CacheGeometry, length: int) -
 def _groups(layer: Any) -> list[Group]:
     """The matrices of a layer that are one product each: queries, keys and values; output; gate and up; down.
 
-    A feed-forward block of another class, with hooks or with a forward of its own is called as it is, and has none.
+    A feed-forward block of another class, with hooks or with a replaced forward is called as it is, and has none.
     """
-    own, mlp = layer.self_attn, layer.mlp
-    attention: list[Group] = [(own.q_proj, own.k_proj, own.v_proj), (own.o_proj,)]
+    attention, mlp = layer.self_attn, layer.mlp
+    groups: list[Group] = [(attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,)]
     if is_changed(mlp) or not _is_of_family(mlp, layer):
-        return attention
-    return [*attention, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
+        return groups
+    return [*groups, (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)]
 
 
 def _check_native(decoder: Any) -> None:
