@@ -144,7 +144,7 @@ def model_of(case: Case) -> PreTrainedModel:
     if case.quantization is not None:
         need(case.quantization)
         adapt(model, case.quantization)
-    kinds = {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}
+    kinds = {module.quantization for module in model.modules() if isinstance(module, QuantizedLinear)}
     assert kinds == ({case.quantization} - {None})
     assert model.config.model_type in (case.architecture, f"{case.architecture}_lm")
     assert not case.window or CacheGeometry.of(model).window_of(1) == case.window

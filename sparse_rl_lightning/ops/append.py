@@ -141,15 +141,15 @@ def reference(
     at = lengths[slots]  # (B, H)
     if bool((at >= capacities[slots]).any()):
         raise RuntimeError("a slot is full: compress it before the next token.")
-    asked, key, value = parts(projected, heads)
-    asked = _transformed(asked, query_norm, epsilon, cos, sin)
+    new_query, key, value = parts(projected, heads)
+    new_query = _transformed(new_query, query_norm, epsilon, cos, sin)
     key = _transformed(key, key_norm, epsilon, cos, sin)
     query.zero_()
-    query[rows] = asked[rows]
-    place = offsets[slots] + at
-    key_pool[place] = to_stored(key[rows], key_pool.dtype)
-    value_pool[place] = to_stored(value[rows], value_pool.dtype)
-    position_pool[place] = seen[slots, None].expand_as(place).to(torch.int32)
+    query[rows] = new_query[rows]
+    pool_rows = offsets[slots] + at
+    key_pool[pool_rows] = to_stored(key[rows], key_pool.dtype)
+    value_pool[pool_rows] = to_stored(value[rows], value_pool.dtype)
+    position_pool[pool_rows] = seen[slots, None].expand_as(pool_rows).to(torch.int32)
     lengths[slots] = at + 1
     if query_ring is not None and query_ring.shape[2]:
         query_ring[slots, :, seen[slots] % query_ring.shape[2]] = query[rows]

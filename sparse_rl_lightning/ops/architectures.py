@@ -25,8 +25,8 @@ class Architecture:
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a card of this capability runs the machine code: of its own generation, and not newer."""
-        own = (self.major, self.minor)
-        return own == capability if self.suffix else self.major == capability[0] and own <= capability
+        version = (self.major, self.minor)
+        return version == capability if self.suffix else self.major == capability[0] and version <= capability
 
     def compiles_on(self, capability: tuple[int, int]) -> bool:
         """Whether the driver of such a card can compile the PTX."""
@@ -39,15 +39,15 @@ def parse_architectures(text: str) -> list[Architecture]:
     >>> [str(arch) for arch in parse_architectures("80;90a;100+PTX")]
     ['8.0', '9.0a', '10.0']
     """
-    found = re.findall(r"(\d+)(\d)([a-z]?)(\+PTX)?", text)
-    return [Architecture(int(major), int(minor), suffix, bool(ptx)) for major, minor, suffix, ptx in found]
+    names = re.findall(r"(\d+)(\d)([a-z]?)(\+PTX)?", text)
+    return [Architecture(int(major), int(minor), suffix, bool(ptx)) for major, minor, suffix, ptx in names]
 
 
 def built_architectures(folder: Path) -> list[Architecture]:
     """What the CUDA library in a folder was compiled for, read without loading it; nothing if there is none."""
     for path in sorted(folder.glob("_cuda.*so")):
-        if found := re.search(rb"sparse_rl_archs=([\w;+]*)", path.read_bytes()):
-            return parse_architectures(found[1].decode())
+        if match := re.search(rb"sparse_rl_archs=([\w;+]*)", path.read_bytes()):
+            return parse_architectures(match[1].decode())
     return []
 
 
@@ -66,15 +66,15 @@ def has_code(built: list[Architecture], capability: tuple[int, int]) -> bool:
 def code_for(built: list[Architecture], capability: tuple[int, int]) -> str:
     """Which of the built code a card of this compute capability runs, as the driver chooses it."""
     major, minor = capability
-    own = REBUILD.format(f"{major}{minor}")
+    remedy = REBUILD.format(f"{major}{minor}")
     if fitting := [arch for arch in built if arch.runs_on(capability)]:
         best = max(fitting, key=lambda arch: arch.minor)
         if best.minor == minor:
             return f"runs machine code for {best}, its own"
-        return f"runs machine code for {best}, there is none for {major}.{minor}: {own}"
+        return f"runs machine code for {best}, there is none for {major}.{minor}: {remedy}"
     if portable := [arch for arch in built if arch.compiles_on(capability)]:
         best = max(portable, key=lambda arch: (arch.major, arch.minor))
-        return f"runs the PTX of {best}, which its driver compiles at the first start; no machine code fits: {own}"
+        return f"runs the PTX of {best}, which its driver compiles at the first start; no machine code fits: {remedy}"
     if capability < OLDEST:
         return "HAS NO CODE here: the kernels need 8.0, so operations run on the PyTorch reference"
-    return f"HAS NO CODE here: {own}, until then operations run on the PyTorch reference"
+    return f"HAS NO CODE here: {remedy}, until then operations run on the PyTorch reference"

@@ -65,8 +65,8 @@ def _with_sink(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: 
     """Queries (..., Hq, t, D'), and keys and values (..., H, 1 + T, D') that begin with the sink's."""
     width = key.shape[-1]
     more = ALIGNMENT - width % ALIGNMENT
-    asked = (sinks / scale).to(query.dtype)[..., None, None].expand(*query.shape[:-1], 1)
-    query = F.pad(torch.cat([query, asked], dim=-1), (0, more - 1))
+    sink_column = (sinks / scale).to(query.dtype)[..., None, None].expand(*query.shape[:-1], 1)
+    query = F.pad(torch.cat([query, sink_column], dim=-1), (0, more - 1))
     key, value = (F.pad(t, (0, more, 1, 0)) for t in (key, value))
     key[..., 0, width] = 1
     return query, key, value

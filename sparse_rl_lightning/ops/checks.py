@@ -24,52 +24,52 @@ _SETTLE = (*_STORED, "offsets", "slots", "sources")  # determine the sizes, in t
 
 def check_arguments(op: str, args: tuple[Any, ...]) -> None:
     """Refuse tensors of the wrong shape, type, device or layout among the arguments of an op, in its schema's order."""
-    given = {name: arg for name, arg in zip(PARAMETERS[op], args, strict=False) if isinstance(arg, Tensor)}
-    first = [name for name in _SETTLE if name in given]
+    tensors = {name: arg for name, arg in zip(PARAMETERS[op], args, strict=False) if isinstance(arg, Tensor)}
+    first = [name for name in _SETTLE if name in tensors]
     like = first[0]
-    types = _types(given)
+    types = _types(tensors)
     sizes: dict[str, int] = {}
-    for name in [*first, *(name for name in given if name not in first)]:
-        tensor, (*letters, kind) = given[name], SHAPES[name].split()
+    for name in [*first, *(name for name in tensors if name not in first)]:
+        tensor, (*letters, word) = tensors[name], SHAPES[name].split()
         _check_shape(name, tensor, letters if op in ON_ALL_LAYERS else [x for x in letters if x != "L"], sizes)
         if "Hq" in letters and sizes["Hq"] % max(sizes["H"], 1):
             raise UserError(f"{name} has {sizes['Hq']} heads, expected a multiple of the {sizes['H']} KV heads.")
-        dtype = tensor.dtype if kind == "event" else types.get(kind) or getattr(torch, kind)
-        if kind == "event" and dtype not in EVENT_TYPES:
+        dtype = tensor.dtype if word == "event" else types.get(word) or getattr(torch, word)
+        if word == "event" and dtype not in EVENT_TYPES:
             raise UserError(f"{name} is {dtype}, expected torch.uint8, torch.int16 or torch.int32.")
         if tensor.dtype != dtype:
             raise UserError(f"{name} is {tensor.dtype}, expected {dtype}.")
-        if tensor.device != given[like].device:
-            raise UserError(f"{name} is on {tensor.device}, {like} is on {given[like].device}.")
+        if tensor.device != tensors[like].device:
+            raise UserError(f"{name} is on {tensor.device}, {like} is on {tensors[like].device}.")
         if not tensor.is_contiguous():
             raise UserError(f"{name} is not contiguous, pass {name}.contiguous().")
 
 
-def _types(given: dict[str, Tensor]) -> dict[str, torch.dtype]:
+def _types(tensors: dict[str, Tensor]) -> dict[str, torch.dtype]:
     """The types that the words of ``SHAPES`` stand for."""
-    own = next((given[name] for name in ("query", "query_ring") if name in given), None)
-    stored = next((given[name].dtype for name in _STORED if name in given), torch.float32)
-    if "normed" in given:  # the products that read it may be of another type
-        return {"pool": stored, "query": given["normed"].dtype, "sum": accumulation_dtype(stored)}
-    if stored != FLOAT8 or own is None:
+    query = next((tensors[name] for name in ("query", "query_ring") if name in tensors), None)
+    stored = next((tensors[name].dtype for name in _STORED if name in tensors), torch.float32)
+    if "normed" in tensors:  # the products that read it may be of another type
+        return {"pool": stored, "query": tensors["normed"].dtype, "sum": accumulation_dtype(stored)}
+    if stored != FLOAT8 or query is None:
         # scores without a query are in the type of those with one
-        scores = given.get("redundancy", given.get("entry_scores"))
+        scores = tensors.get("redundancy", tensors.get("entry_scores"))
         wide = accumulation_dtype(stored if scores is None or stored != FLOAT8 else scores.dtype)
         return {"pool": stored, "query": stored, "sum": wide}
-    if own.dtype not in COMPUTING:
+    if query.dtype not in COMPUTING:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in COMPUTING)
-        raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {own.dtype}.")
-    return {"pool": stored, "query": own.dtype, "sum": accumulation_dtype(own.dtype)}
+        raise UserError(f"with float8 pools queries, new keys and values must be one of {names}, got {query.dtype}.")
+    return {"pool": stored, "query": query.dtype, "sum": accumulation_dtype(query.dtype)}
 
 
 def _check_shape(name: str, tensor: Tensor, letters: list[str], sizes: dict[str, int]) -> None:
     """Compare a shape with letters of known size, and add the sizes of the others."""
-    known = [int(letter) if letter.isdigit() else sizes.get(letter) for letter in letters]
+    expected = [int(letter) if letter.isdigit() else sizes.get(letter) for letter in letters]
     fits = len(tensor.shape) == len(letters) and all(
-        want is None or want == size for want, size in zip(known, tensor.shape, strict=True)
+        want is None or want == size for want, size in zip(expected, tensor.shape, strict=True)
     )
     if not fits:
-        pairs = zip(known, letters, strict=True)
+        pairs = zip(expected, letters, strict=True)
         wanted = ", ".join(_WORDS.get(letter, "any") if size is None else str(size) for size, letter in pairs)
         raise UserError(f"{name} has shape {tuple(tensor.shape)}, expected ({wanted}).")
     sizes.update(zip(letters, tensor.shape, strict=True))
@@ -94,15 +94,15 @@ def check_runs(slots: Tensor, offsets: Tensor, lengths: Tensor, limits: Tensor |
     """
     check_slots(slots, offsets)
     used = slots[slots >= 0]
-    held, start = lengths[..., used, :], offsets[..., used, :]
-    most = torch.as_tensor(limits, device=held.device).expand_as(lengths)[..., used, :]
-    wrong = held[(held < 0) | (held > most)]
+    counts, start = lengths[..., used, :], offsets[..., used, :]
+    most = torch.as_tensor(limits, device=counts.device).expand_as(lengths)[..., used, :]
+    wrong = counts[(counts < 0) | (counts > most)]
     if len(wrong):
         raise RuntimeError(f"a head holds {int(wrong[0])} entries, allowed are 0 to {int(most.max())}.")
-    outside = (start < 0) | (start > pool_rows - held)
+    outside = (start < 0) | (start > pool_rows - counts)
     if bool(outside.any()):
         raise RuntimeError(
-            f"a head of {int(held[outside][0])} entries starts at row {int(start[outside][0])}, outside the pool of "
+            f"a head of {int(counts[outside][0])} entries starts at row {int(start[outside][0])}, outside the pool of "
             f"{pool_rows} rows."
         )
 

@@ -82,9 +82,9 @@ def reference(
     if probs is not None and probs.shape[2] < max_length:
         raise UserError(f"probs has room for {probs.shape[2]} entries, max_length is {max_length}.")
     check_runs(slots, offsets, lengths, max_length, len(key_pool))
-    held = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
-    width = int(held.max()) if held.numel() else 0
-    rows, live = gather_heads(offsets[slots.clamp(min=0)], held, width)
+    counts = lengths[slots.clamp(min=0)] * (slots >= 0)[:, None]  # (B, H)
+    width = int(counts.max()) if counts.numel() else 0
+    rows, live = gather_heads(offsets[slots.clamp(min=0)], counts, width)
     result, total, shares = attend_rows(query, key_pool, value_pool, rows, live, scale)
     out.copy_(result)
     if lse is not None:

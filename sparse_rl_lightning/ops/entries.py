@@ -56,11 +56,11 @@ def dense_pools(keys: Tensor, lengths: Tensor, positions: Tensor | None = None) 
     slots, heads, width, dim = keys.shape
     count = slots * heads * width
     starts = torch.arange(0, count, max(width, 1), device=keys.device) if width else torch.zeros(slots * heads)
-    held = lengths.to(torch.int32).contiguous()[None]
+    counts = lengths.to(torch.int32).contiguous()[None]
     at = torch.zeros(0) if positions is None else positions.to(torch.int32).contiguous().view(-1)
     flat = keys.contiguous().view(count, dim)
     offsets = starts.to(keys.device, torch.int64).view(1, slots, heads)
-    pools = KVPools(flat, flat, at, offsets, torch.full_like(held, width), held)
+    pools = KVPools(flat, flat, at, offsets, torch.full_like(counts, width), counts)
     return pools, torch.arange(slots, device=keys.device)
 
 
@@ -90,11 +90,11 @@ def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: H
     total = torch.zeros_like(scores) if reduction == "mean" else torch.full_like(scores, -torch.inf)
     holders = torch.zeros_like(scores)
     for head in range(scores.shape[1]):
-        there = ordered[:, head].contiguous()  # (S, N)
-        index = torch.searchsorted(there, wanted).clamp(max=there.shape[1] - 1)
-        found = (there.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
+        of_head = ordered[:, head].contiguous()  # (S, N)
+        index = torch.searchsorted(of_head, wanted).clamp(max=of_head.shape[1] - 1)
+        matches = (of_head.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
         score = scores[:, head].gather(1, index).view_as(scores)
-        total = torch.where(found, torch.maximum(total, score) if reduction == "max" else total + score, total)
-        holders += found
+        total = torch.where(matches, torch.maximum(total, score) if reduction == "max" else total + score, total)
+        holders += matches
     result = total if reduction == "max" else total / holders.clamp(min=1)
     return result.masked_fill(~valid, 0.0)

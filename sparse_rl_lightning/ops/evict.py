@@ -56,11 +56,11 @@ def evict(
         raise UserError(f"num_sinks and window must not be negative, got num_sinks={num_sinks}, window={window}.")
     if (death is None) != (event_steps is None):
         raise UserError("evict needs both death and event_steps, or neither.")
-    given = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
+    source_tensors = (None,) * 4 if source is None else (source.keys, source.values, source.offsets, source.lengths)
     call(
         "evict", pools.keys, scores, budgets, num_sinks, window, slots, seen, pools.offsets, pools.capacities,
-        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *given, pools.errors, held,
-        event_steps,
+        pools.keys, pools.values, pools.positions, pools.lengths, death, state_pool, *source_tensors, pools.errors,
+        held, event_steps,
     )  # fmt: skip
 
 
@@ -89,11 +89,14 @@ def reference(
     if source and bool((kept > capacities[:, slots]).any()):
         raise RuntimeError("a budget exceeds the capacity of its slot.")
     stays = index < kept.unsqueeze(-1)
-    place, entry = (offsets[:, slots].unsqueeze(-1) + index)[stays], rows.gather(-1, order)[stays]
-    key_pool[place], value_pool[place] = keys[entry], values[entry]  # the right side is a copy: places may overlap
-    position_pool[place] = positions.gather(-1, order)[stays]
+    pool_rows, entry = (offsets[:, slots].unsqueeze(-1) + index)[stays], rows.gather(-1, order)[stays]
+    key_pool[pool_rows], value_pool[pool_rows] = (
+        keys[entry],
+        values[entry],
+    )  # the right side is a copy: places may overlap
+    position_pool[pool_rows] = positions.gather(-1, order)[stays]
     if state_pool is not None:
-        state_pool[place] = state_pool[entry]
+        state_pool[pool_rows] = state_pool[entry]
     lengths[:, slots] = kept.to(torch.int32)
     if held is not None:
         last = seen[slots] - 1

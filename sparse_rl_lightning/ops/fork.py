@@ -50,16 +50,16 @@ def reference(
     sources, destinations = sources[used], destinations[used]
     if bool(torch.isin(destinations, sources).any()):
         raise RuntimeError("a slot is both a destination and a source.")
-    held = lengths[:, sources]  # (L, B, H)
-    if bool((held > capacities[:, destinations]).any()):
+    counts = lengths[:, sources]  # (L, B, H)
+    if bool((counts > capacities[:, destinations]).any()):
         raise RuntimeError("a destination holds fewer entries than its source.")
-    width = int(held.max()) if held.numel() else 0
-    rows, live = gather_heads(offsets[:, sources], held, width)
-    places, _ = gather_heads(offsets[:, destinations], held, width)
+    width = int(counts.max()) if counts.numel() else 0
+    rows, live = gather_heads(offsets[:, sources], counts, width)
+    places, _ = gather_heads(offsets[:, destinations], counts, width)
     rows, places = rows[live], places[live]
     for pool in [key_pool, value_pool, position_pool] + ([state_pool] if state_pool is not None else []):
         pool[places] = pool[rows]
-    lengths[:, destinations] = held
+    lengths[:, destinations] = counts
     for tensor in (query_ring, death):
         if tensor is not None:
             tensor[:, destinations] = tensor[:, sources]

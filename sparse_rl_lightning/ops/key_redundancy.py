@@ -102,10 +102,10 @@ def _last_similar(unit: Tensor, valid: Tensor, threshold: float) -> tuple[Tensor
         block[..., start:stop, :].diagonal(dim1=-2, dim2=-1).zero_()
         similar = (block > threshold) & valid[..., None, start:stop]
         last = torch.where(similar, torch.arange(start, stop, device=unit.device), -1).amax(dim=-1)
-        found = pending & (last >= 0)
-        index = torch.where(found, last, index)
-        cosine = torch.where(found, block.gather(-1, (last - start).clamp(min=0).unsqueeze(-1)).squeeze(-1), cosine)
-        pending = pending & ~found
+        is_last = pending & (last >= 0)
+        index = torch.where(is_last, last, index)
+        cosine = torch.where(is_last, block.gather(-1, (last - start).clamp(min=0).unsqueeze(-1)).squeeze(-1), cosine)
+        pending = pending & ~is_last
         if not bool(pending.any()):
             break
     return index, cosine

@@ -22,14 +22,14 @@ VARIABLE = "PL_GLOBAL_SEED"
 """Where Lightning's ``seed_everything`` keeps the seed of the process, for the processes it starts too."""
 
 
-def seed_of(given: int | None) -> int:
-    """The seed given, or that of the process if none is; 0 where ``seed_everything`` was never called.
+def seed_of(seed: int | None) -> int:
+    """The seed itself, or that of the process if it is None; 0 where ``seed_everything`` was never called.
 
     Raises:
         ValueError: If the process's seed is no number.
     """
-    if given is not None:
-        return given
+    if seed is not None:
+        return seed
     text = os.environ.get(VARIABLE) or "0"
     try:
         return int(text)

@@ -102,8 +102,8 @@ def _serves(name: str, device: str, dtype: torch.dtype, width: int, result: torc
 @cache
 def has_kernel(name: str, device: str) -> bool:
     """Whether a compiled kernel of the op is registered for "cpu" or "cuda", with code for the GPU if there is one."""
-    known = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper())
-    return bool(known) and (device != "cuda" or _runs_on_gpu())
+    is_registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device.upper())
+    return bool(is_registered) and (device != "cuda" or _runs_on_gpu())
 
 
 @cache
@@ -123,10 +123,10 @@ def _runs_on_gpu() -> bool:
 
 
 def _load(name: str) -> str:
-    found = sorted(PACKAGE.glob(f"{name}.*so"))
-    if not found:
+    files = sorted(PACKAGE.glob(f"{name}.*so"))
+    if not files:
         return f"{name} is not built; from a source checkout: pip install --no-build-isolation -e ."
-    path = found[0]
+    path = files[0]
     if f"sparse_rl_schema={schema_hash()}".encode() not in path.read_bytes():
         reason = f"{path.name} was built for other signatures; build again: pip install --no-build-isolation -e ."
     else:

@@ -18,12 +18,12 @@ class LiveBytes(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {given.untyped_storage()._cdata for given in args if isinstance(given, Tensor)}
+        inputs = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
             # no view of what was there before
-            if memory is not None and memory._cdata not in self._alive and memory._cdata not in known:
+            if memory is not None and memory._cdata not in self._alive and memory._cdata not in inputs:
                 self._alive.add(memory._cdata)
                 self.now += memory.nbytes()
                 self.most = max(self.most, self.now)

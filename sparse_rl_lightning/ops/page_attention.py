@@ -61,14 +61,14 @@ def reference(
     """The op ``page_attention`` in PyTorch."""
     check_runs(slots, offsets, lengths, len(key_pool), len(key_pool))
     at = slots.clamp(min=0)
-    held = (lengths[at] * (slots >= 0)[:, None]).unsqueeze(-1)  # (B, H, 1)
+    counts = (lengths[at] * (slots >= 0)[:, None]).unsqueeze(-1)  # (B, H, 1)
     listed = (pages >= 0).cumprod(dim=-1).bool() & (slots >= 0)[:, None, None]
     first = pages.long() * page_size
     falls = listed[..., 1:] & (first[..., 1:] <= first[..., :-1])
-    if bool((listed & (first >= held)).any() | falls.any()):
+    if bool((listed & (first >= counts)).any() | falls.any()):
         raise RuntimeError("a list of pages does not ascend, or names a page without entries.")
     entries = first.unsqueeze(-1) + torch.arange(page_size, device=pages.device)  # (B, H, K, page_size)
-    live = listed.unsqueeze(-1) & (entries < held.unsqueeze(-1))
+    live = listed.unsqueeze(-1) & (entries < counts.unsqueeze(-1))
     rows = offsets[at][..., None, None] + torch.where(live, entries, 0)
     result, total, _ = attend_rows(query, key_pool, value_pool, rows.flatten(2), live.flatten(2), scale)
     out.copy_(result)

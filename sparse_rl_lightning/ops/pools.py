@@ -21,7 +21,7 @@ LARGEST = 448.0
 COMPUTING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EVENT_TYPES = (torch.uint8, torch.int16, torch.int32)
 """Types of the log of deaths, narrow ones first; the largest number of each says never."""
-MOST_EVENTS = tuple(torch.iinfo(kind).max for kind in EVENT_TYPES)
+MOST_EVENTS = tuple(torch.iinfo(dtype).max for dtype in EVENT_TYPES)
 """The most events that each can number."""
 OPS = tuple(SCHEMAS)  # that a fault names; their numbers begin at 1, in this order
 FAULTS = (  # numbers of the faults begin at 1 too
@@ -128,8 +128,8 @@ def fault(word: int) -> str:
     The slot is in the bits above. CUDA kernels neither raise nor wait: one skips what cannot be done and writes the
     word, unless there is one, and the rollout reads it whenever it reads from the device. All others raise at once.
     """
-    op, kind, slot = OPS[(word & 15) - 1], FAULTS[(word >> 4 & 15) - 1], word >> 8
+    op, problem, slot = OPS[(word & 15) - 1], FAULTS[(word >> 4 & 15) - 1], word >> 8
     return (
-        f"{op} left out slot {slot}: {kind}. What was drawn since the last look is worthless; this is an error in what "
-        "the op was given, not in the model."
+        f"{op} left out slot {slot}: {problem}. What was drawn since the last look is worthless; this is an error in "
+        "what the op was given, not in the model."
     )

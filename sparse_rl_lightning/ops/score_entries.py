@@ -72,8 +72,10 @@ def reference(
         scores = hash_uniform(keys, layers[:, None, None, None], heads[:, None], positions.long())
     elif method == "shared":
         assert given is not None
-        own, at, valid = (t.flatten(0, 1) for t in (given[:, used], positions, live))  # layers are so many slots more
-        scores = shared_scores(own, at, valid, "mean").view_as(live)
+        shared, at, valid = (
+            t.flatten(0, 1) for t in (given[:, used], positions, live)
+        )  # layers are so many slots more
+        scores = shared_scores(shared, at, valid, "mean").view_as(live)
     elif method == "mass":
         assert state_pool is not None
         scores = state_pool[rows][..., 0].to(dtype)

@@ -91,10 +91,10 @@ def page_scores(queries: Tensor, summaries: Tensor, reduction: PageReduction) ->
     wide = queries.to(dtype)
     parts = [wide] if summaries.shape[-3] == 1 else [wide.clamp(min=0), wide.clamp(max=0)]
     if reduction == "mean":
-        parts = [part.mean(dim=-3, keepdim=True) for part in parts]
+        parts = [term.mean(dim=-3, keepdim=True) for term in parts]
     vectors = summaries.to(dtype).unsqueeze(-4).unbind(-3)  # each (..., 1, P, D)
     with torch.autocast(queries.device.type, enabled=False):  # mixed-precision training would round them to bf16
-        products = [part @ vector.mT for part, vector in zip(parts, vectors, strict=True)]
+        products = [term @ vector.mT for term, vector in zip(parts, vectors, strict=True)]
     return torch.stack(products).sum(dim=0).amax(dim=-3)
 
 
@@ -105,18 +105,18 @@ def keep_pages(scores: Tensor, counts: Tensor, limits: Tensor, num_first: int, n
     of pages that exist, and of pages to read, at least ``num_first + num_last``, broadcast to (...).
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
-    there = index < counts.unsqueeze(-1)
-    pinned = there & ((index < num_first) | (index >= counts.unsqueeze(-1) - num_last))
-    classes = (there.to(torch.int8) + pinned.to(torch.int8)).expand(scores.shape)
+    exists = index < counts.unsqueeze(-1)
+    pinned = exists & ((index < num_first) | (index >= counts.unsqueeze(-1) - num_last))
+    classes = (exists.to(torch.int8) + pinned.to(torch.int8)).expand(scores.shape)
     rank = rank_entries(scores.masked_fill(scores.isnan(), -torch.inf), classes)
-    return there & (rank < limits.unsqueeze(-1))
+    return exists & (rank < limits.unsqueeze(-1))
 
 
 def list_pages(keep: Tensor, width: int) -> Tensor:
     """Convert a mask (..., P) of pages to ascending numbers (..., width), int32, -1 behind the last; width <= P."""
     order = keep.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
-    there = torch.arange(width, device=keep.device) < keep.sum(dim=-1, keepdim=True)
-    return torch.where(there, order, -1).to(torch.int32)
+    is_listed = torch.arange(width, device=keep.device) < keep.sum(dim=-1, keepdim=True)
+    return torch.where(is_listed, order, -1).to(torch.int32)
 
 
 def reference(
@@ -135,10 +135,10 @@ def reference(
     if bool((torch.minimum(counts, limit) > pages.shape[2]).any()):
         raise RuntimeError(f"a row reads more pages than the {pages.shape[2]} that there is room for.")
     grouped = query.view(len(query), counts.shape[1], -1, 1, query.shape[-1])  # (B, H, G, 1, D)
-    own = page_scores(grouped, summaries[at], "max" if group_max else "mean").squeeze(2)
+    all_scores = page_scores(grouped, summaries[at], "max" if group_max else "mean").squeeze(2)
     index = torch.arange(num_pages, device=counts.device)
     competes = (index >= num_first) & (index < (counts - num_last).unsqueeze(-1)) & (counts > limit).unsqueeze(-1)
-    scores.copy_(own.masked_fill(~competes, 0.0))
+    scores.copy_(all_scores.masked_fill(~competes, 0.0))
     keep = keep_pages(scores, counts, limit, num_first, num_last)
     width = min(pages.shape[2], num_pages)
     pages.fill_(-1)[..., :width] = list_pages(keep, width)

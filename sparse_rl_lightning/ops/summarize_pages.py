@@ -67,16 +67,16 @@ def write_summaries(
     """The op ``summarize_pages`` in PyTorch, for any function from (..., page_size, D) keys to (..., C, D) vectors."""
     check_runs(slots, offsets, lengths, summaries.shape[3] * page_size, len(key_pool))
     slots = slots[slots >= 0]
-    held = lengths[slots].long()  # (B, H)
+    counts = lengths[slots].long()  # (B, H)
     if newest_only:
-        page = (held // page_size - 1).unsqueeze(-1)  # (B, H, 1)
-        done = (page >= 0) & (held % page_size == 0).unsqueeze(-1)
+        page = (counts // page_size - 1).unsqueeze(-1)  # (B, H, 1)
+        done = (page >= 0) & (counts % page_size == 0).unsqueeze(-1)
     else:
-        page = torch.arange(summaries.shape[3], device=held.device).expand(*held.shape, -1)
-        done = (page + 1) * page_size <= held.unsqueeze(-1)
-    row, head, place = done.nonzero(as_tuple=True)
-    page, slot = page[row, head, place], slots[row]  # (n,)
-    entries = page[:, None] * page_size + torch.arange(page_size, device=held.device)
+        page = torch.arange(summaries.shape[3], device=counts.device).expand(*counts.shape, -1)
+        done = (page + 1) * page_size <= counts.unsqueeze(-1)
+    row, head, index = done.nonzero(as_tuple=True)
+    page, slot = page[row, head, index], slots[row]  # (n,)
+    entries = page[:, None] * page_size + torch.arange(page_size, device=counts.device)
     summaries[slot, head, :, page] = summarize(key_pool[offsets[slot, head, None] + entries])
 
 

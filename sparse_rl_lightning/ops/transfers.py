@@ -27,7 +27,7 @@ def upload(numbers: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     # page-locked memory: from any other the copy would wait; torch keeps it until the copy is done
     table = torch.cat([tensor.flatten() for tensor in tensors]).pin_memory()
     parts = table.to(device, non_blocking=True).split_with_sizes([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [flat.view(tensor.shape) for flat, tensor in zip(parts, tensors, strict=True)]
 
 
 class Download:

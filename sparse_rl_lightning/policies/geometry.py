@@ -38,9 +38,9 @@ class LinearSizes:
         modules = linear_modules(model)
         if not modules:
             return None
-        one = modules[0]
-        recurrent = (one.num_v_heads, one.head_k_dim, one.head_v_dim)
-        return cls(len(modules), (one.conv_dim, one.conv_kernel_size), recurrent, dtype)
+        first = modules[0]
+        recurrent = (first.num_v_heads, first.head_k_dim, first.head_v_dim)
+        return cls(len(modules), (first.conv_dim, first.conv_kernel_size), recurrent, dtype)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CacheGeometry:
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """The numbers of the ``num_layers`` layers of full attention among all layers with attention."""
-        return tuple(i for i, own in enumerate(self.windows or (0,) * self.num_layers) if not own)
+        return tuple(i for i, window in enumerate(self.windows or (0,) * self.num_layers) if not window)
 
     @cached_property
     def is_mixed(self) -> bool:
@@ -74,7 +74,7 @@ class CacheGeometry:
     @cached_property
     def window_layers(self) -> tuple[int, ...]:
         """The numbers of the layers with a window among all layers with attention."""
-        return tuple(i for i, own in enumerate(self.windows) if own)
+        return tuple(i for i, window in enumerate(self.windows) if window)
 
     @cached_property
     def index_in_group(self) -> dict[int, int]:
@@ -124,11 +124,11 @@ class CacheGeometry:
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an nn.Module attribute
-        kind = weight.device.type
-        mixed = not of_shapes and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if mixed else weight.dtype
+        device_type = weight.device.type
+        mixed = not of_shapes and torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if mixed else weight.dtype
         return cls(
-            num_layers=len(attention) - sum(own > 0 for own in windows),
+            num_layers=len(attention) - sum(window > 0 for window in windows),
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=head_dim,
@@ -150,16 +150,16 @@ def model_sizes(model: PreTrainedModel, geometry: CacheGeometry) -> ModelSizes:
     return ModelSizes(g.depth, g.num_kv_heads, g.head_dim, model.config.get_text_config().hidden_size)
 
 
-def kv_type(kind: torch.dtype | str | None, argument: str = "kv_dtype") -> torch.dtype | None:
+def kv_type(choice: torch.dtype | str | None, argument: str = "kv_dtype") -> torch.dtype | None:
     """The type that keys and values are stored in, by its name; None for the model's own type."""
-    known = {
+    types = {
         "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64,
         "float8_e4m3fn": FLOAT8, "fp8": FLOAT8,
     }  # fmt: skip
-    found = known.get(kind) if isinstance(kind, str) else kind
-    if kind is not None and found not in known.values():
-        raise UserError(f"{argument} must be one of {', '.join(known)}, or None for the model's type, got {kind!r}.")
-    return found
+    dtype = types.get(choice) if isinstance(choice, str) else choice
+    if choice is not None and dtype not in types.values():
+        raise UserError(f"{argument} must be one of {', '.join(types)}, or None for the model's type, got {choice!r}.")
+    return dtype
 
 
 def context_length(config: Any) -> int | None:
@@ -168,13 +168,13 @@ def context_length(config: Any) -> int | None:
     Scaled rotary positions reach further than ``max_position_embeddings``, which model cards leave unchanged:
     ``factor`` times as far as the original context. Llama 3's scaling is already part of its own number.
     """
-    own: int | None = getattr(config, "max_position_embeddings", None)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
     rope = rope_of(config)
-    kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
-    if own is None or kind not in ("linear", "dynamic", "yarn", "llama3"):
-        return own
-    original = rope.get("original_max_position_embeddings") or own
-    return own if kind == "llama3" and original < own else max(own, int(original * factor))
+    rope_type, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor") or 1.0
+    if positions is None or rope_type not in ("linear", "dynamic", "yarn", "llama3"):
+        return positions
+    original = rope.get("original_max_position_embeddings") or positions
+    return positions if rope_type == "llama3" and original < positions else max(positions, int(original * factor))
 
 
 def longest_sequence(config: Any) -> int | None:

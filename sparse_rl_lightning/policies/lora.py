@@ -84,7 +84,7 @@ class _OutsideAutocast:
     """
 
     def __bool__(self) -> bool:
-        return not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        return not any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
 
 
 class _AdaptersOff:

@@ -101,7 +101,7 @@ def exact_angles(model: PreTrainedModel) -> Iterator[None]:
         return
 
     def full(*_: Any) -> None:
-        for backend, _own in rounding:
+        for backend, _precision in rounding:
             backend.fp32_precision = "ieee"
 
     def own(*_: Any) -> None:
@@ -124,7 +124,7 @@ def recomputed_within(model: torch.nn.Module, context: Callable[[], AbstractCont
     affected.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-    own: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
+    functions: list[Any] = [layer._gradient_checkpointing_func for layer in layers]
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:
@@ -136,11 +136,11 @@ def recomputed_within(model: torch.nn.Module, context: Callable[[], AbstractCont
     def wrapped(run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function, *args: run(again(function), *args)
 
-    for layer, run in zip(layers, own, strict=True):
+    for layer, run in zip(layers, functions, strict=True):
         layer._gradient_checkpointing_func = wrapped(run)
     try:
         with context():
             yield
     finally:
-        for layer, run in zip(layers, own, strict=True):
+        for layer, run in zip(layers, functions, strict=True):
             layer._gradient_checkpointing_func = run

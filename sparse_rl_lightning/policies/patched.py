@@ -30,17 +30,17 @@ def is_patched(module: nn.Module) -> bool:
     and does not count; nor does :class:`CacheAwareForward`.
     """
     module = uncompiled(module)
-    own = vars(module).get("forward")
-    own = getattr(own, "_torchdynamo_orig_callable", own)
-    own = own.args[0] if isinstance(own, CacheAwareForward) else own
-    own = getattr(own, "__func__", own)
-    return own is not None and own is not type(module).forward
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    forward = forward.args[0] if isinstance(forward, CacheAwareForward) else forward
+    forward = getattr(forward, "__func__", forward)
+    return forward is not None and forward is not type(module).forward
 
 
 def is_changed(module: nn.Module) -> bool:
     """Whether calling the module may do more than its class shows: forward hooks, or a replaced forward."""
     both = (module, uncompiled(module))
-    return any(one._forward_hooks or one._forward_pre_hooks for one in both) or is_patched(module)
+    return any(candidate._forward_hooks or candidate._forward_pre_hooks for candidate in both) or is_patched(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

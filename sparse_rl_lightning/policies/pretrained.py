@@ -153,7 +153,7 @@ def check_there(path: str) -> None:
     if not looks_local or (Path(folder) / "config.json").is_file():
         return
     makers = [
-        f"; {found.expand(say)} writes this one" for form, say in MAKERS.items() if (found := re.match(form, path))
+        f"; {match.expand(say)} writes this one" for form, say in MAKERS.items() if (match := re.match(form, path))
     ]
     remedy = f"Give a Hugging Face folder or a hub name such as 'Qwen/Qwen2.5-1.5B'{''.join(makers)}."
     raise UserError(f"policy: no model at {path!r} (no config.json there). {other_weights(folder) or remedy}")
@@ -194,11 +194,11 @@ def check_plain(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError("has a config.json that is no JSON object: give the folder that save_pretrained wrote.")
     check_numbers(config, "config.json")
-    held = config.get("quantization_config")
-    method = held.get("quant_method") if isinstance(held, dict) else held
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    if held:
+    if quantization:
         raise UserError(
             f"holds quantized weights (quant_method={method!r}), which cannot be trained. Give the folder of the full "
             "weights; LoraPolicy(quantization='nf4') holds them in 4 bits, for sampler and learner alike."
@@ -223,11 +223,11 @@ def check_numbers(settings: dict[str, Any], where: str) -> None:
 def _check_generation_config(path: str) -> None:
     """Refuse a generation_config.json that cannot be read, which transformers ignores, its end tokens with it."""
     name = GENERATION_CONFIG_NAME
-    found = _cached(path, name)
-    if found is None:
+    file = _cached(path, name)
+    if file is None:
         return
     try:
-        GenerationConfig.from_dict(json.loads(Path(found).read_text("utf-8")))
+        GenerationConfig.from_dict(json.loads(Path(file).read_text("utf-8")))
     except Exception as error:  # foreign data
         reason = " ".join(str(error).split())[:400]
         raise UserError(f"has a {name} that cannot be read ({reason}). Repair or remove it.") from error
@@ -260,12 +260,12 @@ def _is_finite(value: Tensor) -> bool:
     return has_none or all(bool(end.isfinite()) for end in torch.aminmax(value.detach()))
 
 
-def check_whole(found: dict[str, Any], where: str) -> None:
+def check_whole(report: dict[str, Any], where: str) -> None:
     """Refuse missing weights, which would be random, and warn about unused ones."""
-    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    mismatched = sorted(found["mismatched_keys"], key=lambda entry: str(entry[0]))
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    mismatched = sorted(report["mismatched_keys"], key=lambda entry: str(entry[0]))
     if missing or mismatched:
-        shapes = "".join(f", {name!r} is {[*there]} and must be {[*ours]}" for name, there, ours in mismatched[:1])
+        shapes = "".join(f", {name!r} is {[*stored]} and must be {[*ours]}" for name, stored, ours in mismatched[:1])
         names = f", there is no {missing[0]!r}" if missing else ""
         raise UserError(
             f"{where} does not hold this model: {len(missing)} weights are missing, {len(mismatched)} of another shape "
@@ -286,8 +286,8 @@ def reason(path: str, error: Exception) -> str:
         return f"It needs code of its own (auto_map), which is never run. {WORKS}"
     if any(words in text for words in FOREIGN):
         return f"{re.split(' Model type should be| This could be because', text)[0]} {WORKS}"
-    if isinstance(error, OSError) and (others := other_weights(path)):
-        return others
+    if isinstance(error, OSError) and (advice := other_weights(path)):
+        return advice
     if isinstance(error, SafetensorError):
         return _broken_file(path) or text
     missing = "" if Path(path).exists() else "There is no such folder here. As a name on the hub: "

@@ -34,29 +34,30 @@ class QuantizedLinear(nn.Linear):
     round what is a float.
     """
 
-    kind: Quantization
+    quantization: Quantization
     scale: nn.Parameter  # bytes of float32: one of each block (nf4) or row (int8)
 
     @classmethod
-    def of(cls, linear: nn.Linear, kind: Quantization) -> Self:
+    def of(cls, linear: nn.Linear, quantization: Quantization) -> Self:
         """Quantize the weights of a layer, on its device.
 
         Raises:
             ValueError: If bitsandbytes is missing for ``nf4``.
         """
-        own = cls.__new__(cls)
-        nn.Module.__init__(own)
-        own.in_features, own.out_features, own.kind = linear.in_features, linear.out_features, kind
-        weight, scale = _quantized(linear.weight.detach(), kind)
-        own.weight = nn.Parameter(weight, requires_grad=False)
-        own.scale = nn.Parameter(scale.view(torch.uint8), requires_grad=False)
-        own.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
-        return own
+        quantized = cls.__new__(cls)
+        nn.Module.__init__(quantized)
+        quantized.in_features, quantized.out_features = linear.in_features, linear.out_features
+        quantized.quantization = quantization
+        weight, scale = _quantized(linear.weight.detach(), quantization)
+        quantized.weight = nn.Parameter(weight, requires_grad=False)
+        quantized.scale = nn.Parameter(scale.view(torch.uint8), requires_grad=False)
+        quantized.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        return quantized
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """What the weights (out, in) stand for, rounded to a type."""
         shape, scale = (self.out_features, self.in_features), self.scale.view(torch.float32)
-        if self.kind == "int8":
+        if self.quantization == "int8":
             return torch.mul(self.weight, scale[:, None], out=self.weight.new_empty(shape, dtype=dtype))
         # the kernel for CPUs is silently wrong for rows that end inside of a block, and for float64
         wide, whole = dtype if dtype.itemsize <= 4 else torch.float32, (self.out_features * self.in_features,)
@@ -93,7 +94,7 @@ class _Product(torch.autograd.Function):
             return grad @ ctx.layer.dequantized(grad.dtype), None
 
 
-def quantize(model: PreTrainedModel, kind: Quantization) -> None:
+def quantize(model: PreTrainedModel, quantization: Quantization) -> None:
     """Quantize the linear layers of a model's decoder, one after the other, in place.
 
     Embedding, norms, output head and the experts of a mixture, which are no linear layers, stay as they are.
@@ -102,19 +103,21 @@ def quantize(model: PreTrainedModel, kind: Quantization) -> None:
         ValueError: If there is no such layer, or bitsandbytes is missing for ``nf4``.
     """
     decoder = model.get_decoder()
-    found = [(name, module) for name, module in decoder.named_modules() if is_plain_linear(module)]
-    if not found:
-        raise UserError(f"quantization={kind!r}: {type(decoder).__name__} has no plain linear layers. Set it to null.")
-    for name, module in found:
-        decoder.set_submodule(name, QuantizedLinear.of(module, kind))
+    linear = [(name, module) for name, module in decoder.named_modules() if is_plain_linear(module)]
+    if not linear:
+        raise UserError(
+            f"quantization={quantization!r}: {type(decoder).__name__} has no plain linear layers. Set it to null."
+        )
+    for name, module in linear:
+        decoder.set_submodule(name, QuantizedLinear.of(module, quantization))
 
 
 def dequantize(model: PreTrainedModel) -> None:
     """Put plain linear layers in the place of quantized ones, in the model's type and on the host."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    if found:
+    quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    if quantized:
         model.to("cpu")  # type: ignore[arg-type]  # a GPU may have no room for whole weights
-    for name, module in found:
+    for name, module in quantized:
         model.set_submodule(name, module.plain(model.dtype))
 
 
@@ -133,9 +136,9 @@ def count_weights(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - packed
 
 
-def _quantized(weight: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
     """Quantized weights, and the float32 scales of blocks or rows."""
-    if kind == "nf4":
+    if quantization == "nf4":
         narrow = weight if weight.dtype.itemsize <= 4 else weight.float()
         packed, scale = _kernels().quantize_4bit(narrow.contiguous(), BLOCK, "nf4", torch.uint8)
         return packed, scale

@@ -65,10 +65,10 @@ class Routers:
         self.modules: list[Any] = [module for module in model.modules() if _is_router(module)]
         shapes = sorted({(router.top_k, router.num_experts) for router in self.modules})
         if len(shapes) != 1:
-            found = f"routers with (top_k, num_experts) {shapes}" if shapes else "no router"
+            description = f"routers with (top_k, num_experts) {shapes}" if shapes else "no router"
             raise UserError(
                 f"record_routing is for mixtures of experts with as many experts in every routed layer, and "
-                f"{type(model).__name__} has {found}. Set it to false."
+                f"{type(model).__name__} has {description}. Set it to false."
             )
         self.shape = RoutingShape(len(self.modules), *shapes[0])
 
@@ -78,8 +78,8 @@ class Routers:
 
 
 def _is_router(module: nn.Module) -> bool:
-    own: list[Any] = [getattr(module, name, None) for name in ("top_k", "num_experts", "weight")]
-    return isinstance(own[0], int) and isinstance(own[1], int) and isinstance(own[2], Tensor)
+    attributes: list[Any] = [getattr(module, name, None) for name in ("top_k", "num_experts", "weight")]
+    return isinstance(attributes[0], int) and isinstance(attributes[1], int) and isinstance(attributes[2], Tensor)
 
 
 @contextmanager

@@ -49,8 +49,8 @@ def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> Abs
 def write_whole(parameter: nn.Parameter, value: Tensor) -> None:
     """Write a whole weight, the same on all ranks, into a parameter of which a rank may have a part. Collective."""
     if isinstance(parameter, DTensor):
-        place = (parameter.device_mesh, parameter.placements)
-        parameter.copy_(distribute_tensor(value.to(parameter.dtype), *place, src_data_rank=None))
+        layout = (parameter.device_mesh, parameter.placements)
+        parameter.copy_(distribute_tensor(value.to(parameter.dtype), *layout, src_data_rank=None))
         return
     with gathered([parameter], modifier=0):
         if parameter.numel():
@@ -90,8 +90,8 @@ def part_of(tensor: Tensor) -> Tensor:
     """What this rank keeps of a weight, or of an optimizer's state, between two steps."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
-    part: Tensor | None = getattr(tensor, "ds_tensor", None)
-    return tensor if part is None else part
+    shard: Tensor | None = getattr(tensor, "ds_tensor", None)
+    return tensor if shard is None else shard
 
 
 class ShadowPolicy:
@@ -132,9 +132,9 @@ class ShadowPolicy:
         """Copy the policy's weights; does nothing if ``version`` is inside already."""
         if self.version == version:
             return
-        own = dict(self.model.named_parameters())
+        targets = dict(self.model.named_parameters())
         for name, value in whole_weights(self.policy):
-            target = own[name]
+            target = targets[name]
             if target.shape != self._shapes[name]:  # released
                 target.data = torch.empty(self._shapes[name], dtype=target.dtype, device=target.device)
             target.copy_(value)

@@ -69,9 +69,9 @@ class PretrainedPolicy(PolicySource):
 
     def as_stored(self) -> PolicySource:
         """The same folder, in its own type if none was chosen."""
-        other = copy.copy(self)
-        other._widens = False
-        return other
+        source = copy.copy(self)
+        source._widens = False
+        return source
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer, from safetensors only."""

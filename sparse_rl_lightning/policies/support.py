@@ -58,18 +58,20 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     Raises:
         ValueError: If a layer has none, or several.
     """
-    found = []
+    modules = []
     for index, layer in enumerate(getattr(model.get_decoder(), "layers", ())):
         if _has_state(layer):
             continue
-        own = getattr(layer, "self_attn", None)
-        candidates = [own] if _is_attention(own) else [module for module in layer.modules() if _is_attention(module)]
+        attention = getattr(layer, "self_attn", None)
+        candidates = (
+            [attention] if _is_attention(attention) else [module for module in layer.modules() if _is_attention(module)]
+        )
         if len(candidates) != 1:
             raise UserError(refusal(model, f"layer {index} has {len(candidates)} attention modules, not one"))
-        found += candidates
-    if not found:
+        modules += candidates
+    if not modules:
         raise UserError(refusal(model, f"its {type(model.get_decoder()).__name__} has no list of layers"))
-    return found
+    return modules
 
 
 def linear_modules(model: PreTrainedModel) -> list[Any]:
@@ -87,8 +89,8 @@ def cache_layer(module: Any) -> int:
 def steady_length(config: Any) -> int | None:
     """The number of tokens beyond which rotary frequencies depend on the length, None if they never do."""
     rope = rope_of(config)
-    own = getattr(config, "max_position_embeddings", None)
-    original: int | None = rope.get("original_max_position_embeddings") or own
+    context = getattr(config, "max_position_embeddings", None)
+    original: int | None = rope.get("original_max_position_embeddings") or context
     return original if rope.get("rope_type") in GROWING else None
 
 
@@ -99,10 +101,10 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
     """
     original = steady_length(model.config)
     if original is not None and longest > original:
-        kind = rope_of(model.config).get("rope_type")
+        rope_type = rope_of(model.config).get("rope_type")
         raise UserError(
-            f"{type(model).__name__} has rope_type={kind!r}, whose frequencies change beyond {original} tokens, and "
-            f"sequences may have up to {longest}: cached keys would not fit. Keep prompt and completion within "
+            f"{type(model).__name__} has rope_type={rope_type!r}, whose frequencies change beyond {original} tokens, "
+            f"and sequences may have up to {longest}: cached keys would not fit. Keep prompt and completion within "
             f"{original} tokens, or use rope_type 'linear', 'llama3' or 'yarn'."
         )
 
@@ -126,8 +128,8 @@ def _is_attention(module: Any) -> bool:
 
 
 def _has_state(layer: Any) -> bool:
-    own = getattr(layer, "linear_attn", None)
-    return own is not None and all(hasattr(own, name) for name in STATE)
+    linear = getattr(layer, "linear_attn", None)
+    return linear is not None and all(hasattr(linear, name) for name in STATE)
 
 
 def _foreign(module: Any, first: Any) -> str:
@@ -154,10 +156,10 @@ def _obstacle(model: PreTrainedModel) -> str:
     if of_layers := getattr(config, "per_layer_attributes", None):  # to read one of them is an error
         return f"its layers differ in {', '.join(sorted(of_layers))} (per_layer_config)"
     types, linear = list(getattr(config, "layer_types", None) or ()), linear_modules(model)
-    others = set(types) - {"full_attention", "sliding_attention"}
-    if others and (others != {LINEAR} or types.count(LINEAR) != len(linear)):
-        known = "full attention, or linear attention as in Qwen3-Next and Qwen3.5"
-        return f"it has layers of type {sorted(others)}, and rollouts know {known}"
+    further = set(types) - {"full_attention", "sliding_attention"}
+    if further and (further != {LINEAR} or types.count(LINEAR) != len(linear)):
+        supported = "full attention, or linear attention as in Qwen3-Next and Qwen3.5"
+        return f"it has layers of type {sorted(further)}, and rollouts know {supported}"
     if getattr(config, "num_kv_shared_layers", 0):
         return f"its last {config.num_kv_shared_layers} layers share the keys and values of others"
     attention = attention_modules(model)

@@ -25,8 +25,8 @@ GROWING = ("dynamic", "longrope")
 def layer_windows(config: Any) -> tuple[int, ...]:
     """The window (L) of each layer with attention in tokens, 0 for full attention; empty if no layer has one."""
     types: Sequence[str] | None = getattr(config, "layer_types", None)
-    kind: Any = type(config)
-    window: int | None = getattr(config, "sliding_window", None) if _knows_windows(kind) else None
+    config_class: Any = type(config)
+    window: int | None = getattr(config, "sliding_window", None) if _knows_windows(config_class) else None
     if types is None:  # all layers alike
         slides = window is not None and getattr(config, "use_sliding_window", True)
         types = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
@@ -36,9 +36,9 @@ def layer_windows(config: Any) -> tuple[int, ...]:
 
 
 @lru_cache
-def _knows_windows(kind: type) -> bool:
+def _knows_windows(config_class: type) -> bool:
     """Whether configurations of this class have windows; others keep what a file says, and their models never ask."""
-    return hasattr(kind(), "sliding_window")
+    return hasattr(config_class(), "sliding_window")
 
 
 def binding_windows(config: Any, longest: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def binding_windows(config: Any, longest: int) -> tuple[int, ...]:
 def recorded_layers(config: Any, record: EvictionRecord) -> list[int]:
     """The numbers of the attention layers that a record speaks of: those of full attention, or all."""
     windows = layer_windows(config)
-    return [layer for layer, own in enumerate(windows) if not own or record.num_layers == len(windows)] or list(
+    return [layer for layer, window in enumerate(windows) if not window or record.num_layers == len(windows)] or list(
         range(record.num_layers)
     )
 
@@ -67,11 +67,13 @@ def deaths_by_layer(config: Any, record: EvictionRecord) -> Tensor | list[Tensor
         return death
     passed = torch.arange(length, dtype=death.dtype, device=death.device).expand(death.shape[1:])
     recorded = dict(zip(recorded_layers(config, record), death, strict=True))
-    found = []
+    deaths = []
     for layer, window in enumerate(windows):
-        own = recorded.get(layer, passed + window)
-        found.append(torch.minimum(own, passed + window) if window and layer in recorded else own)
-    return found
+        recorded_death = recorded.get(layer, passed + window)
+        deaths.append(
+            torch.minimum(recorded_death, passed + window) if window and layer in recorded else recorded_death
+        )
+    return deaths
 
 
 def deaths_by_window(config: Any, sequences: Tensor) -> list[Tensor | None] | None:
@@ -85,8 +87,8 @@ def deaths_by_window(config: Any, sequences: Tensor) -> list[Tensor | None] | No
 def rope_of(config: Any) -> dict[str, Any]:
     """The rotary parameters of the layers of full attention, or of all layers."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = _full_kind(rope)
-    return (rope[kind] or {}) if kind else rope  # null where these layers have no positions
+    layer_type = _full_kind(rope)
+    return (rope[layer_type] or {}) if layer_type else rope  # null where these layers have no positions
 
 
 def rotation_of(rotary: Any) -> tuple[Tensor | None, float]:
@@ -95,8 +97,8 @@ def rotation_of(rotary: Any) -> tuple[Tensor | None, float]:
     Frequencies are those of the original context: a longer sequence, elsewhere, may have changed the others in place.
     """
     kinds: Any = getattr(rotary, "rope_type", "default")
-    kind = _full_kind(kinds) if isinstance(kinds, dict) else ""
-    name, prefix = (kinds[kind], f"{kind}_") if kind else (kinds, "")
+    layer_type = _full_kind(kinds) if isinstance(kinds, dict) else ""
+    name, prefix = (kinds[layer_type], f"{layer_type}_") if layer_type else (kinds, "")
     original = "original_" if name in GROWING else ""
     inv_freq: Tensor | None = getattr(rotary, f"{prefix}{original}inv_freq", None)
     return inv_freq, float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
@@ -104,4 +106,4 @@ def rotation_of(rotary: Any) -> tuple[Tensor | None, float]:
 
 def _full_kind(by_kind: dict[str, Any]) -> str:
     """The kind of layer, of those that differ in their rotation, that compressors evict from; empty if none differ."""
-    return next((kind for kind in ("full_attention", "sliding_attention") if kind in by_kind), "")
+    return next((layer_type for layer_type in ("full_attention", "sliding_attention") if layer_type in by_kind), "")
