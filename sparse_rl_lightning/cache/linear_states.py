@@ -85,8 +85,8 @@ def recur_pieces(
 ) -> Tensor:
     """Compute the output as :data:`Recur` says where rows are pieces (slot, number of tokens) in order, then padding.
 
-    Each piece is a call of its own: torch's form of these layers keeps no sequences of one batch apart, and a prompt's
-    numbers do not depend on its neighbors.
+    Each piece is a separate call: torch's form of these layers does not keep the sequences of a batch apart, and a
+    prompt's numbers must not depend on its neighbors.
     """
     conv, recurrent = (tensor[layer] for tensor in states.tensors)
     start, outputs = 0, list[Tensor]()

@@ -29,7 +29,7 @@ def blocks(cache: SlotCache, num_slots: int, has_scores: bool, one_by_one: bool)
         cache: Cache of the slots.
         num_slots: Number of slots, cut only where one layer of them is too much.
         has_scores: Whether scores are known, so that keys and values are not looked at.
-        one_by_one: Whether layers have blocks of their own.
+        one_by_one: Whether every layer has separate blocks.
     """
     g, entries = cache.geometry, cache.most_entries
     most = BLOCK_BYTES.get(g.device.type, BLOCK_BYTES_ON_DEVICE)

@@ -18,5 +18,5 @@ class FullKV(Compressor):
         super().__init__(budget=1, buffer=1, num_sinks=0, window=1)
 
     def score(self, layer: LayerState) -> Tensor:
-        """Equal scores; the engine never asks for them."""
+        """Equal scores, which the engine never reads."""
         return layer.valid.to(layer.keys.dtype)

@@ -181,7 +181,7 @@ _LOOPS: list[asyncio.AbstractEventLoop] = []  # the one that is used
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all coroutines, which runs in a thread of its own."""
+    """The loop of all coroutines, which runs in a separate thread."""
     with _LOCK:
         if not _LOOPS:
             loop = asyncio.new_event_loop()

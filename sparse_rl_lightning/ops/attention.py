@@ -2,7 +2,7 @@
 
 A learned sink is one more logit per query head, which takes its share of the softmax and has no value. With a sink s
 the result over logits l is sum(exp(l_i) v_i) / (sum(exp(l_i)) + exp(s)): the result without it, times
-sigmoid(logsumexp(l) - s). Where no log-sum-exp is at hand, the sink is a key of its own: keys get one more element, 1
+sigmoid(logsumexp(l) - s). Where no log-sum-exp is at hand, the sink is an additional key: keys get one more element, 1
 in the sink's and 0 in all others, where queries have s / scale.
 """
 

@@ -13,7 +13,7 @@ from sparse_rl_lightning.ops.pools import FLOAT8, KVPools, accumulation_dtype, g
 HeadReduction = Literal["max", "mean"]
 """Reduction over the heads that have a token: its best score, or the mean."""
 
-AT_A_TIME = {"cpu": 64}  # heads that an op scores at the same time at most: each needs memory of its own
+AT_A_TIME = {"cpu": 64}  # heads that an op scores at the same time at most: each needs separate memory
 AT_A_TIME_ON_DEVICE = 1024
 
 

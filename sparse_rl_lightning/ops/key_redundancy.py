@@ -21,7 +21,7 @@ def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Ten
     last column j with cosine above ``threshold`` to zero, so that the most recent of similar tokens does not count as
     redundant, and takes the mean over the rows. All but those entries are linear in the keys: the sum over i of
     cos(i, j) is k_j . (sum_i k_i - k_j) for unit keys k. Only the search for the last similar column is pairwise; it
-    goes backwards in blocks and stops when every row has found its own.
+    goes backwards in blocks and stops when every row has one.
 
     Two details of the published code are kept. In a row without any similar neighbor the first entry is set to zero.
     With a threshold below 0 the zero on the diagonal counts as similar.

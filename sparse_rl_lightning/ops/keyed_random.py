@@ -41,7 +41,7 @@ def hash_bits(*keys: Tensor | int) -> Tensor:
     """Compute 64 random bits per tuple of keys: int64 over its whole range.
 
     Keys are plain integers, or integer tensors that broadcast together. Put the largest tensor last: the keys
-    before it are mixed at their own, smaller shape.
+    before it are mixed at their smaller shape.
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:

@@ -20,7 +20,7 @@ Method = Literal["position", "random", "key_norm", "key_difference", "mass", "sh
 def score_entries(
     entries: CachedEntries, method: Method, *, by_age: bool = False, by_value: bool = False, given: Tensor | None = None
 ) -> Tensor:
-    """Score the entries of all layers by what one look at each tells.
+    """Score the entries of all layers by simple properties of each.
 
     - "position": the true position.
     - "random": a number in (0, 1) from (key, layer, head, position), with the key of the prompt for its tokens and that

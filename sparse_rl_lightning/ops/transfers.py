@@ -31,7 +31,7 @@ def upload(numbers: Sequence[Numbers], device: torch.device) -> list[Tensor]:
 
 
 class Download:
-    """Copies of tensors for the host, queued behind everything that the device has been asked for so far.
+    """Copies of tensors for the host, queued after everything that was launched on the device so far.
 
     Args:
         *tensors: Tensors on one device; nothing may write to them afterwards, since CPU tensors are not copied.

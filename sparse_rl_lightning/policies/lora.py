@@ -66,7 +66,7 @@ class LoraPolicy(PolicySource):
         return model, tokenizer
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Quantize a model, if asked to, and add fresh adapters, in place; works for a model of shapes alone."""
+        """Quantize a model if ``quantization`` is set, and add fresh adapters, in place; works on shapes alone too."""
         if self.quantization is not None:
             quantize(model, self.quantization)
         add_adapter(model, self.target_modules, self.seed, **self.options)

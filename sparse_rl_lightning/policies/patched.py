@@ -17,14 +17,14 @@ from sparse_rl_lightning.errors import UserError
 
 
 class CacheAwareForward(partial[Any]):
-    """A ``forward`` set on an object that answers calls of its own kind, and leaves all others to its first argument.
+    """A ``forward`` set on an object that answers some calls, and leaves all others to its first argument.
 
-    A kind of its own, not an attribute: those are copied to what is wrapped around it.
+    It is a class, not an attribute: attributes are copied to what is wrapped around it.
     """
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether this object's own ``forward`` was set, as accelerate's hooks, Liger and others do.
+    """Whether ``forward`` was replaced on this object, as accelerate's hooks, Liger and others do.
 
     Compilation, by ``torch.compile(module)`` or ``module.forward = torch.compile(module.forward)``, changes no number
     and does not count; nor does :class:`CacheAwareForward`.

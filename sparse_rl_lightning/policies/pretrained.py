@@ -87,8 +87,8 @@ def load_pretrained(
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder: its tokenizer.json as it is, if there is one.
 
-    Many classes of transformers 5 read the vocabulary alone from it, and put in a normalizer, a pre-tokenizer and a
-    decoder of their own.
+    Many classes of transformers 5 read the vocabulary alone from it, and replace its normalizer, pre-tokenizer and
+    decoder.
     """
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if type(loaded) is PreTrainedTokenizerFast or _cached(path, "tokenizer.json") is None:

@@ -23,7 +23,7 @@ from sparse_rl_lightning.policies.patched import is_plain_linear
 Quantization = Literal["nf4", "int8"]
 BLOCK = 64
 """Number of 4-bit weights that share a scale."""
-# bitsandbytes, which PEFT imports too, asks for another package, for products that are not made here
+# bitsandbytes, which PEFT imports too, recommends another package, for products that are not used here
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

@@ -102,7 +102,7 @@ class ShadowPolicy:
 
     Args:
         policy: Sharded policy. All ranks must create the shadow at the same point.
-        dtype: Type of the copy, None for the policy's own.
+        dtype: Type of the copy, None for the policy's type.
 
     Raises:
         ValueError: If the policy has adapters, or modules with a replaced ``forward``, which a copy would lack.

@@ -1,6 +1,6 @@
 """Which models can be rolled out: by what their layers are, not by their name.
 
-A model needs attention, over everything or a window, with keys and values of heads in a cache of its own, rotary
+A model needs attention, over everything or a window, with keys and values of heads in a cache per layer, rotary
 positions (or none in some layers), and frequencies that stay as they are while a sequence grows. Layers of a hybrid
 may instead be linear attention with a state of fixed size, which nothing is evicted from. What a configuration does not
 show, :mod:`~sparse_rl_lightning.rollout.engine.decoders.agreement` finds before the first rollout.
@@ -31,7 +31,7 @@ STATE = ("layer_idx", "conv_dim", "conv_kernel_size", "num_v_heads", "head_k_dim
 def check_supported(model: PreTrainedModel, of_shapes: bool = False) -> None:
     """Refuse a model whose cache could not be evicted correctly, by name and with the reason.
 
-    A model ``of_shapes`` has no numbers in its weights, which is refused too unless it is asked for.
+    A model whose weights have shapes but no numbers is refused too, unless ``of_shapes`` allows it.
     """
     if not hasattr(model, "get_output_embeddings"):
         raise UserError(f"model must be a causal language model of transformers, got {type(model)}.")

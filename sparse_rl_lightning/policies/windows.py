@@ -37,7 +37,7 @@ def layer_windows(config: Any) -> tuple[int, ...]:
 
 @lru_cache
 def _knows_windows(config_class: type) -> bool:
-    """Whether configurations of this class have windows; others keep what a file says, and their models never ask."""
+    """Whether configurations of this class have windows; others keep a file's value, which their models never read."""
     return hasattr(config_class(), "sliding_window")
 
 

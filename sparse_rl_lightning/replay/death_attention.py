@@ -31,7 +31,7 @@ def death_attention(
 ) -> Tensor:  # fmt: skip
     """Attention (B, Hq, T, D) with gradient under the deaths of one layer: FlexAttention on CUDA, masks elsewhere.
 
-    A single block has a mask on CUDA too: nothing could be skipped, and it would need kernels of its own.
+    A single block has a mask on CUDA too: nothing could be skipped, and it would need further kernels.
 
     ``death`` (B, H, T) is the first query that no longer sees each key, None if all later ones do, ``sinks`` (Hq) are
     the layer's learned ones, if it has some, and ``ends`` (B) the numbers of tokens of the sequences, if nothing behind
@@ -71,7 +71,7 @@ def flex_death_attention(
     if torch.is_autocast_enabled(device_type):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device_type)) for tensor in (query, key, value))
     group, length = query.shape[1] // key.shape[1], key.shape[2]
-    first, more = divmod(length - query.shape[2], BLOCK)  # queries that are not asked for: whole blocks, and others
+    first, more = divmod(length - query.shape[2], BLOCK)  # queries that are left out: whole blocks, and the rest
     query = F.pad(query, (0, 0, more, 0)) if more else query
     dies = key.new_full(key.shape[:3], length, dtype=torch.int32) if death is None else death
     # no number, since kernels would be compiled for each, and filled where it is read: a copy would wait

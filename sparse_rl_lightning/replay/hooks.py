@@ -1,7 +1,7 @@
 """The attention functions registered with transformers, of learner and rollout; the only file that uses these hooks.
 
 Model keyword arguments reach the attention function, so the deaths are passed as one. A name that transformers'
-mask interface does not know gets no mask at all: each function here brings its own.
+mask interface does not know gets no mask at all: each function here applies its mask itself.
 """
 
 from __future__ import annotations

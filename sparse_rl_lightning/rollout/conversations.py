@@ -44,7 +44,7 @@ class Episode:
 
 @dataclass
 class Opening:
-    """Prompts that environments have given, and their conversations, prompt by prompt."""
+    """Prompts of environments, and their conversations, prompt by prompt."""
 
     rows: Rows  # with their prompts
     prompts: list[list[int]]  # token ids
@@ -67,12 +67,12 @@ class Conversations:
         self.template, self.skip_special_tokens = options.chat_template_kwargs or {}, options.skip_special_tokens
         self.episodes: dict[int, Episode] = {}  # by sequence, until its prompt is taken
         self.calls: dict[int, Call] = {}  # by sequence, turns that are being answered
-        self.ending: dict[int, str] = {}  # by sequence, what ends it while its environment is asked for its reward
+        self.ending: dict[int, str] = {}  # by sequence, why it ends, while its environment computes the reward
         self._session: RolloutSession | None = None
 
     @property
     def session(self) -> RolloutSession:
-        """The session whose sequences talk."""
+        """The session whose sequences converse."""
         assert self._session is not None, "open() comes first"
         return self._session
 
@@ -89,7 +89,7 @@ class Conversations:
         repeated = [row for row in rows for _ in range(num_generations)]
         episodes = [Episode(self.factory(), Conversation(row)) for row in repeated]
         self._check_environments(episodes)
-        calls = [  # with a row of its own each: samples and epochs share it
+        calls = [  # each with a copy of its row, which samples and epochs share
             start(episode.environment.reset, copy.deepcopy(episode.conversation.row), timeout=self.limits.timeout)
             for episode in episodes
         ]
@@ -108,7 +108,7 @@ class Conversations:
     def open(
         self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int, num_sequences: int | None = None
     ) -> RolloutSession:
-        """Make the session through which to talk from now on; arguments are its own."""
+        """Open the session of the conversations; arguments are those of ``RolloutSession``."""
         self._session = RolloutSession(
             sampler, params, max_prompt_length, turns=True, max_turn_length=self.limits.max_turn_length,
             num_sequences=num_sequences,
@@ -185,7 +185,7 @@ class Conversations:
             self.calls[sequence] = start(episode.environment.step, text, timeout=self.limits.timeout)
 
     def _answer(self) -> None:
-        """Give sequences what their environments have answered, and end those that are over."""
+        """Append the observations of environments that have answered, and end conversations that are over."""
         for sequence in [sequence for sequence, call in self.calls.items() if call.is_over]:
             call, episode = self.calls.pop(sequence), self.episodes[sequence]
             is_last = sequence in self.ending
@@ -204,7 +204,7 @@ class Conversations:
                 self._give(sequence, episode, observation)
 
     def _give(self, sequence: int, episode: Episode, observation: Observation) -> None:
-        """Give a sequence an observation, of which the end may be cut; without room for it the conversation ends."""
+        """Append an observation, truncated if need be; without room for it the conversation ends."""
         most, room = self.limits.max_observation_length, self.session.room(sequence)
         try:
             observation = observation if isinstance(observation, str) else valid_messages(observation)
@@ -234,7 +234,7 @@ class Conversations:
         self._end(sequence, self.episodes[sequence].conversation.end)
 
     def _cut(self, sequence: int, why: str) -> None:
-        """Ask the environment for its reward, and end the conversation then."""
+        """Request the environment's reward, and end the conversation after it."""
         self.ending[sequence] = why
         self.calls[sequence] = start(self.episodes[sequence].environment.cut, timeout=self.limits.timeout)
 
@@ -319,7 +319,7 @@ def _prompt_of(episode: Episode, call: Call) -> Prompt | None:
 def _common_prompt(
     replies: Sequence[Prompt | None], row: dict[str, Any], conversations: Sequence[Conversation]
 ) -> Prompt:
-    """The prompt that a row's environments have given, or its own.
+    """The prompt that a row's environments returned, or the row's.
 
     Raises:
         ValueError: If they differ, or there is none.

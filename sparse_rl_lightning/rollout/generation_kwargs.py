@@ -1,6 +1,6 @@
 """TRL's ``generation_kwargs``: sampling settings under names of transformers and vLLM, which override the others.
 
-And what a model's own ``generation_config`` asks of ``generate`` that rollouts do not follow.
+And the settings of a model's ``generation_config`` that rollouts do not follow.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Temperature and the like are settings of a rollout, whatever the model recommend
 
 
 def warn_of_generation_config(model: PreTrainedModel) -> None:
-    """Name what a model's ``generation_config`` asks for and rollouts draw without."""
+    """Warn of settings of a model's ``generation_config`` that rollouts do not follow."""
     ignored = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
     if ignored:
         here = [f"{name} is sampling.{NOT_FOLLOWED[name]} here" for name in ignored if NOT_FOLLOWED[name]]

@@ -240,7 +240,7 @@ class Generator:
         return rows[lengths.index(max(lengths))]
 
     def encode(self, rows: Rows, params: SamplingParams | None = None) -> list[list[int]]:
-        """The token ids of the rows' prompts, with an environment's tools; long ones are cut if that is asked for.
+        """The token ids of the rows' prompts, with an environment's tools; long ones are cut if an option says so.
 
         The sampling parameters, default those of training, say how much room the completion needs.
         """
@@ -264,7 +264,7 @@ class Generator:
         return None if context is None else context - longest
 
     def admit(self, rows: Rows, where: Callable[[int], str], params: SamplingParams | None = None) -> Rows:
-        """The rows whose prompts can be completed; what becomes of those that are too long, an option says.
+        """The rows whose prompts can be completed; an option decides what becomes of those that are too long.
 
         Args:
             rows: All rows of a data set.
@@ -300,7 +300,7 @@ class Generator:
         if not left:
             raise UserError(f"{text} No row is left.")
         text += f" They are {'cut to their last tokens' if how == 'truncate' else 'skipped'}."
-        if text not in self._reported_rows:  # validation rows are asked for several times
+        if text not in self._reported_rows:  # validation rows are admitted several times
             self._reported_rows.add(text)
             self._tell(text)
         return left

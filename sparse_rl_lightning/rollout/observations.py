@@ -1,4 +1,4 @@
-"""Observations to the token ids that a policy reads behind its turn.
+"""Observations to the token ids that a policy reads after its turn.
 
 The turn stays as it was drawn, thoughts included, also where a chat template would write it in another way.
 """
@@ -71,7 +71,7 @@ def encode_observation(
 
 
 def cut_observation(tokenizer: PreTrainedTokenizerBase, observation: Observation, most: int) -> Observation:
-    """The observation, whose text is cut behind the last character that fits into ``most`` tokens.
+    """The observation, with its text cut after the last character that fits into ``most`` tokens.
 
     Those of the chat template do not count. Messages are filled in order; what follows has empty contents.
 
@@ -108,7 +108,7 @@ def _length(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode text that stands behind other text, where no tokenizer adds a space or a token of its own."""
+    """Encode text that follows other text, where no tokenizer prepends a space or a special token."""
     before, text = "\x01", valid_unicode(text)  # which merges with nothing
     head, ids = (tokenizer(string, add_special_tokens=False)["input_ids"] for string in (before, before + text))
     if ids[: len(head)] == head:
@@ -175,7 +175,7 @@ def _behind_text(render: _Render, messages: list[dict[str, Any]], _: re.Pattern[
 
 
 def _behind_calls(render: _Render, messages: list[dict[str, Any]], special: re.Pattern[str]) -> str:
-    """What follows an assistant's tool calls, from their last special token on; nothing where that cannot be told."""
+    """What follows an assistant's tool calls, from their last special token on; empty where that cannot be found."""
     calls = [
         {
             "type": "function",

@@ -126,7 +126,7 @@ class RolloutSampler:
         self.decoder_kind = choose_decoder(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.decoder_kind)
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
-        self._engines: dict[EngineKey, Engine] = {}  # of the last kinds of drawing, on the same memory, newest last
+        self._engines: dict[EngineKey, Engine] = {}  # of the last two sampling modes, on the same memory, newest last
         self._geometry_read: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
         self._warned = False
 
@@ -238,7 +238,7 @@ class RolloutSampler:
     def scheduler(
         self, engine: Engine, params: SamplingParams, num_slots: int, create: Callable[..., Scheduler] | None = None
     ) -> Scheduler:
-        """Create the scheduler of a rollout on this engine, without prompts yet, by a function of its own if given.
+        """Create the scheduler of a rollout on this engine, without prompts yet; ``create`` makes another class of it.
 
         Raises:
             ValueError: If there are stop strings but no tokenizer.

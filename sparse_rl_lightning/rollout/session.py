@@ -52,8 +52,8 @@ class RolloutSession:
         params: Sampling parameters.
         max_prompt_length: Length of the longest prompt in tokens.
         turns: Whether a sequence that ends waits in its slot, named by :attr:`paused`, until it is given tokens by
-            :meth:`append`, after which it goes on, or is ended by :meth:`finish`. The host then looks at every step
-            what has ended.
+            :meth:`append`, after which it goes on, or is ended by :meth:`finish`. The host then checks after
+            every step which have ended.
         max_turn_length: Number of tokens after which a turn ends at the latest, None for no limit of its own.
         num_sequences: Number of sequences, if it is known: no more slots are used, and they are those of the sampler,
             which must not be used by anything else until the session is over. None gives the session its own.

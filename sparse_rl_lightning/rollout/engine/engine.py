@@ -1,4 +1,4 @@
-"""Engine: the memory, the weights made for decoding and the decode step of one kind of rollout.
+"""Engine: the memory, the weights prepared for decoding and the decode step of a rollout.
 
 A step never waits for the device nor depends on a number that the host does not know, so it can be captured in a
 CUDA graph, once per number of rows, and replayed without Python in between: everything that changes from step to step
@@ -77,7 +77,7 @@ Step: TypeAlias = Callable[[StepRows], None]
 
 @dataclass(frozen=True)
 class EngineKey:
-    """Everything that an engine is made for; a rollout with an equal key can use the same engine."""
+    """Everything that an engine depends on; a rollout with an equal key can use the same engine."""
 
     geometry: CacheGeometry
     size: CacheSize
@@ -94,7 +94,7 @@ class EngineKey:
         """This key with the memory of the last engine if that fits, or with room for both if rollouts alternate.
 
         A slot may be larger than needed if its size depends on the prompts; if it depends on the compressor alone, a
-        raised or lowered budget gets slots of its own size.
+        raised or lowered budget gets slots of its size.
         """
         size, before, c = self.size, last.size, self.compressor
         if self.geometry != last.geometry:
@@ -116,7 +116,7 @@ class Engine:
         model: Policy whose current weights are used.
         key: Key that describes the engine.
         cache: Cache of an earlier engine with the same geometry and size; by default it is allocated.
-        decoder: Decoder of an earlier engine that still serves the model.
+        decoder: Decoder of an earlier engine that is still valid for the model.
         shares_memory_with: Another engine on this cache, with whose graphs its own share their memory pool; they never
             run at the same time.
 
@@ -279,7 +279,7 @@ class StepGraphs:
         if not self.enabled:
             step(rows)
             return
-        # the graph reads its own row numbers, at a fixed address
+        # the graph reads row numbers at a fixed address
         graph, captured = self._graphs[len(rows.slots)]
         captured.slots.copy_(rows.slots)
         captured.places.copy_(rows.places)
@@ -329,7 +329,7 @@ class StepGraphs:
 
 
 def first_error(error: BaseException, outside: BaseException | None) -> BaseException:
-    """The original error: ending a broken capture raises an error of its own.
+    """The original error: ending a broken capture raises another.
 
     Args:
         error: Error that ended the capture.

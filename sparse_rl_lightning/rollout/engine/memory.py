@@ -121,7 +121,7 @@ def partial_bytes(num_rows: int, geometry: CacheGeometry, most_entries: int) -> 
 
 
 def record_bytes(geometry: CacheGeometry, num_sequences: int, length: int) -> int:
-    """The most bytes of the evictions when a rollout ends: each sequence's own, and all together, which stay."""
+    """The most bytes of eviction records when a rollout ends: one per sequence, and all of them joined, which stays."""
     position = torch.int16 if length < 2**15 else torch.int32
     return 2 * num_sequences * length * geometry.num_layers * geometry.num_kv_heads * position.itemsize
 

@@ -65,7 +65,7 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
         logits = engine.decoder.logits(hidden[whole.last])
         for p, row in zip(pack, logits, strict=True):
             yield p, row, whole.staged_bytes
-    # each in a function of its own: what it stages is freed before the next
+    # each in a separate call: what it stages is freed before the next
     yield from (_read_in_chunks(engine, prompt, max_tokens) for prompt in prompts if len(prompt.tokens) > max_tokens)
 
 

@@ -87,7 +87,7 @@ class SamplingParams:
 
     @property
     def seeded(self) -> SamplingParams:
-        """The parameters with a seed: their own, or that of the process."""
+        """The parameters with a seed: theirs, or that of the process."""
         return replace(self, seed=seed_of(self.seed))
 
     @cached_property

@@ -107,7 +107,7 @@ class TurnScheduler(Scheduler):
     arguments are those of ``Scheduler``.
 
     Args:
-        turn_length: Most tokens of a turn, None for no limit of its own.
+        turn_length: Most tokens of a turn, None for no limit but the completion's.
     """
 
     sequence, finished = TurnSequence, FinishedTurns
@@ -141,7 +141,7 @@ class TurnScheduler(Scheduler):
         return {**self.running, **self.reading, **self.paused}
 
     def start(self, sequence: int) -> TurnSequence:
-        """Begin a sequence whose turns have a length of their own."""
+        """Begin a sequence with the limit on its turns."""
         started = super().start(sequence)
         assert isinstance(started, TurnSequence)
         started.turn_length = self.turn_length

@@ -1,4 +1,4 @@
-"""Decoder: a causal language model as a function of packed tokens, with the rollout's attention in place of its own.
+"""Decoder: a causal language model as a function of packed tokens, with the rollout's attention in its layers.
 
 There are two, with the same numbers: ``native.NativeDecoder`` for Llama-like layers, and
 ``hf_forward.TransformersDecoder`` for all others. What they share is here.

@@ -2,7 +2,7 @@
 
 The layers of Llama, Mistral, Qwen2 and Qwen3 differ only in optional norms and biases, so they are run part by part: a
 norm with the sum before it, the norms and the rotation of queries and keys, and the activation of a feed-forward block
-are an op each; what has hooks or a forward of its own is called as it is.
+are an op each; modules with hooks or a replaced forward are called as they are.
 """
 
 from __future__ import annotations
