@@ -44,17 +44,17 @@ class WindowCache(SlotStorage):
         shape = (*heads, self.width, g.head_dim)
         self.keys, self.values = self.pools.keys.view(shape), self.pools.values.view(shape)
         self._rings = dict(zip(RINGS, (self.keys, self.values), strict=True))
-        self.held = torch.zeros(heads[1:], dtype=torch.int32, device=g.device)  # (S, H) entries, the step's included
+        self.lengths = torch.zeros(heads[1:], dtype=torch.int32, device=g.device)  # (S, H) entries, the step's included
         # of each layer: where a step writes, its lengths are the places, and what it reads
         self._written = [self.pools.layer(layer) for layer in range(heads[0])]
-        self._read = [replace(layer, lengths=self.held) for layer in self._written]
+        self._read = [replace(layer, lengths=self.lengths) for layer in self._written]
         self._no_queries = torch.zeros(*heads[1:2], g.num_heads, 0, g.head_dim, dtype=g.query_dtype, device=g.device)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that is allocated here."""
         p = self.pools
-        return [p.keys, p.values, p.positions, p.offsets, p.capacities, p.lengths, self.held]
+        return [p.keys, p.values, p.positions, p.offsets, p.capacities, p.lengths, self.lengths]
 
     def full_entries(self, length: int) -> int:
         """Entries of a KV head in all layers with a window, after so many tokens."""
@@ -73,7 +73,7 @@ class WindowCache(SlotStorage):
     def begin_step(self) -> None:
         """Set the places that slots write to, and how much they read, from the positions of their new tokens."""
         self.pools.lengths.copy_((self.seen % self.width)[:, None])
-        self.held.copy_((self.seen + 1).clamp(max=self.width)[:, None])
+        self.lengths.copy_((self.seen + 1).clamp(max=self.width)[:, None])
 
     def append_and_attend(
         self, layer: int, slots: Tensor, projected: Tensor, transform: QKTransform, sinks: Tensor | None = None

@@ -17,7 +17,7 @@ from sparse_rl_lightning.environments.base import Environment, EnvironmentFactor
 from sparse_rl_lightning.errors import UserError
 
 _REGIONS = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(?:</tool_call>|\Z)|</think>", re.DOTALL)
-_OWN = ("reset", "get_reward")  # public methods that are no tools
+_NOT_TOOLS = ("reset", "get_reward")  # public methods that are no tools
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ _ALLOWED = (
 def _methods(instance: Any) -> list[Callable[..., Any]]:
     """Public methods of an object's class but for class methods, as in TRL, without evaluating its properties."""
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
-    return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _OWN]
+    return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
 def _opening(row: dict[str, Any], more: Any) -> list[dict[str, Any]] | None:

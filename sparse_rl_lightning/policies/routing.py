@@ -129,12 +129,12 @@ class _Chosen:
 
     def __init__(self, router: nn.Module, layer: int, choose: Choose) -> None:
         before = router.forward
-        self.own: Callable[..., Any] = before.own if isinstance(before, _Chosen) else before
+        self.forward: Callable[..., Any] = before.forward if isinstance(before, _Chosen) else before
         self.router, self.layer, self.choose = router, layer, choose
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _Topk(self) as mode:
-            out = self.own(*args, **kwargs)
+            out = self.forward(*args, **kwargs)
         if mode.calls != 1:
             raise UserError(
                 f"record_routing saw {type(self.router).__name__} choose {mode.calls} times in a pass. {KNOWN}. Set it "

@@ -26,7 +26,7 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 
 MOST_TOP = 256
 """The largest ``top_logprobs`` of the kernel for GPUs (cuda_ext/cuda/draw.cu)."""
-OWN_ARGUMENTS = (
+FIXED_ARGUMENTS = (
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the template does not use: it would ignore a misspelled one silently."""
-    reserved = [name for name in arguments if name in OWN_ARGUMENTS]
+    reserved = [name for name in arguments if name in FIXED_ARGUMENTS]
     if reserved:
         raise UserError(
             f"chat_template_kwargs: {', '.join(reserved)} cannot be set: a last message of the assistant is continued, "

@@ -178,7 +178,7 @@ def test_rollouts_of_an_adapted_policy_are_those_of_its_forward_pass(monkeypatch
         patch.setattr(adapted_products.Adapted, "__call__", lambda own, x: (calls.append(own), forward(own, x))[1])
         sampler.generate([[3, 4, 5]], params)
     assert calls
-    assert all(one._own for one in calls)
+    assert all(one._base for one in calls)
 
 
 def small(dtype: torch.dtype = torch.float32) -> Any:

@@ -128,7 +128,7 @@ def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) ->
     plan, engine = sampler.memory_plan, sampler.engine
     assert plan.num_slots < 10
     assert plan.total_bytes == allocated(attributes(engine.cache), vars(engine.logs)) <= limit
-    monkeypatch.setattr(linear_products, "_way", lambda modules, dtype: Joined)  # copies that can be counted
+    monkeypatch.setattr(linear_products, "_copied_class", lambda modules, dtype: Joined)  # copies that can be counted
     geometry = CacheGeometry.of(model)
     decoder = TransformersDecoder(model, geometry)
     copied = [decoder._head, *(product for _, product in decoder._products)]

@@ -48,7 +48,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How products are made: as on a CPU with oneDNN, as on a GPU, or by the modules."""
     kinds = {"joined": Joined, "called": None}
     if request.param in kinds:
-        monkeypatch.setattr(products, "_way", lambda modules, dtype: kinds[request.param])
+        monkeypatch.setattr(products, "_copied_class", lambda modules, dtype: kinds[request.param])
     return str(request.param)
 
 
@@ -126,7 +126,9 @@ def test_bfloat16_products_by_float32_ones_round_once(monkeypatch: pytest.Monkey
 def test_copied_weights_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy("qwen2", torch.bfloat16)
     with monkeypatch.context() as patch:
-        patch.setattr(products, "_way", lambda modules, dtype: Joined if len(modules) > 1 else None)  # as on a GPU
+        patch.setattr(
+            products, "_copied_class", lambda modules, dtype: Joined if len(modules) > 1 else None
+        )  # as on a GPU
         geometry = CacheGeometry.of(model)
         copied = decoder_bytes(model, geometry, 32, "native")
     inner = model.model.layers

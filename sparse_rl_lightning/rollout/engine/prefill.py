@@ -37,7 +37,7 @@ class Prefill:
     room: int  # tokens that its slot takes afterwards
 
     @property
-    def held(self) -> list[int]:
+    def num_entries(self) -> list[int]:
         """Entries (L) of each head afterwards, a mean over the heads of a layer."""
         return [len(self.tokens) - lost for lost in self.evicted]
 

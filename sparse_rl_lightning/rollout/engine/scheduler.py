@@ -231,7 +231,7 @@ class Scheduler:
         for number, slots in admitted.items():
             if number in self.cached_prompts:
                 cached = self.cached_prompts[number]
-                self.cache.restore(slots[0], cached.content, cached.prefill.held)
+                self.cache.restore(slots[0], cached.content, cached.prefill.num_entries)
         self._prefill({number: slots for number, slots in admitted.items() if number not in self.cached_prompts})
         # the first slot of each prompt now has it in either case; the others get copies
         logits = list[Tensor]()
@@ -285,7 +285,7 @@ class Scheduler:
                 number = number_of[prompt.slot]
                 # the slot's content is copied only if samples of this prompt are left without a slot
                 is_wanted = self.groups[number].num_waiting > 0
-                content = self.cache.save(prompt.slot, len(prompt.tokens), prompt.held) if is_wanted else {}
+                content = self.cache.save(prompt.slot, len(prompt.tokens), prompt.num_entries) if is_wanted else {}
                 self.cached_prompts[number] = CachedPrompt(prompt, logits, content, self.cache.content_bytes(content))
                 cached_bytes += self.cached_prompts[number].nbytes
                 self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged + cached_bytes)

@@ -70,18 +70,18 @@ class Adapted(Projection):
         # much memory as the model. Frozen ones are there to save memory.
         layers = [module.base_layer for module in modules]
         is_joined = layers[0].weight.device.type == "cpu"
-        self._own = [join(layers, dtype)] if is_joined else [join([layer], dtype) for layer in layers]
+        self._base = [join(layers, dtype)] if is_joined else [join([layer], dtype) for layer in layers]
         self._adapters = SideBySide(adapters, adapter_dtype(adapters, dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
         x = x.to(self.dtype)
-        parts = [product(x) for product in self._own]
+        parts = [product(x) for product in self._base]
         return self._adapters.add(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), x)
 
     def refresh(self) -> None:
         """Copy the current weights of layers and adapters."""
-        for product in self._own:
+        for product in self._base:
             product.refresh()
         self._adapters.refresh(plain_adapters(self.modules))
 

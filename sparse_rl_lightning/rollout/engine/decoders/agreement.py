@@ -30,13 +30,13 @@ EXACT, ROUNDED = 1e-3, 0.1
 """Mean difference of log-probabilities over their deviation: in float32 and float64, and with rounded products."""
 
 
-class _Held:
+class _UncompressedAttention:
     """Attention over everything that was fed so far, which keeps keys, values and the order of the layers."""
 
     def __init__(self, geometry: CacheGeometry, windows: tuple[int, ...]) -> None:
         self.geometry, self.windows = geometry, windows  # the model's, which a short cache need not know
         self.layers: list[int] = []
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.entries: dict[int, tuple[Tensor, Tensor]] = {}
         if geometry.linear is not None:
             states = LinearStates.allocate(geometry.linear, 1, geometry.device)
             self.recur: Recur = partial(recur_pieces, states, [(0, ROW_MULTIPLE)])
@@ -45,9 +45,9 @@ class _Held:
         self, layer: int, projected: Tensor, transform: QKTransform, hidden: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         query, key, value = transform.split(projected, self.geometry.num_kv_heads)
-        if layer in self.held:
-            key, value = (torch.cat(both) for both in zip(self.held[layer], (key, value), strict=True))
-        self.held[layer] = key, value
+        if layer in self.entries:
+            key, value = (torch.cat(both) for both in zip(self.entries[layer], (key, value), strict=True))
+        self.entries[layer] = key, value
         self.layers.append(layer)
         windows = self.windows
         return causal_attention(query, key, value, self.geometry.scale, windows[layer] if windows else 0, sinks)
@@ -65,8 +65,8 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
     ids = torch.arange(1, size + 1, device=device) * 7919 % vocabulary  # a prime: tokens from everywhere
     positions = torch.arange(size, device=device)
     with exact_angles(model):
-        expected, experts = _own_logprobs(model, ids[None])
-    attend = _Held(geometry, layer_windows(model.config))
+        expected, experts = _model_logprobs(model, ids[None])
+    attend = _UncompressedAttention(geometry, layer_windows(model.config))
     decoder.reach(size)
     hidden = []
     for piece in positions.chunk(2):
@@ -91,7 +91,7 @@ def check_agreement(model: PreTrainedModel, decoder: Decoder, geometry: CacheGeo
         )
 
 
-def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+def _model_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities (T, V) of the model's own pass over (1, T), and its experts (1, T, L, K) if those are known."""
     with suppress(UserError, KeyError):  # no routers, or such as cannot be recorded
         with recording(Routers(model)) as recorded:
@@ -100,7 +100,7 @@ def _own_logprobs(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor |
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1), None
 
 
-class _Alone:
+class _IsolatedRows:
     """Attention of rows that each see themselves alone, which keeps the keys (R, H, D) of every layer."""
 
     def __init__(self, geometry: CacheGeometry, positions: Tensor) -> None:
@@ -128,11 +128,11 @@ def layers_turned_otherwise(decoder: Decoder, geometry: CacheGeometry) -> list[i
     """
     positions = torch.arange(ROW_MULTIPLE, device=geometry.device)
     decoder.reach(ROW_MULTIPLE)
-    alone = _Alone(geometry, positions)
-    decoder(torch.ones_like(positions), positions, alone)
+    isolated = _IsolatedRows(geometry, positions)
+    decoder(torch.ones_like(positions), positions, isolated)
     deviating = []
     for layer in geometry.full_layers:
-        keys = alone.keys[layer]
+        keys = isolated.keys[layer]
         turned = rotate(keys[:1], positions[:, None], geometry.inv_freq.float())
         if float((turned - keys).norm()) > 0.05 * float((keys - keys[:1]).norm().clamp(min=1e-3 * keys.norm())):
             deviating.append(layer)

@@ -35,7 +35,7 @@ from sparse_rl_lightning.rollout.engine.decoders.base import (
     head_product,
     per_head,
 )
-from sparse_rl_lightning.rollout.engine.decoders.linear_products import Copied, copied_bytes, join, made_head
+from sparse_rl_lightning.rollout.engine.decoders.linear_products import Copied, copied_bytes, head_projection, join
 
 ROLLOUT = "sparse_rl_rollout"
 
@@ -58,7 +58,7 @@ class TransformersDecoder(Decoder):
         super().__init__(model, geometry, in_float32)
         self._decoder: Any = model.get_decoder()
         self._scaling = LogitScaling.of(model.config)
-        self._head = made_head(model.get_output_embeddings(), geometry.dtype, in_float32)
+        self._head = head_projection(model.get_output_embeddings(), geometry.dtype, in_float32)
         products = [(module, join((module,), geometry.dtype)) for module in _linear(model)]
         self._products = [(module, product) for module, product in products if isinstance(product, Copied)]
         self._attention = attention_modules(model)

@@ -121,18 +121,18 @@ def join(modules: Sequence[nn.Module], dtype: torch.dtype) -> Projection:
             called as it is.
         dtype: Compute type of the products, under autocast another type than the weights'.
     """
-    copied = _way(modules, dtype)
+    copied = _copied_class(modules, dtype)
     return Projection(modules) if copied is None else copied([m for m in modules if isinstance(m, nn.Linear)], dtype)
 
 
 def copied_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     """The bytes of the copy that :func:`join` makes of the weights of these modules."""
-    if _way(modules, dtype) is None:
+    if _copied_class(modules, dtype) is None:
         return 0
     return sum(parameter.numel() * dtype.itemsize for module in modules for parameter in module.parameters())
 
 
-def _way(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | None:
+def _copied_class(modules: Sequence[nn.Module], dtype: torch.dtype) -> type[Copied] | None:
     """The product on copied weights for these modules; None if they are called as they are."""
     linear = [module for module in modules if type(module) is nn.Linear and not is_changed(module)]
     if len(linear) < len(modules):
@@ -163,7 +163,7 @@ class Unrounded(Projection):
             return out if self._bias is None else out + self._bias
 
 
-def made_head(head: nn.Module, dtype: torch.dtype, in_float32: bool) -> Projection:
+def head_projection(head: nn.Module, dtype: torch.dtype, in_float32: bool) -> Projection:
     """The output head's product, in the type that the model computes in or in float32."""
     return head_in_float32(head) if in_float32 else join((head,), dtype)
 

@@ -41,8 +41,8 @@ from sparse_rl_lightning.rollout.engine.decoders.linear_products import (
     Copied,
     Projection,
     copied_bytes,
+    head_projection,
     join,
-    made_head,
 )
 
 LAYERS = (
@@ -95,7 +95,7 @@ class NativeDecoder(Decoder):
         self._copies_embeddings = is_changed(self.embedding) or type(self.embedding) is not nn.Embedding
         self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
         self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
-        self.head = self._made(made_head(model.get_output_embeddings(), geometry.dtype, in_float32))
+        self.head = self._registered(head_projection(model.get_output_embeddings(), geometry.dtype, in_float32))
         self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
@@ -106,9 +106,9 @@ class NativeDecoder(Decoder):
 
     def _joined(self, modules: Group) -> Projection:
         dtype = self.geometry.dtype
-        return self._made(adapted(modules, dtype) or join(modules, dtype))
+        return self._registered(adapted(modules, dtype) or join(modules, dtype))
 
-    def _made(self, projection: Projection) -> Projection:
+    def _registered(self, projection: Projection) -> Projection:
         self._projections.append(projection)
         return projection
 
@@ -187,10 +187,10 @@ class NativeDecoder(Decoder):
     def _norms(self) -> Iterator[NormWeight]:
         """The weights of norms that ops read."""
         for layer in self.layers:
-            yield from (norm.own for norm in (layer.norm, layer.mlp_norm) if norm.own is not None)
+            yield from (norm.norm_weight for norm in (layer.norm, layer.mlp_norm) if norm.norm_weight is not None)
             yield from layer.head_norms or ()
-        if self.final_norm.own is not None:
-            yield self.final_norm.own
+        if self.final_norm.norm_weight is not None:
+            yield self.final_norm.norm_weight
 
 
 def is_native(model: PreTrainedModel) -> bool:
@@ -263,14 +263,14 @@ class NormWeight:
     """The weight and the epsilon of a norm for an op: at least float32, at the same address for all rollouts."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._own: Tensor = module.weight.detach()  # type: ignore[operator]  # an nn.Module's attribute
+        self._source: Tensor = module.weight.detach()  # type: ignore[operator]  # an nn.Module's attribute
         self.epsilon = float(module.variance_epsilon)  # type: ignore[arg-type]
-        self.weight = self._own.to(accumulation_dtype(self._own.dtype))
+        self.weight = self._source.to(accumulation_dtype(self._source.dtype))
 
     def refresh(self) -> None:
         """Update the copy after an optimizer step, if it is one."""
-        if self.weight is not self._own:
-            self.weight.copy_(self._own)
+        if self.weight is not self._source:
+            self.weight.copy_(self._source)
 
     @classmethod
     def of(cls, module: nn.Module | None, dtype: torch.dtype) -> NormWeight | None:
@@ -293,16 +293,16 @@ class AddNorm:
         self._module, self._dtype = module, dtype
         if isinstance(reader, Copied) and dtype == torch.float32:
             self._dtype = reader.dtype
-        self.own = NormWeight.of(module, dtype)
+        self.norm_weight = NormWeight.of(module, dtype)
         # the next norm adds to the sum in place, which a hook of this one may keep
         self._copies = is_changed(module)
 
     def __call__(self, x: Tensor, addend: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sum (R, E), for which ``x`` may be overwritten, and its norm."""
-        if self.own is None or (addend is not None and addend.dtype != self._dtype):
+        if self.norm_weight is None or (addend is not None and addend.dtype != self._dtype):
             x = x if addend is None else x + addend
             return x.clone() if self._copies else x, self._module(x)
-        return x, ops.rms_norm(x, self.own.weight, self.own.epsilon, addend, self._dtype)
+        return x, ops.rms_norm(x, self.norm_weight.weight, self.norm_weight.epsilon, addend, self._dtype)
 
 
 class GatedMLP:
