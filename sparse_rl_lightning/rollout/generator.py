@@ -82,7 +82,6 @@ class Generator:
         if options.partial_rollout_steps is not None:
             unit = steps_per_generation // math.gcd(steps_per_generation, sampling.num_generations)
             self.partial = PartialRollouts(options.partial_rollout_steps, unit)
-        self._complete = self._single_turn if environment is None else self._converse
         self._draw = self.generate if self.partial is None else self._partial
         self._policy: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -159,8 +158,12 @@ class Generator:
                 progress(now)
 
         sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places, first)
+        talks: list[Conversation] | None = None
         with self.dense_mode() if dense else self.sparse_mode():
-            rows, rollout, talks = self._complete(sampler, rows, params, ids, report)
+            if self.environment is None:
+                rollout = sampler.generate(self.encode(rows, params), params, progress=report, sequence_ids=ids)
+            else:
+                rows, rollout, talks = converse(sampler, self.conversations(), rows, params, ids, report)
         return self.decode(rollout, rows, index, start, talks)
 
     def roll_out(
@@ -172,21 +175,6 @@ class Generator:
         if scored.conversations is not None:
             check_not_all_failed(scored.conversations)
         return scored
-
-    # ---------------------------------------------------------------- strategies, chosen when this is built
-
-    def _single_turn(
-        self, sampler: RolloutSampler, rows: Rows, params: SamplingParams, ids: list[int], progress: ReportProgress
-    ) -> tuple[Rows, Rollout, list[Conversation] | None]:
-        """Draw completions of a single turn."""
-        prompts = self.encode(rows, params)
-        return rows, sampler.generate(prompts, params, progress=progress, sequence_ids=ids), None
-
-    def _converse(
-        self, sampler: RolloutSampler, rows: Rows, params: SamplingParams, ids: list[int], progress: ReportProgress
-    ) -> tuple[Rows, Rollout, list[Conversation] | None]:
-        """Draw conversations with environments."""
-        return converse(sampler, self.conversations(), rows, params, ids, progress)
 
     def _partial(
         self,
