@@ -68,13 +68,7 @@ class Conversations:
         self.episodes: dict[int, Episode] = {}  # by sequence, until its prompt is taken
         self.calls: dict[int, Call] = {}  # by sequence, turns that are being answered
         self.ending: dict[int, str] = {}  # by sequence, why it ends, while its environment computes the reward
-        self._session: RolloutSession | None = None
-
-    @property
-    def session(self) -> RolloutSession:
-        """The session whose sequences converse."""
-        assert self._session is not None, "open() comes first"
-        return self._session
+        self.session: RolloutSession  # whose sequences converse, once open() was called
 
     # ---------------------------------------------------------------- from the first prompt to the last turn
 
@@ -109,11 +103,11 @@ class Conversations:
         self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int, num_sequences: int | None = None
     ) -> RolloutSession:
         """Open the session of the conversations; arguments are those of ``RolloutSession``."""
-        self._session = RolloutSession(
+        self.session = RolloutSession(
             sampler, params, max_prompt_length, turns=True, max_turn_length=self.limits.max_turn_length,
             num_sequences=num_sequences,
         )  # fmt: skip
-        return self._session
+        return self.session
 
     def add(self, opening: Opening, sequence_ids: Sequence[int]) -> range:
         """Queue the prompts of an opening in the session; returns the prompts' numbers."""

@@ -82,7 +82,10 @@ class PartialRollouts:
         gives it. Other arguments are as in :meth:`~sparse_rl_lightning.rollout.RolloutSampler.generate`, with the same
         sampling parameters in every call; ``progress`` counts from the beginning of this one.
         """
-        session, talk, count = self._session_for(sampler, params), self.talk, params.num_generations
+        if self.session is None:
+            create = RolloutSession if self.talk is None else self.talk.open
+            self.session = create(sampler, params, self.max_prompt_length)
+        session, talk, count = self.session, self.talk, params.num_generations
         ids = [tuple(sequence_ids[first : first + count]) for first in range(0, len(sequence_ids), count)]
         groups = [*self._resumed, *map(Unfinished, rows, ids)]
         flat, data = [number for group in groups for number in group.sequence_ids], [group.row for group in groups]
@@ -143,12 +146,6 @@ class PartialRollouts:
                 "null once, which drops them."
             )
         return len(self._resumed)
-
-    def _session_for(self, sampler: RolloutSampler, params: SamplingParams) -> RolloutSession:
-        if self.session is None:
-            create = RolloutSession if self.talk is None else self.talk.open
-            self.session = create(sampler, params, self.max_prompt_length)
-        return self.session
 
 
 def _rows_alone(state: dict[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def record_bytes(geometry: CacheGeometry, num_sequences: int, length: int) -> in
 
 def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype: torch.dtype = torch.float32) -> int:
     """The most bytes that logits (n, V) of this type, and what a draw on a GPU makes of them, hold at the same time."""
-    peak = _DrawBytes(reference=not has_kernel("draw", "cuda"))
+    peak = _DrawBytes()
     with peak:
         logits = torch.zeros(num_rows, vocabulary, dtype=dtype, device="meta")
         occurred = torch.zeros(num_rows, vocabulary, dtype=torch.bool, device="meta") if params.penalizes else None
@@ -140,12 +140,8 @@ def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype:
 class _DrawBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """The same of a draw in its PyTorch form, where there is no kernel."""
 
-    def __init__(self, reference: bool) -> None:
-        super().__init__()
-        self._reference = reference
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._reference and func is torch.ops.sparse_rl.draw.default:
+        if func is torch.ops.sparse_rl.draw.default and not has_kernel("draw", "cuda"):
             with self:
                 reference(*args)
             return None

@@ -105,8 +105,7 @@ class NativeDecoder(Decoder):
         self._signature = signature(model, self.followed)
 
     def _joined(self, modules: Group) -> Projection:
-        dtype = self.geometry.dtype
-        return self._registered(adapted(modules, dtype) or join(modules, dtype))
+        return self._registered(adapted(modules, self.geometry.dtype) or join(modules, self.geometry.dtype))
 
     def _registered(self, projection: Projection) -> Projection:
         self._projections.append(projection)
