@@ -56,16 +56,15 @@ class CacheSize:
     @classmethod
     def of(
         cls, compressor: Compressor, geometry: CacheGeometry, num_slots: int, capacities: tuple[int, ...],
-        max_length: int, most_events: int | None = None,
+        max_length: int, most_events: int,
     ) -> CacheSize:  # fmt: skip
         """Determine the size that a compressor needs, whose slots are compressed ``most_events`` times at most."""
-        events = max_length if most_events is None else most_events
         fields, head_fields = compressor.state_fields, tuple(compressor.head_state_fields(geometry.head_dim).items())
         return cls(
             num_slots, capacities, compressor.num_queries, max_length, fields,
             compressor.evicts and compressor.budget_rule.splits_heads, head_fields,
             compressor.needs_attention and bool(fields or head_fields),  # otherwise they are not used
-            EVENT_TYPES[bisect_left(MOST_EVENTS[:-1], events)],  # the widest for all that is more: no memory holds it
+            EVENT_TYPES[bisect_left(MOST_EVENTS[:-1], most_events)],  # the widest for all beyond: no memory holds it
         )  # fmt: skip
 
     @property

@@ -32,20 +32,15 @@ class QKTransform(NamedTuple):
             value,
         )
 
-    def normalized(self, projected: Tensor, num_kv_heads: int) -> tuple[Tensor, QKTransform]:
-        """The same heads after their norms, and the rotation that is left."""
-        if self.query_norm is None or self.key_norm is None:
-            return projected, self
-        query, key, value = parts(projected, num_kv_heads)
-        query, key = normalize(query, self.query_norm, self.epsilon), normalize(key, self.key_norm, self.epsilon)
-        return torch.cat([query, key, value], dim=1), QKTransform(self.cos, self.sin)
-
     def rounded(self, projected: Tensor, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, QKTransform]:
-        """The heads rounded to another type, after their norms: those are the model's, and see what is not rounded."""
+        """The heads rounded to another type, after their norms, which read them unrounded; and what is left to do."""
         if projected.dtype == dtype:
             return projected, self
-        projected, transform = self.normalized(projected, num_kv_heads)
-        return projected.to(dtype), transform
+        if self.query_norm is None or self.key_norm is None:
+            return projected.to(dtype), self
+        query, key, value = parts(projected, num_kv_heads)
+        query, key = normalize(query, self.query_norm, self.epsilon), normalize(key, self.key_norm, self.epsilon)
+        return torch.cat([query, key, value], dim=1).to(dtype), QKTransform(self.cos, self.sin)
 
 
 def append(

@@ -118,7 +118,9 @@ class Slots:
         self.compression = Compression(compressor, LAYERS)
         self.trigger = self.compression.trigger
         capacities = self.trigger.capacities(12, 200)
-        self.cache: SlotCache = CacheSize.of(compressor, self.geometry, SLOTS, capacities, 200).allocate(self.geometry)
+        self.cache: SlotCache = CacheSize.of(compressor, self.geometry, SLOTS, capacities, 200, 200).allocate(
+            self.geometry
+        )
         # of different lengths, so that they are due at different steps; some come together
         self.fed = [5, 9, 5, 7, 9, 5]
         self.evicted = [(0,) * LAYERS] * SLOTS

@@ -128,7 +128,7 @@ class Scheduler:
     @property
     def complete(self) -> list[int]:
         """Prompts all of whose sequences have finished."""
-        return [number for number, group in self.groups.items() if group.is_finished]
+        return [number for number, group in self.groups.items() if len(group.finished) == len(group.keys)]
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """Remove prompts, all of whose sequences have finished, and return their rollout.

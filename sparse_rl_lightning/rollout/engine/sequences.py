@@ -90,11 +90,6 @@ class SequenceGroup:
     num_waiting: int  # samples that are still waiting for a slot
     finished: dict[int, FinishedSequence] = field(default_factory=dict)  # by sample
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all samples have finished."""
-        return len(self.finished) == len(self.keys)
-
 
 @dataclass
 class RunningSequence:
