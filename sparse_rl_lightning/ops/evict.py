@@ -84,7 +84,9 @@ def reference(
     rows, live = gather_heads(starts, counts, width)  # (L, B, H, N)
     index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
     positions = index if source else position_pool[rows]
-    keep = _keep(scores[:, used], budgets[:, used], num_sinks, window, live, positions)
+    ranked = scores[:, used].masked_fill(scores[:, used].isnan(), -torch.inf)
+    flat = [t.flatten(0, 1) for t in (ranked, live, positions, budgets[:, used])]
+    keep = select_entries(*flat, num_sinks, window).view_as(live)
     order, kept = compaction_order(keep)
     if source and bool((kept > capacities[:, slots]).any()):
         raise RuntimeError("a budget exceeds the capacity of its slot.")
@@ -104,12 +106,6 @@ def reference(
         held[slots[inside], last[inside]] -= (live & ~keep).sum(dim=(0, 2, 3), dtype=torch.int32)[inside]
     if death is not None and event_steps is not None and slots.numel():
         _record(death, event_steps, slots, seen, live & ~keep, positions)
-
-
-def _keep(scores: Tensor, budgets: Tensor, num_sinks: int, window: int, live: Tensor, positions: Tensor) -> Tensor:
-    ranked = scores.masked_fill(scores.isnan(), -torch.inf)
-    ranked, valid, at, limits = (t.flatten(0, 1) for t in (ranked, live, positions, budgets))
-    return select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
 
 
 def _record(

@@ -25,7 +25,7 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a rank has only parts of the weights."""
-    return any(_is_part(parameter) for parameter in model.parameters())
+    return any(hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -33,7 +33,7 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for unit in _units(model):
         with gathered([parameter for _, parameter in unit]):
             for name, parameter in unit:
-                yield name, _whole(parameter)
+                yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def gathered(parameters: list[nn.Parameter], modifier: int | None = None) -> AbstractContextManager[Any]:
@@ -171,11 +171,3 @@ def _units(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
         layer = _LAYER.match(name)
         units.setdefault(layer[0] if layer else name, []).append((name, parameter))
     return list(units.values())
-
-
-def _is_part(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

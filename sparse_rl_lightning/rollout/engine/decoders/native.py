@@ -94,9 +94,9 @@ class NativeDecoder(Decoder):
         self.embedding: nn.Module = decoder.embed_tokens
         self._copies_embeddings = is_changed(self.embedding) or type(self.embedding) is not nn.Embedding
         self.inv_freq: Tensor = geometry.inv_freq.to(torch.float32)
-        self._kind: torch.dtype = self.embedding.weight.dtype  # of the hidden states
+        self._hidden_dtype: torch.dtype = self.embedding.weight.dtype  # of the hidden states
         self.head = self._registered(head_projection(model.get_output_embeddings(), geometry.dtype, in_float32))
-        self.final_norm = AddNorm(decoder.norm, self.head, self._kind)
+        self.final_norm = AddNorm(decoder.norm, self.head, self._hidden_dtype)
         self.layers = [self._layer(layer) for layer in decoder.layers]
         self._angles = self._rotation(torch.arange(0, device=self.inv_freq.device))
         self.followed = [
@@ -115,17 +115,17 @@ class NativeDecoder(Decoder):
         attention, mlp = layer.self_attn, layer.mlp
         project_in, project_out, *feed = (self._joined(group) for group in _groups(layer))
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        of_query, of_key = NormWeight.of(query_norm, self._kind), NormWeight.of(key_norm, self._kind)
+        of_query, of_key = NormWeight.of(query_norm, self._hidden_dtype), NormWeight.of(key_norm, self._hidden_dtype)
         head_norms = None
         if of_query is not None and of_key is not None and of_query.epsilon == of_key.epsilon:
             head_norms = of_query, of_key
         return _Layer(
-            norm=AddNorm(layer.input_layernorm, project_in, self._kind),
+            norm=AddNorm(layer.input_layernorm, project_in, self._hidden_dtype),
             project_in=project_in,
             query_norm=query_norm,
             key_norm=key_norm,
             project_out=project_out,
-            mlp_norm=AddNorm(layer.post_attention_layernorm, feed[0] if feed else None, self._kind),
+            mlp_norm=AddNorm(layer.post_attention_layernorm, feed[0] if feed else None, self._hidden_dtype),
             mlp=GatedMLP(feed[0], mlp.act_fn, feed[1]) if feed else mlp,
             head_norms=head_norms,
         )
@@ -181,7 +181,7 @@ class NativeDecoder(Decoder):
         angles = positions[:, None].to(torch.float32) * self.inv_freq
         angles = torch.cat([angles, angles], dim=-1)
         scaling, wide = self.geometry.attention_scaling, accumulation_dtype(self.geometry.query_dtype)
-        return (torch.stack([angles.cos(), angles.sin()]) * scaling).to(self._kind).to(wide)
+        return (torch.stack([angles.cos(), angles.sin()]) * scaling).to(self._hidden_dtype).to(wide)
 
     def _norms(self) -> Iterator[NormWeight]:
         """The weights of norms that ops read."""
