@@ -274,11 +274,11 @@ def converse(
     numbers = conversations.add(opening, sequence_ids)
     try:
         conversations.advance(progress=progress, new_weights=True)
-        rollout, talks = conversations.take(list(numbers))
+        rollout, finished = conversations.take(list(numbers))
     finally:
         if not sampler.keep_pool:
             sampler.release()
-    return opening.rows, rollout, talks
+    return opening.rows, rollout, finished
 
 
 def check_not_all_failed(conversations: Sequence[Conversation]) -> None:

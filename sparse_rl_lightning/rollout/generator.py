@@ -158,13 +158,13 @@ class Generator:
                 progress(now)
 
         sampler, ids = self.sampler(dense), self._sequence_ids(index, len(rows), params.num_generations, places, first)
-        talks: list[Conversation] | None = None
+        conversations: list[Conversation] | None = None
         with self.dense_mode() if dense else self.sparse_mode():
             if self.environment is None:
                 rollout = sampler.generate(self.encode(rows, params), params, progress=report, sequence_ids=ids)
             else:
-                rows, rollout, talks = converse(sampler, self.conversations(), rows, params, ids, report)
-        return self.decode(rollout, rows, index, start, talks)
+                rows, rollout, conversations = converse(sampler, self.conversations(), rows, params, ids, report)
+        return self.decode(rollout, rows, index, start, conversations)
 
     def roll_out(
         self, rows: Rows, index: int, places: Sequence[int] | None = None, progress: ReportProgress | None = None,
@@ -189,10 +189,10 @@ class Generator:
         assert self.partial is not None
         start, sampler = time.perf_counter(), self.sampler()
         ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
-        rollout, complete, talks = self.partial.draw(sampler, self.sampling, rows, ids, self.encode, progress)
+        rollout, complete, conversations = self.partial.draw(sampler, self.sampling, rows, ids, self.encode, progress)
         assert self.partial.session is not None
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
-        return self.decode(rollout, complete, index, start, talks)
+        return self.decode(rollout, complete, index, start, conversations)
 
     def conversations(self) -> Conversations:
         """Conversations with environments, none begun."""
@@ -300,13 +300,15 @@ class Generator:
         return with_tools(self.options.chat_template_kwargs, tools)
 
     def decode(
-        self, rollout: Rollout, rows: Rows, index: int, start: float, talks: list[Conversation] | None = None
+        self, rollout: Rollout, rows: Rows, index: int, start: float, conversations: list[Conversation] | None = None
     ) -> ScoredRollout:
         """The rollout with its text and conversations, and with the time since ``start``."""
         seconds = {"rollout": time.perf_counter() - start}
-        texts = self.texts(rollout) if talks is None else [conversation.completion for conversation in talks]
+        texts = self.texts(rollout) if conversations is None else [c.completion for c in conversations]
         prompt_texts = partial(self._prompt_texts, rollout)
-        return ScoredRollout(rollout, rows, texts, {}, index, seconds, conversations=talks, prompt_texts=prompt_texts)
+        return ScoredRollout(
+            rollout, rows, texts, {}, index, seconds, conversations=conversations, prompt_texts=prompt_texts
+        )
 
     def texts(self, rollout: Rollout) -> list[str]:
         """The completions of a rollout as text."""

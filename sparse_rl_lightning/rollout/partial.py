@@ -57,14 +57,14 @@ class PartialRollouts:
         self.unit = unit
         self.max_prompt_length = 0
         self.session: RolloutSession | None = None
-        self.talk: Conversations | None = None
+        self.conversations: Conversations | None = None
         self.rows: dict[int, dict[str, Any]] = {}  # with their prompts, by the prompt's number in the session
         self._groups: dict[int, Unfinished] = {}  # by the same number
         self._resumed: list[Unfinished] = []  # of a checkpoint, until the first rollout begins them
 
-    def begin(self, max_prompt_length: int, talk: Conversations | None = None) -> None:
+    def begin(self, max_prompt_length: int, conversations: Conversations | None = None) -> None:
         """Start a fit, with a session that is created on first use."""
-        self.max_prompt_length, self.session, self.talk = max_prompt_length, None, talk
+        self.max_prompt_length, self.session, self.conversations = max_prompt_length, None, conversations
         self.rows, self._groups = {}, {}
 
     def draw(
@@ -83,18 +83,18 @@ class PartialRollouts:
         sampling parameters in every call; ``progress`` counts from the beginning of this one.
         """
         if self.session is None:
-            create = RolloutSession if self.talk is None else self.talk.open
+            create = RolloutSession if self.conversations is None else self.conversations.open
             self.session = create(sampler, params, self.max_prompt_length)
-        session, talk, count = self.session, self.talk, params.num_generations
+        session, conversations, count = self.session, self.conversations, params.num_generations
         ids = [tuple(sequence_ids[first : first + count]) for first in range(0, len(sequence_ids), count)]
         groups = [*self._resumed, *map(Unfinished, rows, ids)]
         flat, data = [number for group in groups for number in group.sequence_ids], [group.row for group in groups]
-        opening = Opening(data, encode(data), []) if talk is None else talk.begin(data, count)
-        numbers = session.add(opening.prompts, flat) if talk is None else talk.add(opening, flat)
+        opening = Opening(data, encode(data), []) if conversations is None else conversations.begin(data, count)
+        numbers = session.add(opening.prompts, flat) if conversations is None else conversations.add(opening, flat)
         self.rows |= dict(zip(numbers, opening.rows, strict=True))
         self._groups |= dict(zip(numbers, groups, strict=True))
         self._resumed = []
-        advance = session.advance if talk is None else talk.advance
+        advance = session.advance if conversations is None else conversations.advance
         advance(
             self.max_steps,
             until=lambda: not session.scheduler.waiting and len(session.complete) >= self.unit,
@@ -106,8 +106,8 @@ class PartialRollouts:
         trained = [self.rows.pop(number) for number in taken]
         for number in taken:
             del self._groups[number]
-        rollout, conversations = (session.take(taken), None) if talk is None else talk.take(taken)
-        return rollout, trained, conversations
+        rollout, finished = (session.take(taken), None) if conversations is None else conversations.take(taken)
+        return rollout, trained, finished
 
     def metrics(self, rollout: Rollout) -> dict[str, Tensor | float]:
         """Metrics besides the rollout's own; the class docstring has the table of keys."""
@@ -152,8 +152,11 @@ def _rows_alone(state: dict[str, Any]) -> dict[str, Any]:
     """A state as it is now; versions before 0.3 stored slots, finished samples and conversations as well."""
     if "session" not in state:
         return state
-    count, talks = state["session"]["settings"]["num_generations"], state.get("conversations", {})
-    rows = [talks[number * count]["conversation"]["row"] if talks else row for number, row in state["rows"].items()]
+    count, conversations = state["session"]["settings"]["num_generations"], state.get("conversations", {})
+    rows = [
+        conversations[number * count]["conversation"]["row"] if conversations else row
+        for number, row in state["rows"].items()
+    ]
     ids = [list(range(number * count, (number + 1) * count)) for number in state["rows"]]
     return {"rows": rows, "sequence_ids": ids}
 
