@@ -85,8 +85,8 @@ def reference(
     index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
     positions = index if source else position_pool[rows]
     ranked = scores[:, used].masked_fill(scores[:, used].isnan(), -torch.inf)
-    flat = [t.flatten(0, 1) for t in (ranked, live, positions, budgets[:, used])]
-    keep = select_entries(*flat, num_sinks, window).view_as(live)
+    ranked, valid, at, limits = (t.flatten(0, 1) for t in (ranked, live, positions, budgets[:, used]))
+    keep = select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
     order, kept = compaction_order(keep)
     if source and bool((kept > capacities[:, slots]).any()):
         raise RuntimeError("a budget exceeds the capacity of its slot.")
