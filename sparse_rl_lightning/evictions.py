@@ -132,6 +132,11 @@ class EvictionRecord:
         """The number of bytes of :attr:`death`."""
         return 4 * self.num_layers * len(self) * self.num_heads * self.length
 
+    def to(self, device: torch.device | str) -> Self:
+        """Copy of the record with every tensor on ``device``."""
+        moved = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]  # mypy expects integers, which are not among them
+
 
 def _sequence(death: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, counts and steps of one sequence's deaths (L x H, T)."""

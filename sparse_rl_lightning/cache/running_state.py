@@ -84,27 +84,27 @@ def update_after_step(
         hidden: Hidden states (S, E).
         weights: Output projection (Hq, D, E) of the layer, if needed.
     """
-    g, pools, index = cache.geometry, cache.layers[layer], as_range(slots)
-    lengths = pools.lengths[index]
-    newest = (pools.offsets[index] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
+    g, pools, chosen = cache.geometry, cache.layers[layer], as_range(slots)
+    lengths = pools.lengths[chosen]
+    newest = (pools.offsets[chosen] + lengths - 1).unsqueeze(-1)  # (S, H, 1)
     cache.state_pool[newest] = 0.0  # the row may still have the numbers of an evicted entry
-    numbers, rows, valid = entry_numbers(cache, layer, index)
-    head_numbers = cache.head_state[layer, index]
+    numbers, rows, valid = entry_numbers(cache, layer, chosen)
+    head_numbers = cache.head_state[layer, chosen]
     keys, values = (to_computed(pool[newest], g.query_dtype) for pool in (pools.keys, pools.values))
     requested = {}
     if probs is not None:
         mass = probs.view(len(slots), g.num_kv_heads, -1, probs.shape[2]).sum(dim=2)
         requested["mass"] = mass[:, :, None, : numbers.shape[2]].to(torch.float32)
     _update(
-        compressor, cache, weights, layer, index, numbers, head_numbers, lengths, positions[:, None], keys, values,
+        compressor, cache, weights, layer, chosen, numbers, head_numbers, lengths, positions[:, None], keys, values,
         hidden[:, None], requested,
     )  # fmt: skip
     if rows is not None and valid is not None:
         cache.state_pool[rows[valid]] = numbers[valid]
-    if isinstance(index, list):  # indexing with a list made a copy
-        cache.head_state[layer, index] = head_numbers
+    if isinstance(chosen, list):  # indexing with a list made a copy
+        cache.head_state[layer, chosen] = head_numbers
         if rows is None:
-            cache.by_slot(cache.state_pool, layer)[index] = numbers
+            cache.by_slot(cache.state_pool, layer)[chosen] = numbers
 
 
 def update_after_chunk(

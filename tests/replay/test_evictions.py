@@ -36,7 +36,7 @@ def test_round_trip(death: Tensor) -> None:
     file = io.BytesIO()
     torch.save(dict(vars(record)), file)
     file.seek(0)
-    assert torch.equal(EvictionRecord(**torch.load(file, weights_only=True)).death, death)
+    assert torch.equal(EvictionRecord(**torch.load(file, weights_only=True)).to("cpu").death, death)
 
 
 @given(deaths(), st.data())
