@@ -9,6 +9,7 @@ neighbors, and returns scores and budgets (``compressors/base.py``). The cache m
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,14 +47,14 @@ class Trigger:
     def __init__(self, compressor: Compressor, num_layers: int) -> None:
         c = compressor
         self.evicts, self.buffer, self.compress_prompt = c.evicts, c.buffer, c.compress_prompt
-        self.num_layers, self._schedule = num_layers, c.schedule
+        self.num_layers, self._starts = num_layers, c.schedule.starts
         # budgets change with the length in steps, the schedule's levels
         self._levels = [c.layer_budgets(num_layers, budget) for budget in c.schedule.budgets]
         self._by_layer = list(zip(*self._levels, strict=True))  # (L) of the budgets at all levels
 
     def budgets(self, length: int) -> list[int]:
         """The budgets (L) of a sequence of ``length`` tokens."""
-        return self._levels[self._schedule.level(length)]
+        return self._levels[self._level(length)]
 
     def capacities(self, longest_prompt: int, max_length: int) -> tuple[int, ...]:
         """The entries (L) per slot and KV head for sequences of any length, or of ``max_length`` without eviction."""
@@ -110,16 +111,18 @@ class Trigger:
 
     def smallest_budget(self, first: int, last: int) -> int:
         """The smallest budget of a layer at the lengths from ``first`` to ``last``."""
-        return min(
-            min(budgets) for budgets in self._levels[self._schedule.level(first) : self._schedule.level(last) + 1]
-        )
+        return min(min(budgets) for budgets in self._levels[self._level(first) : self._level(last) + 1])
+
+    def _level(self, length: int) -> int:
+        """The index of the level of the schedule that ``length`` falls into, from 0."""
+        return max(bisect_right(self._starts, length) - 1, 0)
 
     def _full_at(self, length: int, lost: int, budgets: Sequence[int], floor: int) -> int:
         """The first length from ``length + 1`` on at which a layer is full."""
-        starts = self._schedule.starts
+        starts = self._starts
         # full means length - lost = budget + buffer, with the budget at that very length: a result beyond the start of
         # the next level would use a budget that no longer applies, so that level is tried
-        for level in range(self._schedule.level(length + 1), len(starts)):
+        for level in range(self._level(length + 1), len(starts)):
             full = max(max(budgets[level], floor) + self.buffer + lost, starts[level], length + 1)
             if level + 1 == len(starts) or full < starts[level + 1]:
                 return full

@@ -65,11 +65,11 @@ def swapped_forwards(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -
     try:
         yield
     finally:
-        for attributes, replaced in before:
-            if replaced is None:
+        for attributes, previous in before:
+            if previous is None:
                 del attributes["forward"]
             else:
-                attributes["forward"] = replaced
+                attributes["forward"] = previous
 
 
 def check_reachable(model: Any) -> None:

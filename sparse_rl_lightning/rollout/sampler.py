@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -128,6 +129,7 @@ class RolloutSampler:
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
         self._engines: dict[EngineKey, Engine] = {}  # of the last two sampling modes, on the same memory, newest last
         self._geometry_read: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
+        self._compression: tuple[list[object], Compression] | None = None  # the settings it has, and the compression
         self._warned = False
 
     def generate(
@@ -218,7 +220,7 @@ class RolloutSampler:
         longest = longest_prompt + params.max_completion_length
         g = self._geometry(longest)
         length = longest + steps_past_end(g.device)
-        size, plan = Compression(self.compressor, g.num_layers).cache_size(g, slots, longest_prompt, length), None
+        size, plan = self._compression_of(g).cache_size(g, slots, longest_prompt, length), None
         if self.retriever is not None:
             size = with_pages(size, self.retriever)
         if self.memory_limit is not None:
@@ -271,7 +273,7 @@ class RolloutSampler:
         if engine is None:
             engine = self.engine_type(self.model, key, cache, decoder, shares_memory_with=beside)
         else:
-            engine.compression = Compression(self.compressor, key.geometry.num_layers)  # budgets may have been raised
+            engine.compression = self._compression_of(key.geometry)  # budgets may have been raised
         self._engines = {kept.key: kept for kept in (beside, engine) if kept is not None}
         return engine
 
@@ -293,6 +295,13 @@ class RolloutSampler:
                 check_full_layers(self.model, longest, type(self.retriever or self.compressor).__name__)
             self._geometry_read = read_for, CacheGeometry.of(self.model, self.kv_dtype, longest)
         return self._geometry_read[1]
+
+    def _compression_of(self, geometry: CacheGeometry) -> Compression:
+        """The compressor applied to caches, anew if a setting of it was replaced since the last rollout."""
+        settings, last = [self.compressor, geometry.num_layers, *vars(self.compressor).values()], self._compression
+        if last is None or len(last[0]) != len(settings) or any(map(operator.is_not, last[0], settings)):
+            self._compression = last = settings, Compression(self.compressor, geometry.num_layers)
+        return last[1]
 
     def _warn_if_nothing_is_evicted(self, scheduler: Scheduler, lengths: list[int]) -> None:
         """Warn if no sequence can fill its slot: each slot is then as large as with a full cache."""
