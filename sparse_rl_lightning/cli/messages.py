@@ -50,7 +50,10 @@ class ClearParser(LightningArgumentParser):
         """As the parser's, which hands null for a key of a group on to the parser of the class as the text None."""
         if args is not None and len(args) == 1:
             args = [re.sub("=None$", "=null", args[0])]
-        return super().parse_args(args, *rest, **kwargs)
+        try:
+            return super().parse_args(args, *rest, **kwargs)
+        except UnicodeDecodeError as error:  # of a file in place of a configuration
+            raise UserError(f"{' '.join(args or ())}: a file that is named here is not YAML. {error!r}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain the message of the outermost parser; messages of inner parsers become part of it."""
