@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from jsonargparse import Namespace
@@ -60,9 +60,21 @@ class ClearParser(LightningArgumentParser):
         super().error(visible(explain(message)) if self.exit_on_error else message, ex)
 
     def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Validate like the base class, and refuse schedules that its types allow and nothing can be made of."""
+        """Validate like the base class, which accepts null for any type; here a number must allow null to get it.
+
+        Raises:
+            TypeError: If a value does not fit its key.
+        """
         super().validate(namespace, *args, **kwargs)
         _check_schedule(namespace.get("lr_scheduler"))
+        for action in self._actions:
+            annotation = getattr(action, "_typehint", None)
+            types = [annotation, *get_args(annotation)]
+            is_number = (int in types or float in types) and type(None) not in types
+            if is_number and action.default is not None and namespace.get(action.dest, action.default) is None:
+                raise TypeError(
+                    f"{action.dest} must be a number, got null. Leave the key out for the default, {action.default}."
+                )
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: fifty lines of options before an error hide it, and ``--help`` shows them."""

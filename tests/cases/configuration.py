@@ -28,7 +28,7 @@ NUMBERS = [
     Case("model.loss.beta=.nan", "loss.beta must be a finite number, at least 0, got beta=nan.", 1),
     Case("model.reward_weights=[.nan,1]", "reward_weights[0] must be a finite number, got reward_weights[0]=nan.", 1),
     Case("seed_everything=99999999999999999999", "seed_everything must be at least 0 and at most 4294967295", 1),
-    Case("`buffer: null` below the compressor", "RKV: buffer must be a finite number, at least 1, got buffer=None.", 1,
+    Case("`buffer: null` below the compressor", "buffer must be a number, got null. Leave the key out for the", 2,
          edit=lambda v: compressor(v).update(buffer=None)),
     Case("model.sampling.max_completion_length=5000", "leaves no room for a prompt in the model's context of 128", 1),
     Case("model.sampling.num_generations=2.5", "Expected a &lt;class 'int'&gt;. Got value: 2.5", 2),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonargparse import ArgumentError
 from tiny_run import config, run_console, write
 
 from sparse_rl_lightning.cli import main
@@ -101,6 +103,18 @@ def test_messages_of_the_parser_lose_their_noise() -> None:
         ]
     )
     assert explain(message) == "Parser key \"model\":\n    - Expected a <class 'int'>\n  Given value: three"
+
+
+@pytest.mark.parametrize("annotation", [int, float, int | str, list[int] | float])
+def test_null_is_no_number_unless_the_type_has_it(annotation: Any) -> None:
+    parser = ClearParser(exit_on_error=False)
+    parser.add_argument("--given", type=annotation, default=3)
+    parser.add_argument("--free", type=annotation | None, default=3)
+    parser.add_argument("--text", type=str, default="x")
+    found = parser.parse_object({"free": None, "text": None})
+    assert (found.given, found.free, found.text) == (3, None, None)
+    with pytest.raises(ArgumentError, match=r"given must be a number, got null\. Leave the key out for the default, 3"):
+        parser.parse_object({"given": None})
 
 
 @pytest.mark.parametrize(("text", "said"), [
