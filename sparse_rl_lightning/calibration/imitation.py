@@ -32,7 +32,7 @@ from sparse_rl_lightning.replay.hooks import attention_inputs
 LEAST = 1e-6
 """Attention below which entries are worth the same."""
 HORIZON = 32
-"""Default number of tokens in whose attention an entry is judged."""
+"""Tokens in whose attention an entry is judged, unless told otherwise."""
 
 
 def future_attention(seen: Seen, lengths: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
@@ -53,19 +53,19 @@ def future_attention(seen: Seen, lengths: Tensor, horizon: int) -> tuple[Tensor,
     groups = torch.unflatten(seen.query, 1, (seen.key.shape[1], -1))  # (B, H, Hq / H, T, D)
     keys = seen.key[:, :, None].transpose(-1, -2)
     index, lengths = torch.arange(length, device=device), lengths.to(device)
-    attention_at, shown = [], []
-    for start in range(horizon, length, horizon):
-        rows = index[start : start + horizon]
+    found, shown = [], []
+    for place in range(horizon, length, horizon):
+        rows = index[place : place + horizon]
         logits = (groups[..., rows, :] @ keys[..., : rows[-1] + 1]).float() * seen.scale
         logits = logits.masked_fill(index[: rows[-1] + 1] > rows[:, None], -torch.inf)
         total = logits.logsumexp(dim=-1, keepdim=True)
         if seen.sinks is not None:
             total = torch.logaddexp(total, seen.sinks.float().view(*groups.shape[1:3], 1, 1))
         padding = (rows >= lengths[:, None])[:, None, None, :, None]
-        attention = (logits - total).exp()[..., :start].masked_fill(padding, 0)
-        attention_at.append(F.pad(attention.amax(dim=(2, 3)), (0, length - start)))
-        shown.append((index < start) & (lengths > start)[:, None])
-    return torch.stack(attention_at, dim=2), torch.stack(shown, dim=1)
+        attention = (logits - total).exp()[..., :place].masked_fill(padding, 0)
+        found.append(F.pad(attention.amax(dim=(2, 3)), (0, length - place)))
+        shown.append((index < place) & (lengths > place)[:, None])
+    return torch.stack(found, dim=2), torch.stack(shown, dim=1)
 
 
 @dataclass

@@ -192,7 +192,7 @@ def test_what_a_run_needs_is_not_replaced(place: str, said: str | None, adapts: 
             callback.setup(trainer, grpo, "fit")
 
 
-@pytest.mark.parametrize("name", ["/", "x" * 300, "~nobodyx/x", "/proc/x"])
+@pytest.mark.parametrize("name", ["/", "x" * 300, "/proc/x"])
 def test_a_place_where_nothing_can_be_renamed_is_a_line(
     name: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

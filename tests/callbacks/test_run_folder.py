@@ -203,7 +203,6 @@ def test_a_full_disk_costs_tables_logs_and_reports(tmp_path: Path, full_disk: Fu
     said = [str(warning.message) for warning in told if "The run goes on" in str(warning.message)]
     assert sorted(text.split(" cannot be written")[0] for text in said) == [
         "CompletionsTable: a table",
-        "CompletionsTable: the table of a logger",
         "RunSummary: the record of the run",
         "The log of CSVLogger",
     ]

@@ -370,7 +370,7 @@ def test_off_policy_masking_concerns_what_callbacks_concern(objective: str) -> N
     ("options", "match"),
     [
         ({"replay_objective": "both"}, r"replay_objective must be one of .*got replay_objective='both'"),
-        ({"replay_objective": "mixed", "alpha": 1.5}, r"between 0 and 1; got alpha=1.5"),
+        ({"replay_objective": "mixed", "alpha": 1.5}, r"alpha must be at least 0 and at most 1, got alpha=1.5"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:

@@ -21,13 +21,13 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_876,
-    "statements of the spine": 7_252,
-    "classes of the rollout half": 88,
-    "blank names in ten thousand": 579,
-    "lines of tests": 56_950,
-    "statements of experiments": 1_503,
-    "statements of docs": 964,
+    "statements of the package": 21_540,
+    "statements of the spine": 7_136,
+    "classes of the rollout half": 84,
+    "blank names in ten thousand": 14,
+    "lines of tests": 56_170,
+    "statements of experiments": 1_499,
+    "statements of docs": 683,
 }
 SLACK = 0.01
 

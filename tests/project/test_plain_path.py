@@ -29,7 +29,7 @@ CORE = {  # lines that name an optional feature
     "cache/compression.py": 6,  # the same texts
     "modules/sparse_grpo.py": 14,
     "modules/base.py": 19,  # the state of a run, and what ranks compare
-    "rollout/generator.py": 31,  # conversations, partial rollouts and ranks
+    "rollout/generator.py": 27,  # conversations, partial rollouts and ranks
 }
 FEATURES = set(
     "windows windowed sliding linear arena arenas turn turns given observation observations conversation conversations "
