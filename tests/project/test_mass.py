@@ -26,7 +26,7 @@ CEILINGS = {
     "classes of the rollout half": 84,
     "blank names in ten thousand": 14,
     "lines of tests": 56_170,
-    "statements of experiments": 1_499,
+    "statements of experiments": 1_500,
     "statements of docs": 683,
 }
 SLACK = 0.01
