@@ -64,13 +64,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def seeds() -> None:
-    """Every test draws the same numbers, alone or in any order."""
+def draw_anew() -> None:
     os.environ.pop("PL_GLOBAL_SEED", None)  # of a run before it
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test draws the same numbers, alone or in any order."""
+    draw_anew()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seeds_of_module() -> None:
+    """So does what the tests of a module share."""
+    draw_anew()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ GPU_TESTS = {
     "other": (
         "tests/benchmarks/test_bench_rollout.py",
         "tests/callbacks/test_dry_run.py",
-        "tests/callbacks/test_end_of_fit.py",
+        "tests/callbacks/test_callbacks_fit.py",
         "tests/report/test_viewing.py",
     ),
 }

@@ -27,11 +27,7 @@ EMULATED = os.environ.get("SPARSE_RL_EMULATED") == "1"  # the CPU library holds 
 without_kernels = pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled CPU kernels")
 cpu_complaints = pytest.mark.skipif(EMULATED or not ops.HAS_NATIVE, reason="only CPU kernels look at the numbers")
 on_each_device = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=without_kernels),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    "device", [pytest.param("cpu", marks=without_kernels), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 OPS = torch.ops.sparse_rl

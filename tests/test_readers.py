@@ -170,11 +170,7 @@ def test_what_a_shell_makes_of_a_command_is_read(place: str, capsys: pytest.Capt
 
 def _written(path: Path) -> dict[str, Callable[[Path], Any]]:
     moments = QueryStatistics(torch.zeros(1, 2, 4), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4))
-    return {
-        "schedule": LengthSchedule([0, 8], [4, 8]).save,
-        "hardware": H200.save,
-        "statistics": moments.save,
-    }
+    return {"schedule": LengthSchedule([0, 8], [4, 8]).save, "hardware": H200.save, "statistics": moments.save}
 
 
 @pytest.mark.parametrize("name", ["schedule", "hardware", "statistics"])

@@ -14,16 +14,19 @@ import tiny_grpo
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_grpo import Rows, module, weights
 
 from sparse_rl_lightning.callbacks import (
     CompletionsTable,
+    ExportPolicy,
     ImportanceReweighting,
     RolloutProgress,
     RunSummary,
     SparsityAwareRejection,
 )
 from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
+from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
@@ -137,12 +140,12 @@ def test_a_resumed_run_keeps_evaluation_and_history(tmp_path: Path) -> None:
 
 def test_dense_runs_and_runs_without_held_out_problems(tmp_path: Path) -> None:
     dense = Unwritten(num_problems=2)
-    fit(tmp_path, [dense], steps=2, compressor=FullKV())
+    fit(tmp_path, [dense], steps=1, compressor=FullKV())
     assert set(dense.record.after) == {"dense"}
     assert dense.record.title == "SparseGRPO with FullKV"
     assert {s["cache"] for s in dense.record.samples} == {"dense"}
     none = Unwritten(num_problems=0)
-    fit(tmp_path, [none], steps=2)
+    fit(tmp_path, [none], steps=1)
     assert none.record.before == none.record.after == {}
     assert len(none.record.history) == 1
 
@@ -207,3 +210,71 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path: Path, caps
     assert lines[1].startswith("step 4/4: trained; reward ")
     fit(tmp_path, [RolloutProgress(line_seconds=0)])
     assert len(capsys.readouterr().out.splitlines()) > 20
+
+
+class Elsewhere(SingleDeviceStrategy):
+    """The CPU as a device, in float32, and as the memory of the host, in float64."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.lightning_module.double()
+
+
+class Watched(SparseGRPO):
+    """Notes where its weights are when it is asked for texts or for its weights."""
+
+    accelerator = "cpu"
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.seen: list[str] = getattr(self, "seen", [])
+        own = self.generator.generate
+
+        def generate(*args: Any, **options: Any) -> Any:
+            self.seen.append(f"draws on {place(self)}")
+            return own(*args, **options)
+
+        self.generator.generate = generate  # type: ignore[method-assign]
+
+    def to(self, *place: Any, **options: Any) -> Watched:
+        moved: Watched = super().to(*place, **options)
+        return moved.float() if self.accelerator == "cpu" else moved
+
+    def export(self, folder: str | Path, dtype: str | None = None) -> None:
+        self.seen.append(f"exports from {place(self)}")
+        super().export(folder, dtype)
+
+
+def place(grpo: Watched) -> str:
+    weight = next(grpo.parameters())
+    is_there = weight.is_cuda if grpo.accelerator == "cuda" else weight.dtype == torch.float32
+    return "the device" if is_there else "the host"
+
+
+def fit_watched(folder: Path, accelerator: str, **options: Any) -> SparseGRPO:
+    grpo = module(kind=Watched, **options)
+    grpo.accelerator = accelerator  # type: ignore[attr-defined]
+    callbacks = [RunSummary(num_problems=2, folder=folder), ExportPolicy(folder / "policy")]
+    strategy: Any = Elsewhere(torch.device("cpu")) if accelerator == "cpu" else "auto"
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, max_steps=1, logger=False, enable_checkpointing=False, strategy=strategy,
+        enable_model_summary=False, enable_progress_bar=False, callbacks=callbacks, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(grpo, datamodule=Rows())
+    return grpo
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "options"), [("cpu", {}), pytest.param("cuda", {"cuda_graphs": "require"}, marks=pytest.mark.gpu)]
+)
+def test_the_last_evaluation_and_the_export_are_on_the_device(
+    accelerator: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """On the first GPU the last evaluation was on the CPU."""
+    grpo = fit_watched(tmp_path, accelerator, **options)
+    assert set(grpo.seen) == {"draws on the device", "exports from the device"}
+    if accelerator == "cuda":
+        assert place(grpo) == "the host"  # where Lightning leaves it
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert set(record["summary"]["after"]) == {"dense", "sparse"}
+    assert (tmp_path / "policy" / "model.safetensors").is_file()

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
 from tiny_run import config, write
+from torch import Tensor
 
 from sparse_rl_lightning.callbacks import ExportPolicy, RolloutCheckpoint
 from sparse_rl_lightning.callbacks.guards.preemption import last_path
@@ -25,6 +26,7 @@ from sparse_rl_lightning.checkpoints import durable
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.cli.training.checks import check_checkpoint
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.modules import SparseGRPO
 
 
 def test_its_defaults_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
@@ -66,18 +68,30 @@ class Watch(Callback):
         self.seen.append((trainer.global_step, saved["global_step"], batches))
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
-@pytest.mark.parametrize(("minutes", "saves"), [(10.0, False), (1e-9, True), (None, False)])
+@pytest.mark.parametrize(
+    ("minutes", "saves", "save_last"),
+    [(10.0, False, True), (1e-9, True, True), (1e-9, True, "link"), (None, False, True)],
+)
 def test_a_slow_run_writes_last_by_the_clock_behind_an_optimizer_step(
     minutes: float | None, saves: bool, save_last: Any, tmp_path: Path
 ) -> None:
     callback = RolloutCheckpoint(dirpath=tmp_path, minutes=minutes, save_last=save_last)
     watch = Watch(tmp_path / "last.ckpt")
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    fit(module(steps_per_generation=4), 3, [callback, watch], accumulate_grad_batches=2, **options)
+    run(tmp_path, 3, [callback, watch], module(steps_per_generation=4), accumulate_grad_batches=2)
     steps = [0, 0, 1, 1, 2, 2]
     assert watch.seen == [(step, step, 2 * step) if saves and step else (step, None, None) for step in steps]
     assert callback.state_key == RolloutCheckpoint(dirpath=tmp_path).state_key  # that of older checkpoints
+
+
+def run(folder: Path, steps: int, callbacks: list[Any], grpo: SparseGRPO | None = None, **options: Any) -> Trainer:
+    return fit(grpo or module(), steps, callbacks, enable_checkpointing=True, default_root_dir=folder, **options)
+
+
+@pytest.fixture(scope="module")
+def seven_steps(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """The weights of a run that nothing ended before."""
+    folder = tmp_path_factory.mktemp("whole")
+    return weights(run(folder, 7, [RolloutCheckpoint(folder)]).lightning_module)
 
 
 def stop(trainer: Trainer, *_: Any) -> None:
@@ -95,19 +109,16 @@ def stop(trainer: Trainer, *_: Any) -> None:
     ids=["max_steps", "stopped", "max_epochs"],
 )
 def test_the_end_of_training_is_saved_whatever_ends_it(
-    steps: int, callbacks: list[Any], limits: dict[str, Any], end: int, tmp_path: Path
+    steps: int, callbacks: list[Any], limits: dict[str, Any], end: int, seven_steps: Tensor, tmp_path: Path
 ) -> None:
     """With 40 steps between two checkpoints, the last of 60 was lost; going on from it is as if it had not ended."""
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     first = module()
-    fit(first, steps, [*callbacks, RolloutCheckpoint(tmp_path, every_n_train_steps=3)], **options, **limits)
+    run(tmp_path, steps, [*callbacks, RolloutCheckpoint(tmp_path, every_n_train_steps=3)], first, **limits)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert saved["global_step"] == end
     assert saved["state_dict"]["policy.lm_head.weight"].equal(first.policy.lm_head.weight)
-    resumed, whole = module(), module()
-    fit(resumed, 7, [RolloutCheckpoint(tmp_path)], ckpt_path=tmp_path / "last.ckpt", **options)
-    fit(whole, 7, [RolloutCheckpoint(tmp_path / "whole")], **options)
-    assert weights(resumed).equal(weights(whole))
+    resumed = run(tmp_path, 7, [RolloutCheckpoint(tmp_path)], ckpt_path=tmp_path / "last.ckpt")
+    assert weights(resumed.lightning_module).equal(seven_steps)
 
 
 SLOW = pytest.mark.slow
@@ -136,17 +147,16 @@ def test_a_link_leads_to_the_end_of_the_run(
     steps: int, arguments: dict[str, Any], limits: dict[str, Any], tmp_path: Path
 ) -> None:
     """What the clock writes is a file, and Lightning linked it to itself, or to a checkpoint that is older."""
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     names, logs = [], LambdaCallback(on_train_batch_end=lambda _, grpo, *__: grpo.log("one", 1.0))
     for kind in (True, "link"):
         folder = tmp_path / str(kind)
-        end = fit(module(), steps, [logs, RolloutCheckpoint(folder, save_last=kind, **arguments)], **options,
-                  **limits).global_step  # fmt: skip
+        saves = RolloutCheckpoint(folder, save_last=kind, **arguments)
+        end = run(tmp_path, steps, [logs, saves], **limits).global_step
         assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == end
         names.append(sorted(path.name for path in folder.glob("epoch*.ckpt")))
     assert names[0] == names[1]
     again = RolloutCheckpoint(folder, save_last="link", **arguments)
-    fit(module(), end + 1, [logs, again], ckpt_path=folder / "last.ckpt", **options)
+    run(tmp_path, end + 1, [logs, again], ckpt_path=folder / "last.ckpt")
     newest = max(folder.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
     assert torch.load(newest, weights_only=True)["global_step"] == end + 1
 
@@ -161,10 +171,9 @@ def test_a_link_never_leads_to_what_was_not_saved(tmp_path: Path, monkeypatch: p
         write(*args, **options)
 
     monkeypatch.setattr(durable, "write_files", full)
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     saves = RolloutCheckpoint(tmp_path, every_n_train_steps=2, save_last="link")
     with pytest.warns(UserWarning, match="could not be saved"), pytest.raises(SystemExit):
-        fit(module(), 4, [saves], **options)
+        run(tmp_path, 4, [saves])
     assert (tmp_path / "last.ckpt").is_symlink()
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
@@ -188,19 +197,14 @@ class Spoil(Callback):
 @pytest.mark.parametrize("heals", [False, True])
 def test_weights_that_are_not_finite_never_replace_those_that_are(heals: bool, kind: Any, tmp_path: Path) -> None:
     """They were saved, the last good ones were removed, and nothing could be resumed from them."""
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     saves = RolloutCheckpoint(tmp_path, every_n_train_steps=1, save_last=kind)
     good, ends = (
         ("4", does_not_raise()) if heals else ("2", pytest.raises(UserError, match=r"^export: 1 weights hold NaN"))
     )
     said = r"could not be saved: step 3: 1 weights hold NaN or infinity, for example '\S*norm\S*'\. The run goes on"
+    own = [Spoil(3, heals), ExportPolicy(tmp_path / "policy"), saves]
     with ends, pytest.warns(UserWarning, match=said):
-        fit(
-            module(steps_per_generation=2),
-            4 if heals else 3,
-            [Spoil(3, heals), ExportPolicy(tmp_path / "policy"), saves],
-            **options,
-        )
+        run(tmp_path, 4 if heals else 3, own, module(steps_per_generation=2))
     assert [path.name for path in tmp_path.glob("epoch*.ckpt")] == [f"epoch=0-step={good}.ckpt"]
     for path in (tmp_path / "last.ckpt", next(tmp_path.glob("epoch*.ckpt"))):
         assert torch.load(path, weights_only=True)["global_step"] == int(good)
@@ -250,24 +254,20 @@ def test_a_home_folder_behind_an_equals_sign_is_found(tmp_path: Path, monkeypatc
 
 
 def test_the_clock_leaves_the_best_to_their_metric(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     kinds = {"monitor": "reward", "mode": "max", "save_top_k": 2, "every_n_train_steps": 2}
     for name, minutes in (("plain", None), ("clock", 1e-9)):
         callback = RolloutCheckpoint(dirpath=tmp_path / name, minutes=minutes, **kinds)
-        fit(module(), 5, [callback], **options)
+        run(tmp_path, 5, [callback])
     names = [sorted(path.name for path in (tmp_path / name).glob("epoch*.ckpt")) for name in ("plain", "clock")]
     assert names[0] == names[1]
 
 
 def test_lightnings_own_last_is_found(tmp_path: Path) -> None:
     """Without the command line too, where Lightning looks for it before any setup."""
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-    fit(module(), 2, [RolloutCheckpoint(every_n_train_steps=1)], **options)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")) == [
-        "epoch=0-step=2.ckpt",
-        "last.ckpt",
-    ]
-    trainer = fit(module(), 4, [RolloutCheckpoint(every_n_train_steps=1)], ckpt_path="last", **options)
+    run(tmp_path, 2, [RolloutCheckpoint(every_n_train_steps=1)])
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt"))
+    assert saved == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    trainer = run(tmp_path, 4, [RolloutCheckpoint(every_n_train_steps=1)], ckpt_path="last")
     assert trainer.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
     assert trainer.global_step == 4
 

@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "partial": {"num_slots": 6, "partial_rollout_steps": 4},
     "oversampling": {"oversampling": 2.0},
+    "replay": {"kind": ReplayGRPO, "replay_objective": "mixed", "beta": 0.1},
 }
 
 
@@ -224,6 +225,18 @@ class Trace(Callback):
         }
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "callbacks"), [("cpu", [DryRun(enabled=True)]), pytest.param("cuda", [], marks=pytest.mark.gpu)]
+)
+def test_it_is_on_by_default_on_a_gpu(
+    accelerator: str, callbacks: list[DryRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    grpo = module(optimizer=adam, beta=0.1)
+    with caplog.at_level(logging.INFO):
+        fit(grpo, 1, callbacks, accelerator=accelerator, devices=1)
+    assert "Dry run of the worst case: optimizer step of " in caplog.text
+
+
 @pytest.mark.parametrize("num_slots", [None, 6])
 def test_it_does_the_worst_case_and_says_what_it_took(num_slots: int | None, caplog: pytest.LogCaptureFixture) -> None:
     Watched.seen.clear()
@@ -301,17 +314,6 @@ def test_an_update_or_an_optimizer_that_does_not_fit_is_named_and_other_errors_a
         fit(module(compressor=Bug(budget=20, buffer=4)), 1, [DryRun(enabled=True)])
 
 
-def test_a_learner_that_replays_is_tried_too(caplog: pytest.LogCaptureFixture) -> None:
-    results = []
-    for enabled in (True, False):
-        grpo = module(kind=ReplayGRPO, replay_objective="mixed", beta=0.1)
-        with caplog.at_level(logging.INFO):
-            fit(grpo, 2, [DryRun(enabled=enabled)])
-        results.append(weights(grpo))
-    assert torch.equal(*results)
-    assert caplog.text.count("Dry run of the worst case") == 1
-
-
 def test_a_resumed_optimizer_keeps_its_state(tmp_path: Any) -> None:
     trainer = fit(module(optimizer=adam), 2)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -334,15 +336,3 @@ def test_where_it_cannot_work_it_says_so() -> None:
     loader = DataLoader(Rows().train_rows(), batch_sampler=[[0, 1], [2, 3]], collate_fn=list)  # no batch size
     with pytest.warns(UserWarning, match="DryRun: skipped"):
         trainer.fit(module(), loader)
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "callbacks"), [("cpu", [DryRun(enabled=True)]), pytest.param("cuda", [], marks=pytest.mark.gpu)]
-)
-def test_it_is_on_by_default_on_a_gpu(
-    accelerator: str, callbacks: list[DryRun], caplog: pytest.LogCaptureFixture
-) -> None:
-    grpo = module(optimizer=adam, beta=0.1)
-    with caplog.at_level(logging.INFO):
-        fit(grpo, 1, callbacks, accelerator=accelerator, devices=1)
-    assert "Dry run of the worst case: optimizer step of " in caplog.text

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from tiny_grpo import Rows, fit, module
 from torch.utils.data import DataLoader
@@ -41,18 +36,15 @@ def test_callbacks_that_do_not_act_are_refused(callback: Callback, said: str) ->
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"limit_train_batches": 6}, "An epoch has 6 batches .*no multiple of trainer.accumulate_grad_batches=4"),
         ({"overfit_batches": 4}, "trainer.overfit_batches=4 replaces the order"),
+        ({"limit_train_batches": 6}, "An epoch has 6 batches .*no multiple of trainer.accumulate_grad_batches=4"),
     ],
 )
 def test_limits_that_cut_an_optimizer_step_are_refused(limits: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         fit(module(steps_per_generation=4), 2, accumulate_grad_batches=4, **limits)
-
-
-def test_limits_of_whole_steps_act() -> None:
-    trainer = fit(module(steps_per_generation=4), -1, accumulate_grad_batches=4, limit_train_batches=8, max_epochs=1)
-    assert trainer.global_step == 2
+    whole = {"limit_train_batches": 8, "max_epochs": 1}
+    assert fit(module(steps_per_generation=4), -1, accumulate_grad_batches=4, **whole).global_step == 2
 
 
 def test_what_is_saved_within_a_step_is_refused(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ BOUNDED: dict[str, Any] = {"lr": 1e-4, "steps_per_generation": 2, "delta": 2.0}
 def watched(callbacks: list[Any], **options: Any) -> tuple[StepGuard, float]:
     """A guard that has seen steps enough to judge, and the largest ratio of the last step of a stale run."""
     guard = StepGuard()
-    guard.watch.least = 3
-    stale = [*callbacks, guard, Stale(first=4)]
-    trainer = fit(module(**BOUNDED, **options), 6, stale, accumulate_grad_batches=2)
+    guard.watch.least = 1
+    stale = [*callbacks, guard, Stale(first=2)]
+    trainer = fit(module(**BOUNDED, **options), 4, stale, accumulate_grad_batches=2)
     return guard, float(trainer.callback_metrics["staleness_ratio/max"])
 
 

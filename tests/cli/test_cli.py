@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
+import pkgutil
+import re
 import runpy
 import subprocess
 import sys
@@ -19,8 +22,13 @@ import torch
 import yaml
 from tiny_run import config, contents, digits_reward, run_console, write
 
-from sparse_rl_lightning.cli import main
+from sparse_rl_lightning import __version__, cli, ops
+from sparse_rl_lightning.cli import doctor, main, options
+from sparse_rl_lightning.cli.options import COMMANDS
 from sparse_rl_lightning.cli.training import SparseRLCLI
+from sparse_rl_lightning.ops.architectures import parse_architectures
+from sparse_rl_lightning.ops.schemas import SCHEMAS
+from sparse_rl_lightning.planning.job import PROMPT
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -87,7 +95,7 @@ def test_an_own_class_that_is_imported_has_a_short_name(folder: Path) -> None:
         (["fit", "--help"], ["sparse-rl", "--num_threads", "--trainer.max_steps", "--ckpt_path"]),
         (
             ["fit", "--model", "SparseGRPO", "--model.compressor.help=SnapKV"],
-            ["arXiv 2404.14469", "--compressor.budget"],
+            ["arXiv 2404.14469", "--compressor.budget", "Most recent tokens that are never evicted", "null for"],
         ),
         (["fit", "--model.help=SparseGRPO"], ["compressed KV cache", "--model.sampling.num_generations", "at least 2"]),
         (["fit", "--data.help=JsonlPrompts"], ["rows with an empty answer", "--data.answer_pattern"]),
@@ -226,3 +234,207 @@ def test_only_the_subcommand_that_is_asked_for_gets_a_parser(
     with pytest.raises(SystemExit):
         main(words)
     assert len(seen) == count
+
+
+HEAVY = {"torch", "transformers", "lightning", "numpy", "jsonargparse", "datasets"}
+PROBE = """
+import json, sys
+from sparse_rl_lightning.cli import console
+sys.argv = ["sparse-rl", *{words!r}]
+try:
+    console()
+except SystemExit as end:
+    print(json.dumps([end.code or 0, sorted({{name.partition(".")[0] for name in sys.modules}})]))
+"""
+
+
+def probe(*words: str) -> tuple[int, set[str], str]:
+    """Exit status of a command line in a process of its own, the packages it has imported, and what it said."""
+    code = PROBE.format(words=list(words))
+    wide = {**os.environ, "COLUMNS": "200"}  # no line is broken, at a hyphen neither
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=wide)
+    *said, last = done.stdout.splitlines()
+    status, packages = json.loads(last)
+    return status, set(packages), "\n".join(said) + done.stderr
+
+
+def listed(text: str) -> dict[str, str]:
+    """The commands of a help text and their lines."""
+    return dict(re.findall(r"^ {4}([\w-]+)\s+(\S.*)$", text, re.MULTILINE))
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_help_is_the_table() -> None:
+    status, packages, said = probe("--help")
+    assert listed(said) == {name: command.line for name, command in COMMANDS.items()}
+    assert (status, HEAVY & packages) == (0, set())
+
+
+def test_every_command_is_in_the_table_and_can_be_run() -> None:
+    own = {name for name, command in COMMANDS.items() if command.home is None}
+    bare = SparseRLCLI.__new__(SparseRLCLI)
+    bare._first_word = ""
+    assert own == set(bare.subcommands())
+    for command in COMMANDS.values():
+        assert command.home is None or callable(pkgutil.resolve_name(f"sparse_rl_lightning.cli.{command.home}"))
+    functions = inspect.getmembers(options, inspect.isfunction)
+    here = [name for name, function in functions if function.__module__ == options.__name__]
+    parsers = {name for name in here if not name.startswith("_")}
+    assert parsers == {name.replace("-", "_") for name, command in COMMANDS.items() if command.parser}
+
+
+def test_subcommands_are_described_by_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lightning's first lines of ``test`` and ``predict`` end in mid-sentence."""
+    for name in ("test", "predict"):
+        assert run_console(monkeypatch, name, "--help") == 0
+        assert COMMANDS[name].line in " ".join(capsys.readouterr().out.split())
+
+
+# ---------------------------------------------------------------- what is light
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-h"], ["--version"], ["--help", "fit"], ["benchmark", "--help"], ["record", "check", "--help"],
+        ["plan", "--config", "x", "--help"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_help_and_version_import_nothing_heavy(words: list[str]) -> None:
+    status, packages, said = probe(*words)
+    assert (status, HEAVY & packages) == (0, set()), said
+    assert said.strip() == f"sparse-rl {__version__}" if words == ["--version"] else said.startswith("usage: sparse-rl")
+
+
+@pytest.mark.parametrize("words", [[], ["fti", "--config", "x"], ["-c", "x", "plan"]])
+def test_what_is_no_command_names_them_all(words: list[str]) -> None:
+    status, packages, said = probe(*words)
+    assert (status, HEAVY & packages) == (2, set())
+    assert f"one of {', '.join(COMMANDS)}; got {' '.join(words)!r}." in said
+
+
+def test_a_mistake_of_a_light_command_is_told_without_anything_heavy(tmp_path: Path) -> None:
+    status, packages, said = probe("report", str(tmp_path / "missing"))
+    assert (status, HEAVY & packages) == (1, set())
+    assert said.strip().startswith("error: ")
+
+
+def test_doctor_refuses_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_console(monkeypatch, "doctor", "--verbose") == 2
+    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
+
+
+def test_options_may_stand_before_a_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sparse-rl -c FILE fit``, as jsonargparse has it."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(cli, "main", lambda: seen.append(sys.argv[1:]))
+    run_console(monkeypatch, "-c", "x.yaml", "fit")
+    assert seen == [["-c", "x.yaml", "fit"]]
+
+
+def test_the_longest_prompt_of_a_plan_is_that_of_a_proposal() -> None:
+    assert options.plan(proposes=False).get_default("prompt") == PROMPT
+    assert f"(default {PROMPT})" in " ".join(options.plan().format_help().split())
+
+
+def test_every_op_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparse-rl", "doctor"])
+    cli.console()
+    text = capsys.readouterr().out
+    here = "native" if ops.HAS_NATIVE else "reference"
+    for name in SCHEMAS:
+        assert f"{name:<20} {here:<10} " in text
+    assert torch.__version__ in text
+    complete = ops.HAS_NATIVE and not torch.cuda.is_available()
+    assert ("Nothing is missing for CPUs, and no GPU was found." in text) == complete
+
+
+def test_without_kernels_the_cure_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_rl_lightning.cli.doctor"], capture_output=True, text=True, check=True,
+        env={**os.environ, "SPARSE_RL_NATIVE": "0"},
+    )  # fmt: skip
+    assert f"{'append':<20} reference" in done.stdout
+    assert "missing for CPU: switched off by SPARSE_RL_NATIVE=0" in done.stdout
+    checkout = (doctor.PACKAGE.parent / "setup.py").exists()
+    assert ("pip install --no-build-isolation -e ." in done.stdout) == checkout
+
+
+def fake_smi(folder: Path, text: str, status: int = 0) -> str:
+    """A PATH on which nvidia-smi answers so."""
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is no CPU build")
+def test_a_cpu_build_of_torch_beside_a_gpu_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparse_rl_lightning.cli.doctor"], capture_output=True, text=True, check=True,
+        env={**os.environ, "PATH": fake_smi(tmp_path, "NVIDIA L40S")},
+    )  # fmt: skip
+    assert "GPU: NVIDIA L40S, which torch cannot use" in done.stdout
+    assert "There is a GPU, but this torch is a CPU build: pip install --force-reinstall torch==" in done.stdout
+    assert "+cpu from PyPI" not in done.stdout
+    assert "Nothing is missing" not in done.stdout
+
+
+def test_a_cuda_build_of_torch_that_cannot_use_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "NVIDIA L40S"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch, built for CUDA 13.0, cannot use it" in doctor.advice()[0]
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, ""))  # the tools without a card
+    assert "CUDA 13.0" not in doctor.report().split("\n\n")[-1]
+
+
+def test_gpus_are_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_smi(tmp_path, "NVIDIA-SMI has failed", status=9))
+    assert doctor.unused_gpus(tmp_path / "nothing") == []
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    assert doctor.unused_gpus(tmp_path / "gpus") == ["an NVIDIA GPU at 0000:01:00.0"]
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert doctor.unused_gpus(tmp_path / "gpus") == ["an NVIDIA GPU at 0000:01:00.0"]
+
+
+def pretend_cards(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], built: str) -> None:
+    """Cards of these compute capabilities, and a library for these architectures."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(doctor, "built_architectures", lambda folder: parse_architectures(built))
+
+
+@pytest.mark.parametrize("built", ["", "80;89;100+PTX"])
+def test_every_gpu_is_told_with_the_code_that_it_runs(built: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cards(monkeypatch, [(8, 9), (12, 0)], built)
+    lines = doctor.devices()[1:]
+    if built:
+        assert lines[0] == "CUDA kernels: machine code for 8.0, 8.9, 10.0, PTX of 10.0"
+        assert lines[1] == "GPU 0: card 0, sm_89; runs machine code for 8.9, its own"
+        assert lines[2].startswith("GPU 1: card 1, sm_120; runs the PTX of 10.0")
+    else:
+        assert lines[1:] == ["GPU 0: card 0, sm_89", "GPU 1: card 1, sm_120"]
+
+
+def test_a_gpu_without_code_is_missing_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MISSING", {"cpu": "", "cuda": ""})
+    pretend_cards(monkeypatch, [(7, 5), (9, 0), (8, 6)], "89;90+PTX")
+    assert doctor.advice() == [
+        "missing for GPU 0: sm_75 HAS NO CODE here: the kernels need 8.0, so operations run on the PyTorch reference",
+        "missing for GPU 2: sm_86 HAS NO CODE here: SPARSE_RL_BUILD=cuda SPARSE_RL_ARCHS=86 builds it, until then "
+        "operations run on the PyTorch reference",
+        "Everything works without them, slower.",
+    ]
+    pretend_cards(monkeypatch, [(9, 0)], "89;90+PTX")
+    assert doctor.advice() == ["Nothing is missing."]

@@ -6,18 +6,48 @@ attention times |W_o v|_1.
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_run import run_console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.compressors import H2O, Compressor, KNorm, SnapKV
+from sparse_rl_lightning.calibration import gather_statistics, pad
+from sparse_rl_lightning.compressors import (
+    H2O,
+    Compressor,
+    KeyDiff,
+    KNorm,
+    LearnedScore,
+    QFilters,
+    QueryStatistics,
+    SnapKV,
+    TriAttention,
+)
+from sparse_rl_lightning.compressors.base import ModelSizes
 from sparse_rl_lightning.compressors.combined import Combined
+from sparse_rl_lightning.compressors.learned_score import ScoreNetwork, save_network
+from sparse_rl_lightning.compressors.query_statistics import QueryMoments
+from sparse_rl_lightning.compressors.rotary import rotate, rotate_to_mean
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.geometry import CacheGeometry, model_sizes
 from sparse_rl_lightning.records import NEVER, LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
-from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
+from sparse_rl_lightning.testing import (
+    ARCHITECTURES,
+    ContractError,
+    character_tokenizer,
+    check_compressor,
+    random_layer,
+    tiny_model,
+)
+from tests.learned import learned_score
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 12, 9, 40)]
 SMALL: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
@@ -254,3 +284,223 @@ def test_but_not_change_them() -> None:
         ContractError, match=r"(?s)breaks the rule '(no state|determinism)'.*(score changed self.net|again)"
     ):
         check_compressor(Counts)
+
+
+SIZES: dict[str, Any] = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
+
+
+def test_it_keeps_the_contract() -> None:
+    check_compressor(learned_score(**SIZES))
+    check_compressor(Combined([learned_score(**SIZES), KeyDiff(**SIZES)]))
+
+
+def test_a_worth_is_that_of_the_formula() -> None:
+    """Written out for one entry in float64."""
+    keys, values, hidden = torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 5, 64)
+    network = ScoreNetwork(ModelSizes(2, 2, 16, 64), width=7)
+    with torch.no_grad():
+        network.outer.normal_()
+        network.bias.normal_()
+    found = network(1, keys, values, hidden)
+    parts = [t.double() / (t.double().square().mean().sqrt()) for t in (keys[1, 0, 3], values[1, 0, 3], hidden[1, 3])]
+    inner = torch.cat([network.key[1, 0], network.value[1, 0], network.hidden[1, 0]]).double()
+    units = torch.tanh(torch.cat(parts) @ inner + network.bias[1, 0].double())
+    assert float(found[1, 0, 3].detach()) == pytest.approx(
+        float((units @ network.outer[1, 0].double()).detach()), abs=1e-5
+    )
+
+
+def test_replay_is_exact_and_other_weights_evict_something_else() -> None:
+    policy = tiny_model(initializer_range=0.3, eos_token_id=None)
+    params, deaths = SamplingParams(num_generations=2, max_completion_length=30, seed=1), []
+    for seed in (0, 20):
+        rollout = RolloutSampler(policy, learned_score(seed, **SIZES)).generate([list(range(5, 20)), [3, 4, 5]], params)
+        assert rollout.evictions is not None
+        with torch.no_grad():
+            torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
+        deaths.append(rollout.evictions.death[..., :20])
+    assert not torch.equal(*deaths)
+
+
+def test_weights_travel_in_a_file(tmp_path: Path) -> None:
+    own = learned_score(**SIZES)
+    file = tmp_path / "network.safetensors"
+    save_network(own.network, file)
+    again = LearnedScore(**SIZES, weights=str(file))
+    policy, params = tiny_model(eos_token_id=None), SamplingParams(max_completion_length=30)
+    first, second = (RolloutSampler(policy, c).generate([[1, 2, 3]], params) for c in (own, again))
+    assert first.evictions is not None
+    assert second.evictions is not None
+    assert torch.equal(first.evictions.death, second.evictions.death)
+    with pytest.raises(UserError, match="is for a model of"):
+        again.check_model(ModelSizes(9, 1, 8, 32))
+    (tmp_path / "other").write_bytes(b"no tensors")
+    integers = {name: value.to(torch.int32) for name, value in load_file(file).items()}
+    save_file(integers, tmp_path / "integers")
+    for path in ("missing", str(tmp_path / "other"), str(tmp_path / "integers")):
+        with pytest.raises(UserError, match=r"weights=.*sparse-rl statistics --method LearnedScore"):
+            LearnedScore(**SIZES, weights=path)
+
+
+TINY_SIZES = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
+INV_FREQ = random_layer().inv_freq
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    vectors, positions = torch.randn(2, 3, 7, 16), torch.randint(0, 900, (2, 7))
+    angle = torch.cat([positions.unsqueeze(-1) * INV_FREQ] * 2, dim=-1)
+    expected, _ = apply_rotary_pos_emb(vectors, vectors, angle.cos(), angle.sin())
+    turned = rotate(vectors, positions[:, None], INV_FREQ)
+    torch.testing.assert_close(turned, expected)
+    torch.testing.assert_close(rotate(turned, -positions[:, None], INV_FREQ), vectors)
+    ahead = torch.tensor([1, 5, 30])
+    each = torch.stack([rotate(vectors, positions[:, None] + a, INV_FREQ) for a in ahead])
+    torch.testing.assert_close(
+        rotate_to_mean(vectors, positions[:, None], ahead, INV_FREQ), each.mean(dim=0), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_moments_are_means_and_singular_vectors() -> None:
+    queries = torch.randn(3, 4, 9, 16, dtype=torch.float64) + torch.randn(4, 1, 16, dtype=torch.float64)
+    positions, lengths = torch.arange(9).expand(3, 9), torch.tensor([9, 4, 7])
+    mask = positions < lengths[:, None]
+    padded = queries.masked_fill(~mask[:, None, :, None], torch.nan)
+    statistics = QueryStatistics.of_layers([QueryMoments(padded, positions, mask, INV_FREQ)], 2)
+    filters = []
+    for head in range(4):
+        own = torch.cat([queries[b, head, :n] for b, n in enumerate(lengths)])
+        torch.testing.assert_close(statistics.mean[0, head].double(), own.mean(dim=0), rtol=0, atol=1e-6)
+        pairs = torch.complex(*own.chunk(2, dim=-1)).abs()
+        torch.testing.assert_close(statistics.lengths[0, head].double(), pairs.mean(dim=0), rtol=0, atol=1e-6)
+        turned = rotate(own, torch.cat([positions[0, :n] for n in lengths]), INV_FREQ)
+        left, _, right = torch.linalg.svd(turned, full_matrices=False)
+        filters.append(right[0] * left[:, 0].sum().sign())
+    expected = torch.stack([(filters[0] + filters[1]) / 2, (filters[2] + filters[3]) / 2])
+    torch.testing.assert_close(statistics.filters[0].double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_recorded_queries_are_those_of_the_cache(architecture: str) -> None:
+    """The ring holds the last queries after rotation; turned back, their mean is the statistics of these tokens."""
+    model = tiny_model(architecture, initializer_range=0.2, eos_token_id=None)
+    sampler = RolloutSampler(model, SnapKV(budget=60, buffer=4, window=12))
+    rollout = sampler.generate([[5, 9, 7]], SamplingParams(max_completion_length=10, seed=0))
+    lengths = torch.tensor([12])  # the last token drawn is never fed
+    statistics = gather_statistics(model, rollout.sequences, lengths)
+    ring = sampler.cache.queries[:, 0]  # (L, Hq, 12, D), position 0 first
+    still = rotate(ring, -torch.arange(12), model.get_decoder().rotary_emb.inv_freq)
+    torch.testing.assert_close(statistics.mean, still.mean(dim=2), rtol=0, atol=1e-5)
+    directions = torch.linalg.svd(ring)[2][:, :, 0]  # (L, Hq, D)
+    side = (ring.sum(dim=2) * directions).sum(dim=-1, keepdim=True).sign()
+    pairs = (directions * side).unflatten(1, (2, 2)).mean(dim=2)
+    torch.testing.assert_close(statistics.filters, pairs, rtol=0, atol=1e-4)
+
+
+def test_batches_and_padding_do_not_matter() -> None:
+    model = tiny_model(initializer_range=0.2)
+    texts = [list(range(5, 5 + n)) for n in (3, 17, 9, 40, 1)]
+    ids, lengths = pad(texts)
+    whole = gather_statistics(model, ids, lengths)
+    for size in (1, 2):
+        part = gather_statistics(model, ids, lengths, batch_size=size)
+        for name in ("mean", "lengths", "filters"):
+            torch.testing.assert_close(getattr(part, name), getattr(whole, name), rtol=0, atol=1e-5)
+    other = gather_statistics(model, ids.masked_fill(ids == 0, 77), lengths)
+    torch.testing.assert_close(other.mean, whole.mean, rtol=0, atol=1e-6)
+    assert not model.model.layers[0].self_attn.q_proj._forward_hooks
+
+
+def test_a_file_gives_the_same_scores(tmp_path: Path) -> None:
+    model = tiny_model(initializer_range=0.2)
+    statistics = gather_statistics(model, torch.arange(3, 43)[None], torch.tensor([40]))
+    path = tmp_path / "statistics.safetensors"
+    statistics.save(path)
+    layer = random_layer()
+    for method in (QFilters, TriAttention):
+        ours = method(**TINY_SIZES, statistics=statistics).score(layer)
+        torch.testing.assert_close(method(**TINY_SIZES, statistics=str(path)).score(layer), ours, equal_nan=True)
+
+
+# ---------------------------------------------------------------- the command and its mistakes
+
+
+@pytest.fixture
+def policy(folder: Path) -> Path:
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained("policy")
+    tiny_model(vocab_size=len(tokenizer), initializer_range=0.2).save_pretrained("policy")
+    return folder
+
+
+def test_the_command_that_messages_name_makes_the_file(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "1+2=", "completion": "3"}, {"prompt": "4+50=", "answer": "54"}, {"prompt": "12345"}]
+    Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["policy", "texts.jsonl", "s.safetensors", "--batch_size=2", "--max_length=4"]
+    assert run_console(monkeypatch, "statistics", *given) is None
+    assert "statistics of 12 tokens of 3 texts to s.safetensors" in capsys.readouterr().out
+    model = tiny_model(vocab_size=15, initializer_range=0.2)
+    tokenizer = character_tokenizer("0123456789+=")
+    ids, lengths = pad([tokenizer(text)["input_ids"] for text in ("1+2=", "4+50", "1234")])
+    expected = gather_statistics(model, ids, lengths)
+    torch.testing.assert_close(QueryStatistics.load("s.safetensors", "Test").mean, expected.mean, rtol=0, atol=1e-6)
+    assert TriAttention(**TINY_SIZES, statistics="s.safetensors").score(random_layer()).shape == (3, 2, 14)
+
+
+def test_the_command_teaches_the_network_of_learned_scores(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("texts.jsonl").write_text(json.dumps({"prompt": "1+2=3" * 9}) + "\n")
+    given = ["policy", "texts.jsonl", "network.safetensors", "--method=LearnedScore", "--max_length=40"]
+    assert run_console(monkeypatch, "statistics", *given) is None
+    assert re.search(r"a network that explains -?\d+% of .* of 40 tokens of 1 texts", capsys.readouterr().out)
+    model = tiny_model(vocab_size=15, initializer_range=0.2)
+    learned = LearnedScore(**TINY_SIZES, weights="network.safetensors")
+    learned.check_model(model_sizes(model, CacheGeometry.of(model)))
+    given[2:] = ["s.safetensors", "--method=SnapKV"]
+    assert "LearnedScore" in str(run_console(monkeypatch, "statistics", *given)) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "There is no data file 'texts.jsonl'"),
+        ("", "there is no text"),
+        ('{"prompt": "1"}\noops\n', "texts.jsonl, line 2 is not JSON"),
+        ('{"text": "1"}\n', "texts.jsonl, line 1: .*'prompt'"),
+        ('{"prompt": ""}\n', "texts.jsonl, line 1: .*empty prompt"),
+    ],
+)
+def test_wrong_texts_are_named(
+    policy: Path, content: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("texts.jsonl").write_text(content)
+    assert run_console(monkeypatch, "statistics", "policy", "texts.jsonl", "s.safetensors") == 1
+    assert re.match(f"error: .*{message}", capsys.readouterr().err)
+    assert not Path("s.safetensors").exists()
+
+
+@pytest.mark.parametrize("method", [QFilters, TriAttention])
+def test_missing_or_foreign_statistics_name_the_command(
+    method: type[QFilters] | type[TriAttention], folder: Path
+) -> None:
+    command = r"with: sparse-rl statistics POLICY TEXTS.jsonl \S+\.safetensors"
+    name = method.__name__
+    with pytest.raises(ValueError, match=rf"{name}: there is no file statistics='no.safetensors'.*{command}"):
+        method(**TINY_SIZES, statistics="no.safetensors")
+    save_file({"weight": torch.zeros(3)}, "other.safetensors")
+    Path("text.safetensors").write_text("no tensors")
+    whole = {name: torch.ones(2, 4, 8, dtype=torch.int32) for name in ("mean", "lengths", "filters")}
+    save_file(whole, "integers.safetensors")
+    for path in ("other.safetensors", "text.safetensors", "integers.safetensors"):
+        with pytest.raises(ValueError, match=rf"{name}: statistics='{path}' does not hold .*{command}"):
+            method(**TINY_SIZES, statistics=path)
+    wide = tiny_model(hidden_size=128, num_heads=8, num_layers=1)
+    foreign = gather_statistics(wide, torch.arange(3, 13)[None], torch.tensor([10]))
+    message = rf"{name}: the statistics are of a model with 1 layers .* \(8, 2, 16\), but layer 1 .* \(4, 2, 16\).*"
+    with pytest.raises(ValueError, match=message + command):
+        method(**TINY_SIZES, statistics=foreign).score(random_layer())

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch import Trainer
 from tiny_grpo import ALPHABET, Recorder, Rows, fit, module
 from torch.utils.data import DataLoader
 
-from sparse_rl_lightning.data import JsonlPrompts, MathBenchmarks
+from sparse_rl_lightning.data import ArithmeticTasks, JsonlPrompts, MathBenchmarks, RepeatedBlockSampler
 from sparse_rl_lightning.data import jsonl as jsonl_module
 from sparse_rl_lightning.modules import SupervisedWarmup
 from sparse_rl_lightning.policies import LoadedPolicy
@@ -253,3 +254,62 @@ def test_ranks_find_it_too(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode != 0
     assert "line 17: the prompt has 600 tokens" in run.stderr
+
+
+READ_WHOLE = r"^val_split='test' is of hub datasets, and 'a.jsonl' is a file, read whole\. Leave val_split out, and"
+
+
+def file(**arguments: Any) -> JsonlPrompts:
+    return JsonlPrompts("x.jsonl", **arguments)
+
+
+def sampler(count: int = 7, **arguments: Any) -> RepeatedBlockSampler:
+    return RepeatedBlockSampler(range(count), **({"block_size": 2} | arguments))
+
+
+REFUSED: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (file, {"answer_pattern": "("}, r"answer_pattern='\(' is not a regular expression"),
+    (file, {"prompt_template": "{question}"}, "prompt_template='{question}' is malformed"),
+    *[(file, {"prompt_template": f"{{prompt}} {end}"}, "malformed") for end in ("{}", "{")],
+    (file, {"prompt_template": "{prompt.x}"}, "malformed"),
+    (file, {"prompt_template": "{prompt!r}"}, r"does not contain \{prompt\}"),
+    (file, {"prompt_template": "answer:"}, r"does not contain \{prompt\}"),
+    (file, {"final_assistant": "cut"}, "final_assistant must be"),
+    # with a file, val_split would validate on the rows of training
+    (JsonlPrompts, {"path": "a.jsonl", "val_split": "test"}, READ_WHOLE),
+    (JsonlPrompts, {"path": "a/b", "val_path": "b.csv", "val_split": "test"},
+     r"val_split='test' .*'b.csv' is a file, .* Leave val_split out\.$"),
+    (JsonlPrompts, {"path": "a.jsonl", "split": "all"}, r"split='all' .*'a.jsonl' is a file, .* Leave split out\.$"),
+    (JsonlPrompts, {"path": "a.parquet", "val_path": "a/b", "split": "all", "val_split": "test"},
+     "split='all' .*'a.parquet' is"),
+    (JsonlPrompts, {"path": "a.JSON", "val_path": "b.json", "config": "main"},
+     "config='main' .*'a.JSON' and 'b.json' are files, read whole"),
+    (ArithmeticTasks, {"tasks": "suM"}, "countdown, calculator, calculator_restated, got tasks='suM'"),
+    (ArithmeticTasks, {"tasks": ["sum", "gcd"]}, "gcd"),
+    (ArithmeticTasks, {"tasks": []}, "tasks must be among"),
+    (ArithmeticTasks, {"num_terms": 1}, "num_terms must be at least 2, got num_terms=1"),
+    (ArithmeticTasks, {"digits": 0}, "digits must be at least 1"),
+    (ArithmeticTasks, {"num_train": 0}, "num_train must be at least 1"),
+    (ArithmeticTasks, {"num_val": -1}, "num_val must be at least 0"),
+    (lambda **given: ArithmeticTasks(**given).train_rows(), {"num_terms": 2, "digits": 1, "num_train": 100},
+     r"num_train=100 questions were asked for, but sum .* raise num_terms or digits"),
+    *[(ArithmeticTasks, {name: 0}, f"ArithmeticTasks: {name} must be at least 1.*, got {name}=0")
+      for name in ("prompts_per_rollout", "val_batch_size", "max_val_prompts")],
+    (MathBenchmarks, {"benchmarks": ["gsm9k"]}, "benchmarks must be among gsm8k, math500"),
+    (MathBenchmarks, {"val_benchmarks": ["gsm8k_train"]}, "val_benchmarks must be among"),
+    (MathBenchmarks, {"max_rows": 0}, "max_rows must be at least 1"),
+    (MathBenchmarks, {"prompt_format": "chatml"}, "prompt_format must be one of plain, qwen, llama"),
+    (sampler, {"count": 1}, "1 prompts do not fill one block: 2 prompts per rollout on each of 1 rank"),
+    (sampler, {"count": 3, "num_replicas": 2}, "3 prompts do not fill one block"),
+    (sampler, {"block_size": 0}, "block_size=0"),
+    (sampler, {"repeats": 0}, "repeats=0"),
+    (sampler, {"num_replicas": 2, "rank": 2}, "rank"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED)
+def test_arguments_that_cannot_be_are_refused_by_name(
+    make: Callable[..., object], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)

@@ -356,10 +356,7 @@ def test_failures_are_counted_before_samples_are_dropped() -> None:
         ({"environment": None}, "reward_funcs is empty"),
         ({"compressor": SnapKV(budget=14, protect_observations=1)}, "max_observation_length"),
         (
-            {
-                "compressor": SnapKV(budget=20, protect_observations=2),
-                "turns": TurnOptions(max_observation_length=9),
-            },
+            {"compressor": SnapKV(budget=20, protect_observations=2), "turns": TurnOptions(max_observation_length=9)},
             "needs 30 tokens, more than the budget of 20",
         ),
         (

@@ -32,7 +32,6 @@ from sparse_rl_lightning.evaluation.results import (
     results_table,
 )
 from sparse_rl_lightning.evaluation.time_left import TimeLeft
-from sparse_rl_lightning.fingerprints import fingerprint, weights_digest
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.modules.evaluation import Evaluation
 from sparse_rl_lightning.records import ScoredRollout
@@ -404,19 +403,6 @@ def test_settings_given_in_part_keep_the_other_defaults(folder: Path, policy: Pa
     assert model.params("gsm8k") == dataclasses.replace(model.sampling, top_k=5, stop_strings=("#",))
     assert model.params("aime24") == model.sampling
     assert Evaluation("nowhere").sampling == SamplingParams(max_completion_length=8192, temperature=0.8, top_p=0.95)
-
-
-def test_fingerprints() -> None:
-    sizes = {"buffer": 4, "window": 4}
-    assert fingerprint(cache=RKV(budget=24, **sizes)) == fingerprint(cache=RKV(budget=24, **sizes))
-    others = [RKV(budget=25, **sizes), SnapKV(budget=24, **sizes), RKV(budget=24, mix_lambda=0.2, **sizes)]
-    assert len({fingerprint(cache=cache) for cache in [RKV(budget=24, **sizes), *others]}) == 4
-    model = torch.nn.Linear(300, 300)
-    before = weights_digest(model)
-    assert weights_digest(model) == before
-    with torch.no_grad():
-        model.bias += 1e-3
-    assert weights_digest(model) != before
 
 
 def results() -> list[BenchmarkResult]:

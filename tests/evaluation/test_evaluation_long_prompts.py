@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-import string
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-import yaml
+from lightning.pytorch import Trainer
 from pyarrow import parquet
 
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.rollout import Generator
+from sparse_rl_lightning.compressors import SnapKV
+from sparse_rl_lightning.data import MathBenchmarks
+from sparse_rl_lightning.environments import Environment
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.modules import Evaluation, RolloutOptions
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.retrievers import Quest
+from sparse_rl_lightning.rollout import Generator, SamplingParams
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 QUESTIONS = ["1+1?", "What is one plus one, " + "if one is one, " * 30, "One and one?"]
@@ -21,31 +29,12 @@ CACHES = ["dense", "KNorm-24"]
 
 
 @pytest.fixture
-def file(folder: Path) -> str:
+def file(write_evaluation: Callable[..., str]) -> str:
     """A configuration with a policy of 400 tokens, one per letter, and a benchmark that is too long in the middle."""
-    tokenizer = character_tokenizer(string.printable)
-    tiny_model("qwen2", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=400).save_pretrained(
-        "policy"
-    )
-    tokenizer.save_pretrained("policy")
     write_benchmark(QUESTIONS)
-    settings = {
-        "model": {
-            "class_path": "Evaluation",
-            "init_args": {
-                "policy": {"class_path": "PretrainedPolicy", "init_args": {"path": "policy", "dtype": "float32"}},
-                "compressors": [{"class_path": "KNorm", "init_args": {"budget": 24, "buffer": 4, "window": 4}}],
-                "sampling": {"num_generations": 2, "max_completion_length": 6},
-            },
-        },
-        "data": {"class_path": "MathBenchmarks", "init_args": {"own": {"mine": "mine.jsonl"}, "benchmarks": ["mine"]}},
-        "trainer": {
-            "accelerator": "cpu", "default_root_dir": "run", "logger": False, "enable_progress_bar": False,
-            "enable_checkpointing": False, "enable_model_summary": False,
-        },
-    }  # fmt: skip
-    Path("eval.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return "eval.yaml"
+    compressor = {"class_path": "KNorm", "init_args": {"budget": 24, "buffer": 4, "window": 4}}
+    sampling = {"num_generations": 2, "max_completion_length": 6}
+    return write_evaluation(400, compressors=[compressor], sampling=sampling)
 
 
 def write_benchmark(questions: list[str]) -> None:
@@ -97,21 +86,16 @@ def test_a_resumed_evaluation_says_the_same(file: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.filterwarnings("ignore:mine")
-def test_the_others_draw_what_they_would_draw_without_it(file: str) -> None:
+def test_the_others_draw_what_they_would_draw_without_it_and_another_order_is_evaluated_anew(file: str) -> None:
+    """The place of a row decides its random numbers, that of one without room too."""
     main(["test", "--config", file])
+    assert completions("dense")["index"] == [0, 0, 2, 2, 1, 1]
     beside = {cache: completions(cache)["completion"][:4] for cache in CACHES}
     write_benchmark([QUESTIONS[0], "Two?", QUESTIONS[2]])
     main(["test", "--config", file])
     for cache in CACHES:
         drawn = completions(cache)["completion"]
         assert beside[cache] == drawn[:2] + drawn[4:]
-
-
-@pytest.mark.filterwarnings("ignore:mine")
-def test_questions_in_another_order_are_evaluated_anew(file: str) -> None:
-    """The place of a row decides its random numbers, that of one without room too."""
-    main(["test", "--config", file])
-    assert completions("dense")["index"] == [0, 0, 2, 2, 1, 1]
     write_benchmark([QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]])
     main(["test", "--config", file])
     assert completions("dense")["index"] == [0, 0, 1, 1, 2, 2]
@@ -130,3 +114,66 @@ def test_a_benchmark_without_any_room_is_refused_before_anything_is_sampled(file
     assert not list(Path("run").rglob("*.json"))
     with pytest.warns(UserWarning, match="mine: 1 of 3"):
         main([*arguments, "--model.init_args.sampling_of=null"])
+
+
+class Boxes(Environment):
+    """Answers a boxed 7 once, which is nobody's answer but its own."""
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.asked = False
+
+    def step(self, text: str) -> tuple[str | None, float | None]:
+        first, self.asked = not self.asked, True
+        return (r"\boxed{7}" if first else None), None
+
+
+def evaluation(**options: Any) -> Evaluation:
+    tokenizer = character_tokenizer()
+    policy = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, eos_token_id=[1, 9, 30, 40, 50])
+    own: dict[str, Any] = {
+        "compressors": [SnapKV(budget=16, buffer=8, window=4)], "environment": Boxes,
+        "sampling": SamplingParams(max_completion_length=60, num_generations=2), "rollout": RolloutOptions(num_slots=4),
+    }  # fmt: skip
+    return Evaluation(LoadedPolicy(policy, tokenizer), **{**own, **options})
+
+
+def test_a_policy_is_evaluated_in_conversations(tmp_path: Path) -> None:
+    questions = [{"problem": f"{n} + 1", "answer": "7"} for n in range(3)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
+    data = MathBenchmarks(benchmarks=["own"], own={"own": str(tmp_path / "own.jsonl")})
+    module = evaluation()
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+    trainer.test(module, datamodule=data)
+    assert [result.accuracy.mean for result in module.results] == [0.0, 0.0]
+    tables = list((tmp_path / "evaluation").rglob("own.parquet"))
+    assert len(tables) == 2
+    for table in map(pd.read_parquet, tables):
+        assert table["completion"].str.contains(r"[environment] \boxed{7}", regex=False).any()
+        assert table["completion"].str.startswith("[assistant] ").all()
+        assert not table["extracted"].eq("7").any()
+
+
+class Fails(Boxes):
+    """At every other call."""
+
+    count = 0
+
+    def step(self, text: str) -> tuple[str | None, float | None]:
+        Fails.count += 1
+        if Fails.count % 2:
+            raise OSError("no sandbox")
+        return super().step(text)
+
+
+def test_failures_are_said_and_their_results_are_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text(json.dumps({"problem": "1 + 1", "answer": "7"}), encoding="utf-8")
+    data = MathBenchmarks(benchmarks=["own"], own={"own": str(tmp_path / "own.jsonl")})
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
+    with pytest.warns(UserWarning, match="the environment failed in .*no sandbox"):
+        trainer.test(evaluation(environment=Fails), datamodule=data)
+    assert not list((tmp_path / "evaluation").rglob("own.json"))
+
+
+def test_retrievers_are_refused() -> None:
+    with pytest.raises(UserError, match="environment does not work with retrievers"):
+        evaluation(retrievers=[Quest(budget=64)])

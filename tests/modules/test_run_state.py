@@ -27,6 +27,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pretend_gpu import DeviceTensor, PretendGPU
 from safetensors.torch import save_file
 from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
@@ -38,16 +40,20 @@ from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.environments import TurnOptions
 from sparse_rl_lightning.fingerprints import describe, without_code
-from sparse_rl_lightning.modules import (
-    DistillSparse,
-    GRPOLoss,
-    LearnerOptions,
-    ReplayGRPO,
-    RolloutOptions,
-    SparseGRPO,
-)
+from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
+from sparse_rl_lightning.modules import DistillSparse, GRPOLoss, LearnerOptions, ReplayGRPO, RolloutOptions, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
+from sparse_rl_lightning.modules.resume.optimizer import KEY as OPTIMIZER_KEY
+from sparse_rl_lightning.modules.resume.optimizer import (
+    advance,
+    apply_settings,
+    check_optimizer,
+    check_parts,
+    check_weights,
+    describe_optimizer,
+    schedule_change,
+)
 from sparse_rl_lightning.modules.resume.run_rules import RULES, Rule, rule_of
 from sparse_rl_lightning.modules.resume.run_settings import TRAINER, arguments_of, settings_of
 from sparse_rl_lightning.modules.resume.run_state import KEY, RolloutState
@@ -176,6 +182,14 @@ def train(
     return grpo
 
 
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run of one step, within a rollout."""
+    folder = tmp_path_factory.mktemp("one")
+    train(folder, 1, {})
+    return folder / "last.ckpt"
+
+
 def sampling(**changes: Any) -> dict[str, Any]:
     return {"sampling": SamplingParams(**SHORT, **changes)}
 
@@ -221,15 +235,15 @@ def test_what_a_rollout_was_drawn_by_cannot_change_within_it(name: str, tmp_path
     train(tmp_path, 2, before, tmp_path / "last.ckpt")
 
 
-@pytest.mark.parametrize("name", [name for name in WITHIN if name != "module"])
+@pytest.mark.parametrize("name", ["temperature", "passes", "objective", "partial: temperature"])
 def test_between_two_rollouts_it_counts_and_is_told(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, after, said = WITHIN[name]
     train(tmp_path, 2, before)
     caplog.clear()
-    grpo = train(tmp_path, 4, after, tmp_path / "last.ckpt")
-    assert grpo.trainer.global_step == 4
+    grpo = train(tmp_path, 3, after, tmp_path / "last.ckpt")
+    assert grpo.trainer.global_step == 3
     told = [record.getMessage() for record in caplog.records if "Resumed as configured now" in record.getMessage()]
     assert len(told) == 1
     assert said.split(r"\(")[0].split(".*")[0] in told[0]
@@ -273,8 +287,10 @@ def test_weights_that_would_mean_another_policy_are_refused(name: str, command: 
         "fit": lambda: fit(grpo, 2, ckpt_path=path),
         "validate": lambda: trainer.validate(grpo, datamodule=Rows(), ckpt_path=path, verbose=False),
     }
+    own_weights = weights(grpo)
     with pytest.raises(ValueError, match=said):
         use.get(command, lambda: load_policy(grpo, path))()
+    assert torch.equal(weights(grpo), own_weights)
 
 
 def test_the_reference_of_a_penalty_is_the_policy_that_the_run_began_with(tmp_path: Path) -> None:
@@ -306,18 +322,16 @@ def test_lora_has_its_reference_in_the_checkpoint(tmp_path: Path) -> None:
         (Rows(prompts_per_rollout=4, seed=1), "other seeds: data.seed was 0 and is 1"),
     ],
 )
-def test_other_data_is_refused_in_python_too(data: Any, said: str, tmp_path: Path) -> None:
-    train(tmp_path, 1, {})
+def test_other_data_is_refused_in_python_too(data: Any, said: str, one_step: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        train(tmp_path, 2, {}, tmp_path / "last.ckpt", data)
+        train(tmp_path, 2, {}, one_step, data)
 
 
-def test_a_part_of_a_gradient_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 1, {})
+def test_a_part_of_a_gradient_is_refused(one_step: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = r"trainer.accumulate_grad_batches was 1 and is 2, and 1 micro-batches of this epoch are done"
     with pytest.raises(ValueError, match=said):
-        train(tmp_path, 2, {}, tmp_path / "last.ckpt", accumulate_grad_batches=2)
-    train(tmp_path, 2, {}, tmp_path / "last.ckpt")
+        train(tmp_path, 2, {}, one_step, accumulate_grad_batches=2)
+    train(tmp_path, 2, {}, one_step)
     caplog.clear()
     grpo = train(tmp_path, 3, {}, tmp_path / "last.ckpt", accumulate_grad_batches=2)
     assert "trainer.accumulate_grad_batches was 1 and is 2" in caplog.text
@@ -325,8 +339,9 @@ def test_a_part_of_a_gradient_is_refused(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("part", ["generation_config", "tokenizer"])
-def test_other_end_tokens_of_the_policy_are_told(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, 1, {})
+def test_other_end_tokens_of_the_policy_are_told(
+    part: str, one_step: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, tokenizer = TinyPolicy(**TINY).load()
     before = tokenizer.eos_token_id
     if part == "tokenizer":
@@ -334,18 +349,17 @@ def test_other_end_tokens_of_the_policy_are_told(part: str, tmp_path: Path, capl
     else:
         model.generation_config.eos_token_id = [before, 5]
     caplog.clear()
-    train(tmp_path, 2, {"policy": policies.LoadedPolicy(model, tokenizer)}, tmp_path / "last.ckpt")
+    train(tmp_path, 2, {"policy": policies.LoadedPolicy(model, tokenizer)}, one_step)
     now = "5" if part == "tokenizer" else f"[{before}, 5]"
     assert f"eos_token_id of the {part} was {before} and is {now}" in caplog.text
 
 
 def test_what_is_applied_is_told_and_what_changes_nothing_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    one_step: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, 1, {})
     free = {"rollout": RolloutOptions(num_slots=4), "learner": LearnerOptions(head_chunk_size=64)}
     caplog.clear()
-    train(tmp_path, 2, free, tmp_path / "last.ckpt")
+    train(tmp_path, 2, free, one_step)
     assert "Resumed as configured now" not in caplog.text
     after = {**free, "loss": GRPOLoss(epsilon=0.3), "compressor": KeyDiff(**SIZES), "scale_rewards": "none"}
     caplog.clear()
@@ -396,10 +410,9 @@ def test_stored_slots_of_version_0_2_are_drawn_anew_and_that_is_said(
     assert caplog.text.count(f"{len(rows)} prompts of partial rollouts had unfinished samples at the checkpoint") == 2
 
 
-def test_a_run_of_version_0_1_does_not_go_on(tmp_path: Path) -> None:
+def test_a_run_of_version_0_1_does_not_go_on(one_step: Path, tmp_path: Path) -> None:
     """It did not describe itself; its weights are read as before."""
-    train(tmp_path, 1, {})
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint = torch.load(one_step, weights_only=True)
     del checkpoint[KEY]
     torch.save(checkpoint, tmp_path / "older.ckpt")
     with pytest.raises(ValueError, match=f"has no '{KEY}', .* of version 0.1"):
@@ -409,10 +422,9 @@ def test_a_run_of_version_0_1_does_not_go_on(tmp_path: Path) -> None:
     load_policy(exported, tmp_path / "older.ckpt")
 
 
-def test_plain_settings_of_version_0_2_are_compared(tmp_path: Path) -> None:
+def test_plain_settings_of_version_0_2_are_compared(one_step: Path, tmp_path: Path) -> None:
     """Its objects were written otherwise."""
-    train(tmp_path, 1, {})
-    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    checkpoint = torch.load(one_step, weights_only=True)
     described = checkpoint[KEY].pop("described")
     checkpoint[KEY]["settings"] = described | {"module": "'SparseGRPO'", "compressor": "RKV(budget=9)"}
     torch.save(checkpoint, tmp_path / "older.ckpt")
@@ -511,7 +523,7 @@ def test_what_has_the_same_name_and_is_another_is_told(
     before, after, said = SAME_NAME[name]
     train(tmp_path, 2, before)
     caplog.clear()
-    train(tmp_path, 4, after, tmp_path / "last.ckpt")
+    train(tmp_path, 3, after, tmp_path / "last.ckpt")
     (told,) = (record.getMessage() for record in caplog.records if "Resumed as configured" in record.getMessage())
     assert re.search(said, told), told
 
@@ -548,3 +560,98 @@ def test_a_set_s_text_is_the_same_in_every_process() -> None:
     environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
     ran = [subprocess.run([sys.executable, "-c", program], env=env, capture_output=True) for env in environments]
     assert [one.stdout for one in ran] == [b"{'a', 'b', 'c', 'd', 'e', 'f'}\n"] * 2
+
+
+def parameters(count: int = 2) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def saved(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> dict[str, object]:
+    return {OPTIMIZER_KEY: describe_optimizer(optimizer, schedule), "optimizer_states": [optimizer.state_dict()]}
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    checkpoint = saved(AdamW(parameters()))
+    check_optimizer(checkpoint, AdamW(parameters(), lr=0.5))
+    with pytest.raises(ValueError, match=r"is of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD"):
+        check_optimizer(checkpoint, SGD(parameters()))
+    with pytest.raises(ValueError, match="other groups of parameters"):
+        check_optimizer(checkpoint, AdamW(parameters(3)))
+    check_optimizer({}, SGD(parameters()))  # sharded strategies keep the state elsewhere
+
+
+def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
+    def described(length: int | None) -> dict[str, str]:
+        optimizer = SGD(parameters(), lr=0.1)
+        return describe_optimizer(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
+
+    was = described(10)
+    assert schedule_change(was, described(10)) == []
+    assert schedule_change({}, described(10)) == []  # not known
+    (said,) = schedule_change(was, described(6))
+    assert "T_max=10" in said
+    assert "T_max=6" in said
+    name = "the schedule was torch.optim.lr_scheduler.CosineAnnealingLR("
+    assert schedule_change(was, described(None))[0].startswith(name)
+    assert schedule_change(described(None), described(10))[0].startswith("the schedule was None and is torch.")
+    optimizer = SGD(parameters(), lr=0.1)
+    lambdas = [LambdaLR(optimizer, lambda step: 0.9**step), LambdaLR(optimizer, lambda step: 0.8**step)]
+    first, second = (describe_optimizer(optimizer, schedule) for schedule in lambdas)
+    assert schedule_change(first, second)[0].startswith("the code of the schedule, torch.optim.lr_scheduler.LambdaLR(")
+
+
+def test_a_schedule_goes_to_its_step_and_one_of_a_metric_begins_anew() -> None:
+    optimizer = SGD(parameters(), lr=1.0)
+    advance(StepLR(optimizer, 2, 0.1), 5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    plateau = ReduceLROnPlateau(SGD(parameters(), lr=1.0))
+    advance(plateau, 5)
+    assert plateau.last_epoch == 0
+
+
+def test_settings_are_taken_over_and_what_an_optimizer_counts_is_not() -> None:
+    own, wanted = (
+        AdamW(parameters(), lr=lr, weight_decay=decay) for lr, decay in ((torch.tensor(0.1), 0.0), (0.2, 0.0))
+    )
+    address, weights = own.param_groups[0]["lr"], own.param_groups[0]["params"]
+    for one, first in ((own, 0.1), (wanted, 0.3)):
+        one.param_groups[0]["initial_lr"] = first
+    assert apply_settings(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
+    assert own.param_groups[0]["lr"] is address  # graphs use it
+    assert float(address) == pytest.approx(0.2)
+    assert own.param_groups[0]["params"] is weights
+    assert own.param_groups[0]["initial_lr"] == 0.3
+    assert apply_settings(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
+        "lr was 0.20000000298023224 and is 0.2", "weight_decay was 0.0 and is 0.5"
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_must_have_what_training_needs_and_be_of_this_model() -> None:
+    check_parts({"loops": 1}, ["loops"])
+    with pytest.raises(ValueError, match="this checkpoint has no 'a', 'b', so training"):
+        check_parts({"loops": 1}, ["a", "loops", "b"])
+    one, two = torch.ones(1), torch.ones(2)
+    check_weights({"policy.a": one}, {"policy.a": two[:1]})
+    for other, said in (
+        ({"policy.a": two}, "0 unknown, 0 missing and 1 weights of another shape, for example 'policy.a'"),
+        ({"policy.b": one}, "1 unknown, 1 missing and 0 weights of another shape, for example 'policy.b'"),
+        ({}, "0 unknown, 1 missing and 0 weights of another shape, for example 'policy.a'"),
+        (
+            {"policy.a": one, "policy.b": one},
+            "1 unknown, 0 missing and 0 weights of another shape, for example 'policy.b'",
+        ),
+        ({"policy.a": one / 0}, "this checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_weights(other, {"policy.a": one})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_goes_on_where_other_gpus_are_in_sight(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
+    state = random_state() | {"cuda": [torch.tensor([gpu], dtype=torch.uint8) for gpu in range(2)]}
+    restore_random_state(state)
+    assert [int(own) for own in restored] == [0, 1][:count]

@@ -58,18 +58,33 @@ def tokens_of(policy: Any = TINY, sampling: SamplingParams = SHORT) -> torch.Ten
     return seen.scored[0].rollout.sequences
 
 
-def adapter_of(kind: Callable[[], SparseGRPO]) -> torch.Tensor:
+def adapter_of(kind: type[SparseGRPO], policy: Any, **options: Any) -> torch.Tensor:
     pytest.importorskip("peft", reason="peft is an extra")
-    grpo = kind()
+    grpo = kind(policy, RKV(**SIZES), likes_a, sampling=SHORT, **options)
     fit(grpo, 0)
     return next(p.detach().clone() for name, p in grpo.policy.named_parameters() if "lora_A" in name)
 
 
-def evaluated() -> torch.Tensor:
-    own = Evaluation(TINY, sampling=SHORT, sampling_of={"aime24": {"num_generations": 2}})
+def evaluated(**seed: int) -> torch.Tensor:
+    own = Evaluation(TINY, sampling=replace(SHORT, **seed), sampling_of={"aime24": {"num_generations": 2}})
     rows = DataLoader([{"prompt": "01", "answer": ""}], collate_fn=list)
     Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).predict(own, rows)
     return torch.tensor([own.sampling.seed, own.params("aime24").seed, own.generator.sampling.seed])
+
+
+DRAWN: dict[str, Callable[..., torch.Tensor]] = {  # by a seed that is set or is not
+    "sampling": lambda **seed: tokens_of(sampling=replace(SHORT, **seed)),
+    "TinyPolicy": lambda **seed: tokens_of(TinyPolicy(alphabet=ALPHABET, **seed), sampling=replace(SHORT, seed=1)),
+    "LoraPolicy": lambda **seed: adapter_of(SparseGRPO, LoraPolicy(TINY, r=2, **seed)),
+    "distilled adapter": lambda **seed: adapter_of(DistillSparse, TINY, adapter=SparseAdapter(r=2, **seed)),
+    "Evaluation": evaluated,
+    "data": lambda **seed: torch.tensor(
+        [int(row["answer"]) for row in ArithmeticTasks(num_train=9, **seed).train_rows()]
+    ),
+    "order of the data": lambda **seed: torch.tensor(
+        list(Rows(prompts_per_rollout=4, **seed).train_dataloader().sampler)
+    ),
+}
 
 
 def test_no_two_sequences_of_ranks_and_rollouts_share_their_numbers() -> None:
@@ -80,51 +95,18 @@ def test_no_two_sequences_of_ranks_and_rollouts_share_their_numbers() -> None:
     assert sorted(ids) == list(range(3 * 2 * 2 * 4))
 
 
-DRAWN: dict[str, Callable[[], torch.Tensor]] = {
-    "sampling": tokens_of,
-    "TinyPolicy": lambda: tokens_of(TinyPolicy(alphabet=ALPHABET), sampling=replace(SHORT, seed=1)),
-    "LoraPolicy": lambda: adapter_of(lambda: SparseGRPO(LoraPolicy(TINY, r=2), RKV(**SIZES), likes_a, sampling=SHORT)),
-    "distilled adapter": lambda: adapter_of(
-        lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2))
-    ),
-    "Evaluation": evaluated,
-    "data": lambda: torch.tensor([int(row["answer"]) for row in ArithmeticTasks(num_train=9).train_rows()]),
-    "order of the data": lambda: torch.tensor(list(Rows(prompts_per_rollout=4).train_dataloader().sampler)),
-}
-
-
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_seed_of_the_process_decides(name: str) -> None:
-    """And without one it is 0."""
-    drawn = []
+    """And without one it is 0; a seed that is set stays."""
+    drawn, of_its_own = [], []
     for seed in (None, 0, 1, 1):
         if seed is not None:
             seed_everything(seed)
+            of_its_own.append(DRAWN[name](seed=3))
         drawn.append(DRAWN[name]())
     assert [torch.equal(one, drawn[0]) for one in drawn] == [True, True, False, False]
     assert torch.equal(drawn[2], drawn[3])
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_seed_that_is_set_stays(name: str) -> None:
-    given: dict[str, Callable[[], torch.Tensor]] = {
-        "sampling": lambda: tokens_of(sampling=replace(SHORT, seed=3)),
-        "TinyPolicy": lambda: torch.cat([p.flatten() for p in TINY.load()[0].parameters()]),
-        "LoraPolicy": lambda: adapter_of(
-            lambda: SparseGRPO(LoraPolicy(TINY, r=2, seed=3), RKV(**SIZES), likes_a, sampling=SHORT)
-        ),
-        "distilled adapter": lambda: adapter_of(
-            lambda: DistillSparse(TINY, RKV(**SIZES), likes_a, sampling=SHORT, adapter=SparseAdapter(r=2, seed=3))
-        ),
-        "Evaluation": lambda: torch.tensor([Evaluation(TINY, sampling=SamplingParams(seed=3)).sampling.seeded.seed]),
-        "data": lambda: torch.tensor([int(row["answer"]) for row in ArithmeticTasks(num_train=9, seed=3).train_rows()]),
-        "order of the data": lambda: torch.tensor(list(Rows(prompts_per_rollout=4, seed=3).train_dataloader().sampler)),
-    }
-    drawn = []
-    for seed in (0, 1):
-        seed_everything(seed)
-        drawn.append(given[name]())
-    assert torch.equal(*drawn)
+    assert torch.equal(*of_its_own[:2])
 
 
 @pytest.mark.parametrize("name", ["TinyPolicy", "LoraPolicy", "PretrainedPolicy"])
@@ -205,7 +187,7 @@ class Nineteen(Rows):
         return [{"prompt": ALPHABET[i % 16], "answer": "a"} for i in range(19)]
 
 
-@pytest.mark.parametrize("val_batch_size", [8, 64, 5])
+@pytest.mark.parametrize("val_batch_size", [64, 5])
 def test_no_key_of_a_validation_is_training_s_or_another_s(val_batch_size: int) -> None:
     grpo = module(val_sampling=SamplingParams(num_generations=2, max_completion_length=3, seed=3))
     keys = Keys(grpo)

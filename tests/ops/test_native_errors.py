@@ -97,8 +97,7 @@ def test_wrong_arguments_are_refused(name: str, field: str, spoil: Callable[[Ten
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [(n, i) for n in CASES for i, a in enumerate(SCHEMAS[op_of(n)].split(",")) if "Tensor" in a],
+    ("name", "place"), [(n, i) for n in CASES for i, a in enumerate(SCHEMAS[op_of(n)].split(",")) if "Tensor" in a]
 )
 def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = recorded(name, Case(), monkeypatch)

@@ -11,16 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_cases import (
-    dtypes_for,
-    exclude_keys,
-    head_rows,
-    make_pools,
-    on_each_device,
-    pick_slots,
-    shape_for,
-    shapes,
-)
+from native_cases import dtypes_for, exclude_keys, head_rows, make_pools, on_each_device, pick_slots, shape_for, shapes
 from test_native_attention import both
 from torch import Tensor
 

@@ -278,10 +278,7 @@ def adapted(kind: str) -> tuple[Any, PreTrainedModel]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"lora_bias": True},
-            r"self_attn.o_proj cannot be merged .* its bias \(lora_bias\)",
-        ),
+        ({"lora_bias": True}, r"self_attn.o_proj cannot be merged .* its bias \(lora_bias\)"),
         (
             {"inference_mode": True},
             r"nothing to train. .* PeftModel.from_pretrained\(model, folder, is_trainable=True\)",

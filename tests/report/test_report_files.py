@@ -6,12 +6,17 @@ import copy
 import errno
 import importlib
 import json
+import math
 import os
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from html import escape, unescape
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +26,10 @@ from report_runs import HOSTILE, Parser, record, row, text_of
 from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.cli.report import main
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, read_run
-from sparse_rl_lightning.report.page import differing_settings
+from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, picture, read_run
+from sparse_rl_lightning.report.charts import DARK, LIGHT, draw
+from sparse_rl_lightning.report.page import STYLE, differing_settings
+from sparse_rl_lightning.report.plots import plots_of_run
 
 
 def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
@@ -304,3 +311,221 @@ def test_mistakes_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in error
+
+
+def test_picture_is_a_png_of_every_chart_with_data() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    before = dict(matplotlib.rcParams)
+    data = picture(record())
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
+    assert dict(matplotlib.rcParams) == before
+    assert pictured(record()) == [
+        "Greedy accuracy", "Reward", "Completion length", "Repeated and cut off", "Rejected", "Mismatch KL",
+        "Ratio dense / sparse", "KV memory", "KV tokens saved",
+    ]  # fmt: skip
+    assert pictured(RunRecord(history=[{"rollout": 0.0, "reward": 1.0}])) == ["Reward"]
+
+
+def pictured(run: RunRecord) -> list[str]:
+    return [plot.panel.title for plot in plots_of_run(run) if plot.panel.pictured]
+
+
+def drawn(run: RunRecord, title: str) -> Any:
+    """The axes of one chart."""
+    ax = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    draw(ax, next(plot for plot in plots_of_run(run) if plot.panel.title == title))
+    return ax
+
+
+UNUSUAL = {
+    "empty": RunRecord(),
+    "nan": RunRecord(history=[{"rollout": 0.0, "reward": math.nan}], before={"dense": 0.1}),
+    "one": record(history=[{"rollout": 0.0, "reward": 1.0, "time/rollout": 1.0}], after={}, title="$\\frac{ $ <b>"),
+    "few": record(history=[{"rollout": float(i), "kv/saving_final": 0.0, "kv/peak_bytes": 0.0} for i in range(3)]),
+    "extreme": record(history=[{"rollout": float(i), "reward": -1.0, "mismatch/ratio_p05": 0.0} for i in range(30)]),
+    "huge": record(history=[{"rollout": float(i), "reward": 1e30 * (-1) ** i, "time/rollout": 1e30} for i in range(9)]),
+    "tiny": record(history=[{"rollout": float(i), "reward": 1e-300 * i} for i in range(9)]),
+}
+
+
+@pytest.mark.parametrize("run", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_runs_are_shown_too(run: RunRecord) -> None:
+    parser = Parser(page(run))
+    assert parser.tags.count("svg") == parser.tags.count("figure") == len(plots_of_run(run))
+    numbers = [value for name, value in parser.attributes if name in ("d", "cx", "cy", "x", "y") and value]
+    assert not [value for value in numbers if "nan" in value or "inf" in value]
+    pytest.importorskip("matplotlib")
+    assert picture(run).startswith(b"\x89PNG")
+
+
+def test_chart_shows_the_numbers() -> None:
+    ax = drawn(record(history=[row(i) for i in range(3)]), "Rejected")
+    sequences, tokens = ax.get_lines()
+    assert list(sequences.get_ydata()) == [0.0, 10.0, 0.0]  # percent
+    assert list(tokens.get_ydata()) == [10.0] * 3
+    assert ax.get_ylim()[0] == 0
+
+
+def test_chart_of_a_long_run_has_few_points() -> None:
+    ax = drawn(record(history=[row(i) for i in range(20_000)]), "Reward")
+    assert {len(line.get_xdata()) for line in ax.get_lines()} == {400}
+
+
+def test_tail_keeps_its_values_on_whole_decades() -> None:
+    values = {"mismatch/ratio_p05": 0.7, "sampling/importance_sampling_ratio/min": 3e-4}
+    ax = drawn(record(history=[row(i, **values) for i in range(9)] + [row(9, **{"mismatch/ratio_p05": 0.0})]),
+               "Ratio dense / sparse")  # fmt: skip
+    assert (ax.get_yscale(), ax.get_ylim()) == ("log", (1e-4, 1.0))
+    percentile, smallest = ax.get_lines()
+    assert list(percentile.get_ydata()) == [0.7] * 9 + [1e-4], "what has no logarithm lies on the axis"
+    assert list(smallest.get_ydata())[:9] == [3e-4] * 9
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "0.1", "0.01", "0.001", "0.0001"]
+
+
+# Colors as eyes without one of the three kinds of cones see them (Machado and others 2009), of linear RGB.
+EYES = {
+    "usual": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def linear(color: str) -> list[float]:
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+
+
+def lab(color: list[float]) -> tuple[float, float, float]:
+    """CIELAB of linear RGB."""
+    r, g, b = (min(1.0, max(0.0, c)) for c in color)
+    xyz = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8729 * b,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize(("colors", "place"), [(LIGHT, 0), (DARK, 1)], ids=["light", "dark"])
+def test_lines_stand_out_and_are_told_apart_by_every_eye(colors: tuple[str, ...], place: int) -> None:
+    card = re.findall(r"--card: (#\w+);", STYLE)[place]
+    card = card if len(card) == 7 else "#" + "".join(2 * digit for digit in card[1:])
+    luminances = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (card, *colors))]
+    for luminance in luminances[1:]:
+        low, high = sorted((luminances[0], luminance))
+        assert (high + 0.05) / (low + 0.05) >= 3, "WCAG 2.1, 1.4.11"
+    for matrix in EYES.values():
+        seen = [
+            lab([sum(m * c for m, c in zip(line, linear(color), strict=True)) for line in matrix]) for color in colors
+        ]
+        assert min(math.dist(a, b) for a, b in combinations(seen, 2)) > 20
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run", "--hide-scrollbars", "--virtual-time-budget=3000",
+)  # fmt: skip
+
+MEASURE = """
+const measure = frame => {
+  const inner = frame.contentDocument, width = frame.clientWidth;
+  const seen = [...inner.querySelectorAll("body *")].filter(e => !e.closest(".wide table") && !e.closest("svg"));
+  const labels = [...inner.querySelectorAll("svg text")].filter(t => {
+    const a = t.getBoundingClientRect(), b = t.closest("svg").getBoundingClientRect();
+    return a.left < b.left - 0.5 || a.right > b.right + 0.5 || a.top < b.top - 0.5 || a.bottom > b.bottom + 0.5;
+  });
+  const wide = seen.filter(e => e.getBoundingClientRect().right > width + 0.5);
+  const columns = new Set([...inner.querySelectorAll("figure")].map(f => f.getBoundingClientRect().left)).size;
+  return {
+    scroll: inner.documentElement.scrollWidth, width, columns, wide: wide.map(e => e.outerHTML.slice(0, 200)),
+    labels: labels.map(t => t.textContent), evil: frame.contentWindow.evil || 0,
+    stroke: getComputedStyle(inner.querySelector("svg path[stroke^=var]")).stroke,
+  };
+};
+window.onload = () => {
+  const found = [...document.querySelectorAll("iframe")].map(measure);
+  document.querySelector("pre").textContent = JSON.stringify(found);
+};
+"""
+
+
+def long_words() -> str:
+    """A page whose every text is one long word, with numbers of awkward widths."""
+    word = HOSTILE + "x" * 500 + "<script>window.evil = 1</script>"
+    history = [
+        row(i, reward=-1234567.0 * i, **{"mismatch/kl_k3": 1e-9 * i, "guard/budget": 123456.0}) for i in range(30)
+    ]
+    sample = {
+        "cache": "sparse",
+        "prompt": word,
+        "completion": word,
+        "answer": word,
+        "reward": 0.0,
+        "kinds": ["rejected"],
+    }
+    return page(
+        record(
+            history=history, samples=[sample], worst=[sample] * 3, title=word, config={word: word}, state=word,
+            warnings=[{"rollout": 1, "text": word}], settings={word[:80]: word},
+        )
+    )  # fmt: skip
+
+
+WIDTHS = (390, 1240)
+PAGES = {
+    "usual": lambda: page(record(history=[row(i) for i in range(40)])),
+    "long words": long_words,
+    "comparison": lambda: comparison(
+        [(f"runs/a-rather-long-name-{n}", record(config={"a": str(n)})) for n in range(5)]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
+    """What the browser says of every page in a window of every width, started once."""
+    folder = tmp_path_factory.mktemp("browser")
+    frames = "".join(
+        f'<iframe srcdoc="{escape(make())}" style="border:0;width:{width}px;height:3000px"></iframe>'
+        for make in PAGES.values() for width in WIDTHS
+    )  # fmt: skip
+    outer = folder / "outer.html"
+    outer.write_text(f"<!DOCTYPE html><meta charset=utf-8><body><pre></pre>{frames}<script>{MEASURE}</script>", "utf-8")
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", outer.as_uri()]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=200).stdout
+    answers = json.loads(unescape(re.findall(r"<pre>(.*?)</pre>", dumped, re.DOTALL)[0]))
+    return dict(zip(product(PAGES, WIDTHS), answers, strict=True))
+
+
+@in_a_browser
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overflows(name: str, width: int, found: dict[tuple[str, int], dict[str, Any]]) -> None:
+    seen = found[name, width]
+    assert (seen["width"], seen["scroll"]) == (width, width)
+    assert seen["wide"] == []
+    assert seen["labels"] == [], "labels of axes are whole"
+    assert seen["columns"] == (1 if width == 390 else 3)
+    assert seen["evil"] == 0
+
+
+@in_a_browser
+def test_lines_have_the_colors_of_the_style_sheet(found: dict[tuple[str, int], dict[str, Any]]) -> None:
+    assert {seen["stroke"] for seen in found.values()} == {"rgb(232, 235, 239)"}, "--grid of the page, on light ground"
+
+
+@in_a_browser
+def test_a_page_can_be_photographed(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page(record()), "utf-8")
+    shot = tmp_path / "shot.png"
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
+    subprocess.run([*command, "--window-size=1240,2000", (tmp_path / "page.html").as_uri()], check=True, timeout=120)
+    data = shot.read_bytes()
+    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1240, 2000)
+    assert len(data) > 50_000, "an empty page is smaller"

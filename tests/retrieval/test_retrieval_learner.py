@@ -27,11 +27,7 @@ from sparse_rl_lightning.modules import ReplayGRPO
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrieval.logprobs import LearnerPages
 from sparse_rl_lightning.retrievers import Centroid, Quest, Retriever
-from sparse_rl_lightning.rollout import (
-    RolloutSampler,
-    replay_logprobs,
-    retrieval_logprobs,
-)
+from sparse_rl_lightning.rollout import RolloutSampler, replay_logprobs, retrieval_logprobs
 from sparse_rl_lightning.testing import ARCHITECTURES, tiny_model
 
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 9, 33, 1)]

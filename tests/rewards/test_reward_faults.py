@@ -20,7 +20,7 @@ import torch
 from slow_rewards import BACKTRACKING, hurry
 from tiny_grpo import Recorder, fit, likes_a, module
 
-from sparse_rl_lightning.rewards import MathReward, check_rewards, compute_rewards, process, reward_names
+from sparse_rl_lightning.rewards import MathReward, compute_rewards, process, reward_names
 from sparse_rl_lightning.rewards.base import reward_batch
 from sparse_rl_lightning.rewards.scoring import LOST, GuardedReward, Rewards
 
@@ -112,13 +112,6 @@ def test_what_is_no_list_of_numbers_is_refused_by_name(kind: str, timeout: float
         warnings.simplefilter("error")  # of coroutines that nobody waited for, too
         with pytest.raises(ValueError, match=message):
             judge(function, timeout=timeout)
-
-
-@pytest.mark.parametrize("kind", ["a coroutine", "an async generator"])
-def test_async_functions_are_refused_before_anything_is_drawn(kind: str) -> None:
-    function, message = WRONG[kind]
-    with pytest.raises(ValueError, match=message):
-        check_rewards([function], [])
 
 
 def test_rows_of_nothing_but_prompts_are_checked_too() -> None:

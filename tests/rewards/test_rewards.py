@@ -1,17 +1,31 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from chat_templates import PUBLISHED
+from lightning.pytorch import Trainer
+from tiny_grpo import Recorder, Rows, fit, grouped, module
 
 import exact_answers
 from exact_answers.arithmetic import MAX_LENGTH, evaluate_expression
 from exact_answers.expressions import MAX_DEPTH
+from sparse_rl_lightning.advantages import group_advantages
+from sparse_rl_lightning.compressors import FullKV
+from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.evaluation.evaluate import Scores, ValidationLog
+from sparse_rl_lightning.metrics import rollout_metrics
+from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.policies import LoadedPolicy
+from sparse_rl_lightning.records import Conversation, Rollout, ScoredRollout
 from sparse_rl_lightning.rewards import (
     MathReward,
     arithmetic_reward,
@@ -19,9 +33,12 @@ from sparse_rl_lightning.rewards import (
     boxed_math_reward,
     check_rewards,
     compute_rewards,
+    counting,
     reward_name,
     worked_steps_reward,
 )
+from sparse_rl_lightning.rewards.scoring import GuardedReward, Rewards
+from sparse_rl_lightning.testing import tiny_model
 
 
 def length(prompts: Any, completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:
@@ -102,14 +119,6 @@ def test_a_reward_that_is_no_finite_number_names_function_and_sample(bad: Any) -
         rewards_of([broken], ["aa", "bb"])
 
 
-def test_wrong_number_of_rewards() -> None:
-    def short(completions: list[str], **_: Any) -> list[float]:
-        return [0.0]
-
-    with pytest.raises(ValueError, match="short returned 1 rewards for 2 samples"):
-        rewards_of([short], ["a", "b"])
-
-
 def test_a_raising_function_names_the_sample_with_its_text_made_harmless() -> None:
     hostile = "x\x1b[2J\u202e\ud800\n" + "y" * 500
     with pytest.raises(RuntimeError) as caught:
@@ -121,16 +130,6 @@ def test_a_raising_function_names_the_sample_with_its_text_made_harmless() -> No
     assert message.isprintable()
     assert len(message) < 500
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_a_function_that_fails_on_no_single_sample() -> None:
-    def pairwise(completions: list[str], **_: Any) -> list[float]:
-        if len(completions) > 1:
-            raise KeyError("together")
-        return [0.0]
-
-    with pytest.raises(RuntimeError, match=r"pairwise failed: it raised KeyError\('together'\) on all of them"):
-        rewards_of([pairwise], ["a", "b"])
 
 
 def test_functions_are_checked_before_anything_is_drawn() -> None:
@@ -154,7 +153,6 @@ def test_a_missing_column_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([length], [1.0, 2.0], ["p"], ["a"], [[0]], {}), "reward_weights has 2 numbers for 1"),
         (([], None, ["p"], ["a"], [[0]], {}), "at least one reward function"),
         (([length], None, ["p"], ["a", "b"], [[0]] * 2, {}), "prompts has 1 entries for 2"),
         (([length], None, ["p"], ["a"], [[0]], {"answer": []}), "answer has 0 entries for 1"),
@@ -290,3 +288,332 @@ def test_the_checkers_refusals_are_for_users(wrong: dict[str, Any]) -> None:
         exact_answers.MathChecker(**wrong)
     with pytest.raises(UserError, match=next(iter(wrong))):
         MathReward(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("completion", "paid", "is_formatted"),
+    [
+        (r"\boxed{6}", 6, True), (r"<think>\boxed{5}</think>\boxed{6}", 6, True), (r"\boxed{5}</think>", None, False),
+        (r"\boxed{6}<think>maybe</think> ", 6, False), (r"\boxed{6}<think>\boxed{5}", 6, False),
+        (r"<think>\boxed{5}", None, False), (r"<think>a</think>\boxed{6}<think>\boxed{5}</think>.", 6, False),
+    ],
+)  # fmt: skip
+def test_boxes_in_thoughts_are_not_paid_unless_asked_for(completion: str, paid: int | None, is_formatted: bool) -> None:
+    assert boxed_format_reward([], [completion], []) == [float(is_formatted)]
+    for gold in (5, 6):
+        assert boxed_math_reward([], [completion], [], answer=[gold]) == [float(paid == gold)]
+    anywhere = MathReward(boxes_in_thoughts=True)
+    assert anywhere([], [completion], [], answer=[5 if "5" in completion.rpartition("boxed")[2] else 6]) == [1.0]
+
+
+def test_a_gold_that_cannot_be_checked_pays_nobody() -> None:
+    for function in (MathReward(), boxed_math_reward):
+        rewards = function([], [r"\boxed{5}", r"\boxed{5}", r"\boxed{}", r"\boxed{5}"], [], answer=["5", "6", "", "}{"])
+        assert rewards == [1.0, 0.0, None, None]
+
+
+def test_golds_may_be_numbers_of_a_file() -> None:
+    for function in (MathReward(), boxed_math_reward):
+        boxes = [r"\boxed{5}", r"\boxed{0}", r"\boxed{0.5}", r"\boxed{6}", r"\boxed{5}"]
+        assert function([], boxes, [], answer=[5, 0, 0.5, 5, None]) == [1.0, 1.0, 1.0, 0.0, None]
+
+
+def test_a_row_may_bring_its_tolerance() -> None:
+    assert MathReward()([], [r"\boxed{41.8001}"] * 2, [], answer=["41.8"] * 2, tolerance=[1e-4, 0.0]) == [1.0, 0.0]
+
+
+def test_counters_reach_the_metrics() -> None:
+    reward = MathReward()
+    GuardedReward(boxed_math_reward).take_counters()  # of other tests
+    mask = torch.tensor([[False, True]] * 2)
+    rollout = Rollout(torch.ones(2, 2, dtype=torch.long), torch.ones(2), mask, mask[:, 1], torch.zeros(2, 2))
+    scored = ScoredRollout(rollout, [{"prompt": "p", "answer": "5"}], [r"\boxed{5}", "x"], {}, 0)
+    total = Rewards([reward, boxed_math_reward], [1.0, 0.5])(scored)
+    assert total.tolist() == [1.5, 0.0]
+    metrics = rollout_metrics(scored)
+    assert metrics["rewards/MathReward/no_box"] == 1
+    assert metrics["rewards/boxed_math_reward/checks"] == 2
+    assert set(reward.take_counters().values()) == {0}
+
+
+def test_any_function_may_count() -> None:
+    @counting(lambda: {"seen": 3})
+    def counted(**_: object) -> list[float]:
+        return []
+
+    assert GuardedReward(counted).take_counters() == {"seen": 3}
+
+
+TAG = "<|endoftext|>"
+THINKS = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}<|im_start|><think>"
+
+
+class Chats(PromptDataModule):
+    more: dict[str, Any] = {}  # noqa: RUF012
+
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": [{"role": "user", "content": str(n)}], "answer": "1"} | self.more for n in range(4)]
+
+
+def seen(reward_of: Any = None, more: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """What a reward function gets in one step; the tokenizer has few tokens, so that tags are drawn."""
+    found: dict[str, Any] = {}
+
+    def reward(
+        completions: list[str], completion_ids: list[list[int]], prompt_texts: list[str], **_: Any
+    ) -> list[float]:
+        found.update(texts=completions, ids=completion_ids, prompts=prompt_texts)
+        return [float(len(text)) for text in completions]
+
+    tokenizer = PUBLISHED["qwen2.5"].tokenizer()
+    tokenizer.chat_template = THINKS
+    model = tiny_model(vocab_size=len(tokenizer), hidden_size=32, eos_token_id=tokenizer.eos_token_id)
+    sizes = {"num_generations": 4, "max_completion_length": 64}
+    module = SparseGRPO(LoadedPolicy(model, tokenizer), FullKV(), reward_of or reward, **grouped(**sizes, **options))
+    data = Chats(prompts_per_rollout=4)
+    data.more = more or {}
+    Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+    ).fit(module, datamodule=data)  # fmt: skip
+    found |= {"tokenizer": tokenizer}
+    return found
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_reach_rewards_if_asked_for(skip: bool) -> None:
+    found = seen(skip_special_tokens=skip)
+    tag, end = found["tokenizer"].convert_tokens_to_ids([TAG, "<|im_end|>"])
+    drawn = sum(tag in ids for ids in found["ids"])
+    assert drawn > 0
+    assert sum(TAG in text for text in found["texts"]) == (0 if skip else drawn)
+    ended = [ids[-1] == end for ids in found["ids"]]
+    assert not any(text.endswith("<|im_end|>") for text in found["texts"])
+    if not skip:
+        for text, ids, is_ended in zip(found["texts"], found["ids"], ended, strict=True):
+            assert text == found["tokenizer"].decode(ids[: len(ids) - is_ended])
+
+
+def test_a_function_that_names_them_gets_the_prompts_as_rendered() -> None:
+    prompts = seen()["prompts"]
+    assert len(prompts) == 16
+    assert set(prompts) == {f"<|im_start|>{n}<|im_end|><|im_start|><think>" for n in range(4)}
+
+
+def test_others_get_nothing_new() -> None:
+    def plain(completions: list[str], **more: Any) -> list[float]:
+        assert "prompt_texts" not in more
+        return [float(len(text)) for text in completions]
+
+    seen(plain)
+    check_rewards([lambda prompts, completions, completion_ids, answer: []], ["answer"])
+    Rewards(lambda prompt_texts, **_: []).check([{"prompt": "1"}])
+
+
+def test_a_column_of_that_name_is_the_data_s() -> None:
+    def own(prompt_texts: list[str], **_: Any) -> list[float]:
+        assert set(prompt_texts) == {"mine"}
+        return [0.0] * len(prompt_texts)
+
+    seen(own, {"prompt_texts": "mine"})
+
+
+def scored(texts: str, ends: list[str] | None = None) -> ScoredRollout:
+    """One prompt, a completion per letter; conversations that ended like this."""
+    count = len(texts)
+    sequences = torch.zeros(count, 2, dtype=torch.int64)
+    mask = torch.tensor([[False, True]] * count)
+    rollout = Rollout(sequences, torch.ones(count, dtype=torch.int64), mask, mask[:, 1], torch.zeros(count, 2))
+    talks = None if ends is None else [Conversation(end=end, reward=1.0, error="E raised 1") for end in ends]
+    return ScoredRollout(rollout, [{"prompt": "p", "answer": "1"}], list(texts), {}, 0, conversations=talks)
+
+
+def pays(completions: list[str], **_: Any) -> list[float | None]:
+    """1 for a, 0 for anything else."""
+    return [float(text == "a") for text in completions]
+
+
+FAILS: dict[str, Any] = {
+    "an error": lambda: 1 / 0,
+    "NaN of numpy": lambda: np.float32("nan"),
+    "NaN of a tensor": lambda: torch.tensor(float("nan")),
+    "a whole number beyond floats": lambda: 10**400,
+    "a text": lambda: "1.0",
+}
+
+
+def punishes(fault: Any) -> Any:
+    """-1 for everything but x, on which it fails."""
+
+    def penalty(completions: list[str], **_: Any) -> list[Any]:
+        return [fault() if text == "x" else -1.0 for text in completions]
+
+    return penalty
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["in this process", "in its own"])
+@pytest.mark.parametrize("fault", FAILS.values(), ids=FAILS)
+def test_breaking_a_penalty_takes_the_sample_out(fault: Any, timeout: float | None) -> None:
+    """An a is worth 1 - 1 = 0, b 0 - 1 = -1, x was worth 0 (or NaN, and the run over); its group is a and b."""
+    rewards = Rewards([pays, punishes(fault)], timeout=timeout, warn=lambda text: None)
+    one = scored("abx")
+    try:
+        found = rewards(one)
+    finally:
+        rewards.close()
+    assert found[:2].tolist() == [0.0, -1.0]
+    assert found[2].isnan()
+    assert one.reward_failures == {"pays": 0, "penalty": 1}
+    advantages = group_advantages(found, 3)
+    half = math.sqrt(0.5)  # the deviation of 0 and -1, Bessel-corrected; each is 0.5 from the mean
+    assert torch.allclose(advantages, torch.tensor([0.5 / half, -0.5 / half, 0.0]), atol=1e-5)
+
+
+def test_none_still_means_that_it_does_not_apply() -> None:
+    rewards = Rewards([pays, punishes(lambda: None)], warn=pytest.fail)
+    one = scored("abx")
+    assert rewards(one).tolist() == [0.0, -1.0, 0.0]
+    assert not one.failed
+    rewards.settle()
+
+
+def test_a_function_without_weight_takes_nothing_out() -> None:
+    told: list[str] = []
+    rewards = Rewards([pays, punishes(lambda: math.nan)], [1.0, 0.0], warn=told.append)
+    assert rewards(scored("ax")).tolist() == [1.0, 0.0]
+    assert "its weight is 0" in told[0]
+    rewards.settle()
+
+
+def test_fewer_than_two_left_teach_nothing() -> None:
+    nan = math.nan
+    rewards = torch.tensor([1.0, nan, nan, 0.0, 1.0, nan])
+    for scale in ("group", "none"):
+        half = 0.5 / math.sqrt(0.5) if scale == "group" else 0.5
+        expected = torch.tensor([0.0, 0.0, 0.0, -half, half, 0.0])
+        assert torch.allclose(group_advantages(rewards, 3, scale), expected, atol=1e-5)  # type: ignore[arg-type]
+    # of the batch: the deviation of 1, 0, 1, which is sqrt(1/3)
+    half = 0.5 / math.sqrt(1 / 3)
+    expected = torch.tensor([0.0, 0.0, 0.0, -half, half, 0.0])
+    assert torch.allclose(group_advantages(rewards, 3, "batch"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [MaxVariance(4), MaxReward(4)])
+def test_down_sampling_keeps_samples_with_a_reward(rule: Any) -> None:
+    rewards = torch.tensor([math.nan, 0.0, math.nan, 1.0])
+    assert rule.choose(rewards, torch.ones(4), 2).tolist() == [1, 3]
+
+
+# ---------------------------------------------------------------- when a run ends
+
+
+def test_a_run_ends_at_the_share_that_is_set() -> None:
+    for limit, ends in ((1.0, False), (0.5, True), (0.6, False)):
+        rewards = Rewards([punishes(lambda: 1 / 0)], warn=lambda text: None, failure_limit=limit)
+        rewards(scored("axax"))
+        if ends:
+            with pytest.raises(RuntimeError, match=r"penalty raised ZeroDivisionError.* 2 of 4 samples failed"):
+                rewards.settle()
+        else:
+            rewards.settle()
+        assert rewards.failures.judged == 0
+
+
+def test_what_was_returned_ends_it_as_an_error_of_the_user() -> None:
+    rewards = Rewards([punishes(lambda: math.nan)], warn=lambda text: None)
+    rewards(scored("xx"))
+    with pytest.raises(ValueError, match=r"penalty returned nan, not a finite number .* on sample 0, completion 'x'"):
+        rewards.settle()
+
+
+def test_functions_that_fail_on_different_samples_add_up() -> None:
+    def other(completions: list[str], **_: Any) -> list[float]:
+        return [math.nan if text == "a" else 1.0 for text in completions]
+
+    rewards = Rewards([punishes(lambda: math.nan), other], warn=lambda text: None)
+    assert rewards(scored("ax")).isnan().all()
+    with pytest.raises(ValueError, match="2 of 2 samples failed"):
+        rewards.settle()
+
+
+def test_conversations_that_fail_are_left_out_and_end_no_validation() -> None:
+    """A training rollout in which all fail ends the run elsewhere, in ``check_not_all_failed``."""
+    for ends in (["timeout", "timeout"], ["failed", "timeout"], ["failed", ""]):
+        rewards = Rewards([pays], environment=True, warn=lambda text: None, failure_limit=0.5)
+        one = scored("ab", ends)
+        assert rewards(one).isnan().tolist() == [bool(end) for end in ends]
+        assert one.failed["environment"].tolist() == [bool(end) for end in ends]
+        rewards.settle()
+
+
+# ---------------------------------------------------------------- runs
+
+
+def picky(completions: list[str], **_: Any) -> list[float]:
+    """NaN for completions that begin with a, the share of a otherwise."""
+    return [math.nan if text.startswith("a") else text.count("a") / 10 for text in completions]
+
+
+@pytest.mark.parametrize(("kind", "scale"), [(SparseGRPO, "group"), (ReplayGRPO, "batch")])
+def test_nan_costs_the_sample_and_not_the_run(kind: Any, scale: str) -> None:
+    recorder = Recorder()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        grpo = module(picky, scale_rewards=scale, kind=kind)
+        trainer = fit(grpo, 3, [recorder])
+    assert trainer.global_step == 3
+    assert any("They are left out: no baseline counts them" in str(one.message) for one in said)
+    one = next(s for s in recorder.scored if any(text.startswith("a") for text in s.completions))
+    failed = torch.tensor([text.startswith("a") for text in one.completions])
+    assert one.rollout.rewards is not None
+    assert one.rollout.advantages is not None
+    assert torch.equal(one.rollout.rewards.isnan(), failed)
+    assert float(one.rollout.advantages[failed].abs().sum()) == 0
+    assert float(trainer.callback_metrics["rewards/picky/failed"]) == recorder.scored[-1].reward_failures["picky"]
+
+
+def test_a_run_in_which_nothing_fails_enters_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rewards, "_without_failed", pytest.fail)
+    monkeypatch.setattr(Rewards, "_warn_of_failure", pytest.fail)
+    fit(module(), 2)
+
+
+def validate(reward: Any) -> dict[str, float]:
+    """Validation on four rows, a batch each, whose answers are 0 to 3."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    (found,) = trainer.validate(module(reward), datamodule=Rows(val_batch_size=1), verbose=False)
+    return dict(found)
+
+
+def test_one_validation_row_that_fails_ends_no_run() -> None:
+    """It was "fails on every sample" of its batch; what cannot be judged is wrong."""
+
+    def fails_on_the_first(answer: list[str], **_: Any) -> list[float]:
+        return [math.nan if gold == "0" else 1.0 for gold in answer]
+
+    found = validate(fails_on_the_first)
+    assert found["val/pass@1_dense"] == 0.75
+    assert found["val/reward_dense"] == 1.0
+
+
+def test_a_function_that_fails_on_a_whole_validation_ends_it() -> None:
+    def never(answer: list[str], **_: Any) -> list[float]:
+        raise KeyError("no judge")
+
+    with pytest.raises(RuntimeError, match=r"KeyError\('no judge'\) .* 8 of 8 samples failed"):
+        validate(never)
+
+
+def test_an_accuracy_counts_what_cannot_be_judged_as_wrong_and_a_reward_leaves_it_out() -> None:
+    def scores(values: list[float]) -> Scores:
+        one = scored("abc")
+        one.reward_table = {"f": torch.tensor(values)}
+        one.failed = {"f": torch.tensor([False, False, True])}
+        return Scores.of(one, torch.tensor(values))
+
+    assert scores([1.0, 0.0, math.nan]).mean == pytest.approx(1 / 3)
+    assert scores([1.0, 0.5, math.nan]).mean == 0.75
+    logged: dict[str, float] = {}
+    log = ValidationLog(lambda name, value, **_: logged.update({name: float(value)}))
+    log.batch(scores([math.nan] * 3), torch.ones(1, dtype=torch.bool), "{}", by_benchmark=False)
+    assert logged["pass@1"] == 0.0

@@ -258,12 +258,7 @@ def widen(model: Any) -> None:
 
 
 SWITCHED: list[Callable[[Any], None]] = [lambda model: model.disable_adapters(), lambda model: model.enable_adapters()]
-OTHERS: list[Callable[[Any], None]] = [
-    partial(hook_norm, added=0.1),
-    partial(hook_norm, added=0.5),
-    turn_faster,
-    widen,
-]
+OTHERS: list[Callable[[Any], None]] = [partial(hook_norm, added=0.1), partial(hook_norm, added=0.5), turn_faster, widen]
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "", "[]", "5", "null", '"x"', '{"eos_token_id": 1,}', '{"cache_implementation": 7}', "\x00"]
-)
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"cache_implementation": 7}', "\x00"])
 def test_a_generation_config_that_cannot_be_read_is_refused_by_name(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(UserError, match=r"has a generation_config\.json that cannot be read \(.*\)\. Repair or remove"):

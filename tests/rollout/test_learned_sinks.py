@@ -11,15 +11,7 @@ from rollouts import assert_generated, assert_replayed, assert_same, roll_out
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive
-from sparse_rl_lightning.compressors import (
-    H2O,
-    RKV,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    SnapKV,
-    StreamingLLM,
-)
+from sparse_rl_lightning.compressors import H2O, RKV, Compressor, ExpectedAttention, FullKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.pools import gather_heads
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs

@@ -319,6 +319,7 @@ def test_messages_are_cut_in_order() -> None:
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+PREFILL = [*MESSAGES, {"role": "assistant", "content": "Let me see.\n<think>"}]
 
 
 @pytest.fixture
@@ -326,22 +327,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
 
 
-def test_text_is_taken_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode_prompt(tokenizer, "1+1=")
-    assert tokenizer.decode(ids) == "1+1="
-    assert len(ids) == 4
-
-
-def test_special_tokens_spelt_out_are_read_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode_prompt(tokenizer, "a<eos>b")
-    assert len(ids) == 3
-    assert ids[1] == tokenizer.eos_token_id
-
-
-def test_messages_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode_prompt(tokenizer, MESSAGES)
-    assert tokenizer.decode(ids) == "system: Be brief.\nuser: 1+1\nassistant: "
-    assert all(isinstance(token, int) for token in ids)
+def test_text_is_taken_as_it_is_and_messages_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    text, special, chat = encode_prompts(tokenizer, ["1+1=", "a<eos>b", MESSAGES])
+    assert (tokenizer.decode(text), len(text)) == ("1+1=", 4)
+    assert (special[1], len(special)) == (tokenizer.eos_token_id, 3)  # spelt out, and read as such
+    assert tokenizer.decode(chat) == "system: Be brief.\nuser: 1+1\nassistant: "
+    assert all(isinstance(token, int) for token in chat)
+    prefilled = encode_prompt(tokenizer, PREFILL)  # a last message of the assistant is continued
+    assert tokenizer.decode(prefilled) == "system: Be brief.\nuser: 1+1\nassistant: Let me see.\n<think>"
 
 
 def test_beginning_of_sequence_is_set_once(models_dir: Path) -> None:
@@ -389,23 +382,14 @@ def test_a_bad_prompt_names_its_row(tokenizer: PreTrainedTokenizerFast, prompt: 
         encode_prompts(tokenizer, ["good", prompt, "good"])  # type: ignore[list-item]
 
 
-def test_messages_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(None, "no chat template"), ("{{ raise_exception('no role') }}", r"template refuses .*no role")],
+)
+def test_messages_that_no_template_takes(template: Any, said: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=said):
         encode_prompt(tokenizer, MESSAGES)
-
-
-def test_a_template_that_refuses(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match=r"template refuses .*no system role"):
-        encode_prompt(tokenizer, MESSAGES)
-
-
-def test_several_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert encode_prompts(tokenizer, ["ab", MESSAGES]) == [
-        encode_prompt(tokenizer, "ab"),
-        encode_prompt(tokenizer, MESSAGES),
-    ]
 
 
 def test_tools_that_the_template_would_leave_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -415,14 +399,6 @@ def test_tools_that_the_template_would_leave_out(tokenizer: PreTrainedTokenizerF
     assert encode_prompt(tokenizer, MESSAGES, {"tools": []}) == encode_prompt(tokenizer, MESSAGES)
     tokenizer.chat_template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ messages[-1].content }}"
     assert tokenizer.decode(encode_prompt(tokenizer, MESSAGES, {"tools": tools})) == "look 1+1"
-
-
-PREFILL = [*MESSAGES, {"role": "assistant", "content": "Let me see.\n<think>"}]
-
-
-def test_a_last_message_of_the_assistant_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode_prompt(tokenizer, PREFILL)
-    assert tokenizer.decode(ids) == "system: Be brief.\nuser: 1+1\nassistant: Let me see.\n<think>"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -39,7 +39,7 @@ from sparse_rl_lightning.integrations.record import (
 from sparse_rl_lightning.integrations.verl.batches import record_of_batch
 from sparse_rl_lightning.integrations.verl.weights import Bucket, buckets
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.integrations.verl import test_options
+from tests.integrations.verl import test_requests
 
 REGISTER = "sparse_rl_lightning.integrations.verl.register"
 HERE = Path(__file__).parents[3]
@@ -185,8 +185,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestWithoutVerl:
     def server(self, pretended: Any, folder: Path) -> Any:
-        options = {"sparse_rl": {"compressor": test_options.SNAPKV, "record": True}}
-        given = test_options.config(dtype="float32", engine_kwargs=options)
+        options = {"sparse_rl": {"compressor": test_requests.SNAPKV, "record": True}}
+        given = test_requests.config(dtype="float32", engine_kwargs=options)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return pretended.SparseServer(given, SimpleNamespace(local_path=str(folder), tokenizer=tokenizer))
 
