@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +21,6 @@ from sparse_rl_lightning.output_head import (
     PLAIN,
     ChunkedLogprobs,
     LogitScaling,
-    logprobs_of_ids,
     logprobs_of_logits,
     output_head,
     product_dtype,
@@ -119,17 +116,10 @@ def logprobs_at(
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
         raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
     hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
-    lm_head, scaling = output_head(model), LogitScaling.of(model.config)
-    plain = is_plain_linear(lm_head)
-
-    def candidate_logprobs(hidden: Tensor, ids: Tensor) -> Tensor:
-        product_of = _head(lm_head, plain, head_in_float32)
-        pairs = zip(torch.split(hidden, chunk_size), torch.split(ids, chunk_size), strict=True)
-        return torch.cat(
-            [logprobs_of_ids(scaling(product_of(rows)), candidates, temperature) for rows, candidates in pairs]
-        )
-
-    per_token = in_one_call(lm_head, candidate_logprobs, hidden, ids[mask])
+    per_token, _ = token_logprobs(
+        output_head(model), hidden, ids[mask].long(), temperature, chunk_size, head_in_float32,
+        LogitScaling.of(model.config),
+    )  # fmt: skip
     logprobs = per_token.new_zeros(ids.shape)
     logprobs[mask] = per_token
     return logprobs
@@ -177,7 +167,7 @@ def token_logprobs(
     head_in_float32: bool = False,
     scaling: LogitScaling = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of its distribution, ``chunk_size`` rows of logits at a time.
+    """Log-probabilities of targets and entropy of their distribution, ``chunk_size`` rows of logits at a time.
 
     A plain ``nn.Linear`` is differentiated by hand (:class:`~sparse_rl_lightning.output_head.ChunkedLogprobs`).
     Any other head (LoRA, a quantized layer, one with hooks) is called as it is, and its chunks are checkpointed:
@@ -187,33 +177,35 @@ def token_logprobs(
     Args:
         lm_head: Head that maps (n, C) to (n, V).
         hidden: States (N, C) that predict the targets.
-        targets: Token ids (N,).
+        targets: Token ids (N,), or (N, J) for several of each row.
         temperature: Divisor of the logits.
         chunk_size: Number of rows whose logits exist at the same time; backward computes them again.
         head_in_float32: Multiply in float32, also under autocast. Weights of a narrower type are copied for it.
         scaling: Function from the head's output to logits.
 
     Returns:
-        Two (N,) tensors, at least float32.
+        Log-probabilities, of the shape of ``targets``, and entropies (N,), at least float32.
 
     Raises:
         ValueError: If ``temperature`` or ``chunk_size`` is not positive, or ZeRO-3 shards a head that is not a plain
             ``nn.Linear``.
     """
     _check_settings(temperature, chunk_size)
+    by_row = targets.unsqueeze(1) if targets.ndim == 1 else targets
     if not is_plain_linear(lm_head):
-        return _checkpointed(lm_head, hidden, targets, temperature, chunk_size, head_in_float32, scaling)
+        logprobs, entropy = _checkpointed(lm_head, hidden, by_row, temperature, chunk_size, head_in_float32, scaling)
+        return logprobs.view(targets.shape), entropy
 
     dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else product_dtype(hidden)
-    both: tuple[Tensor, Tensor] = in_one_call(
+    logprobs, entropy = in_one_call(
         lm_head,
-        lambda hidden, targets: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, lm_head.weight, lm_head.bias, targets, temperature, chunk_size, dtype, scaling
+        lambda hidden, by_row: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, lm_head.weight, lm_head.bias, by_row, temperature, chunk_size, dtype, scaling
         ),
         hidden,
-        targets,
+        by_row,
     )
-    return both
+    return logprobs.view(targets.shape), entropy
 
 
 def _check_mask(sequences: Tensor, mask: Tensor) -> None:
@@ -245,8 +237,7 @@ def _checkpointed(
     """Log-probabilities and entropies, chunk by chunk, through a head of any kind."""
 
     def of_chunk(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        product_of = _head(lm_head, False, head_in_float32)
-        return logprobs_of_logits(scaling(product_of(rows)), ids, temperature)[:2]
+        return logprobs_of_logits(scaling(_product(lm_head, rows, head_in_float32)), ids, temperature)[:2]
 
     def of_all(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         pairs = zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
@@ -257,24 +248,19 @@ def _checkpointed(
     return in_one_call(lm_head, of_all, hidden, targets)
 
 
-def _head(lm_head: nn.Module, plain: bool, head_in_float32: bool) -> Callable[[Tensor], Tensor]:
-    """The function from hidden states to the head's product; weights of a narrower type are copied once.
-
-    A ``plain`` head is multiplied with and not called: under ZeRO-3 its forward calls this function.
-    """
+def _product(lm_head: nn.Module, hidden: Tensor, head_in_float32: bool) -> Tensor:
+    """What the head makes of hidden states; in float32 with copies of weights that are narrower."""
     if not head_in_float32:
-        return partial(nn.Linear.forward, cast(nn.Linear, lm_head)) if plain else lm_head
+        product: Tensor = lm_head(hidden)
+        return product
     wide = {
         name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in lm_head.named_parameters()
     }
-    if plain:
-        return partial(_logits_in_float32, lambda states: F.linear(states, **wide))
-    return partial(_logits_in_float32, lambda states: functional_call(lm_head, wide, (states,)))
-
-
-def _logits_in_float32(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        return logits_of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+        in_float32: Tensor = functional_call(
+            lm_head, wide, (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
+        )
+        return in_float32
 
 
 def in_one_call(module: nn.Module, function: Callable[..., _Output], *inputs: Tensor) -> _Output:

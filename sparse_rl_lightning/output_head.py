@@ -2,7 +2,7 @@
 
 Letters: N rows, C width, V vocabulary, n rows of a chunk; y = h W' + b one row of the head's product, z = s(y) /
 temperature its logits with the model's own scaling s (a factor in Granite and Cohere, a cap in Gemma), p = softmax(z),
-H its entropy, t the target. The gradients of a row's log p_t and H with respect to z are
+H its entropy, t a target, of which a row may have several. The gradients of a row's log p_t and H by z are
 
     d log p_t / dz = onehot(t) - p            dH / dz = -p (log p + H)
 
@@ -118,7 +118,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Log-probability of each target and entropy of its distribution: exact gradients, at most n x V logits at a time.
+    """Log-probabilities of targets and entropy of their distribution: exact gradients, at most n x V logits at a time.
 
     Besides the chunk, backward stores only the gradients. Gradients of weight and bias are summed over chunks in
     float32 at least. The entropy's gradient is computed only where it is needed: as a metric it costs nothing.
@@ -127,14 +127,14 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden: Hidden states (N, C).
         weight: Weight of the head (V, C).
         bias: Bias of the head (V,) or None.
-        targets: Token ids (N,).
+        targets: Token ids (N, J), J of each row.
         temperature: Divisor of the logits.
         chunk_size: Number of rows per chunk, n.
         dtype: Type of the products; softmax and sums are in float32 at least.
         scaling: Function from the product to logits.
 
     Returns:
-        Two (N,) tensors, at least float32.
+        Log-probabilities (N, J) and entropies (N,), at least float32.
     """
 
     @staticmethod
@@ -151,7 +151,8 @@ class ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute both, chunk by chunk."""
         wide = torch.promote_types(dtype, torch.float32)
-        logprobs, entropy, peaks, log_totals = torch.empty(4, len(hidden), dtype=wide, device=hidden.device).unbind()
+        entropy, peaks, log_totals = torch.empty(3, len(hidden), dtype=wide, device=hidden.device).unbind()
+        logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             head = _cast(weight, bias, dtype)
             for rows in _chunks(len(hidden), chunk_size):
@@ -179,8 +180,10 @@ class ChunkedLogprobs(torch.autograd.Function):
                 logits = ctx.scaling(F.linear(states, *head).to(wide))
                 slope = None if ctx.scaling.is_plain else ctx.scaling.slope(logits)
                 logs = logits.sub_(peaks[rows, None]).div_(ctx.temperature).sub_(log_totals[rows, None])
-                grads = (None if grad is None else grad[rows, None] for grad in (grad_logprobs, grad_entropy))
-                gradient = _of_logits(logs, targets[rows, None], entropy[rows, None], *grads).div_(ctx.temperature)
+                by_targets = None if grad_logprobs is None else grad_logprobs[rows]
+                by_entropy = None if grad_entropy is None else grad_entropy[rows, None]
+                gradient = _of_logits(logs, targets[rows], entropy[rows, None], by_targets, by_entropy)
+                gradient = gradient.div_(ctx.temperature)
                 if slope is not None:
                     gradient = gradient.mul_(slope)
                 if grad_bias is not None:
@@ -200,17 +203,17 @@ class ChunkedLogprobs(torch.autograd.Function):
 def logprobs_of_logits(
     logits: Tensor, targets: Tensor, temperature: float, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the target and entropy for rows of logits, and the numbers that turn logits into log p.
+    """Log-probabilities of targets and entropy for rows of logits, and the numbers that turn logits into log p.
 
     Args:
         logits: Logits (n, V).
-        targets: Token ids (n,).
+        targets: Token ids (n, J).
         temperature: Divisor of the logits.
         overwrite: Reuse the memory of ``logits``, which then must carry no gradient.
 
     Returns:
-        Four (n,) tensors, at least float32: log p of the target; -sum p log p; the largest logit; and the logarithm
-        of sum exp((logits - largest) / temperature).
+        Log p of the targets (n, J) and three (n,) tensors, at least float32: -sum p log p; the largest logit; and the
+        logarithm of sum exp((logits - largest) / temperature).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak = wide.detach().amax(dim=-1, keepdim=True)
@@ -219,37 +222,22 @@ def logprobs_of_logits(
     total = powers.sum(dim=-1)
     log_total = total.log()
     weighted = (powers.mul_(shifted) if overwrite else powers * shifted).sum(dim=-1)
-    logprobs = shifted.gather(-1, targets[:, None]).squeeze(-1) - log_total
+    logprobs = shifted.gather(-1, targets) - log_total[:, None]
     return logprobs, log_total - weighted / total, peak.squeeze(-1), log_total
-
-
-def logprobs_of_ids(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of several tokens for each row of logits.
-
-    Args:
-        logits: Logits (n, V).
-        ids: Token ids (n, K).
-        temperature: Divisor of the logits.
-
-    Returns:
-        The log-probabilities (n, K), at least float32.
-    """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return scaled.gather(-1, ids.long()) - scaled.logsumexp(dim=-1, keepdim=True)
 
 
 def _of_logits(
     logs: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
 ) -> Tensor:
-    """The gradient (n, V) of the scaled logits, from log p (n, V), overwritten; everything else is (n, 1)."""
+    """The gradient (n, V) of the scaled logits, from log p (n, V), overwritten.
+
+    Targets and their gradients are (n, J), entropies and theirs (n, 1).
+    """
+    total = 0.0 if grad_logprobs is None else grad_logprobs.sum(dim=-1, keepdim=True)
     if grad_entropy is None:
-        gradient = logs.exp_()
-        gradient = gradient.mul_(0.0 if grad_logprobs is None else -grad_logprobs)
+        gradient = logs.exp_().mul_(-total)
     else:
-        slope = torch.add(logs, entropy).mul_(grad_entropy)
-        if grad_logprobs is not None:
-            slope.add_(grad_logprobs)
-        gradient = logs.exp_().mul_(slope).neg_()
+        gradient = torch.add(logs, entropy).mul_(grad_entropy).add_(total).mul_(logs.exp_()).neg_()
     return gradient if grad_logprobs is None else gradient.scatter_add_(1, targets, grad_logprobs)
 
 

@@ -46,18 +46,18 @@ def problem(
 def plain(head: nn.Module, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logits = head(states)
     logs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
-
-
-def factors(n: int = N, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(2, n, generator=torch.Generator().manual_seed(4)).to(dtype)
+    by_row = targets if targets.ndim == 2 else targets[:, None]
+    return logs.gather(-1, by_row).view(targets.shape), -(logs.exp() * logs).sum(-1)
 
 
 def results(compute: Callable[..., Any], head: nn.Module, states: Tensor, *rest: Any, **named: Any) -> list[Tensor]:
     """Log-probs, entropies, and the gradients of a mixture of both with respect to states and parameters."""
     head, states = copy.deepcopy(head), states.detach().clone().requires_grad_()
     logprobs, entropy = compute(head, states, *rest, **named)
-    (factors(len(states))[0] * logprobs + factors(len(states))[1] * entropy).sum().backward()
+    by_logprobs, by_entropy = (
+        torch.randn(column.shape, generator=torch.Generator().manual_seed(4)) for column in (logprobs, entropy)
+    )
+    ((by_logprobs * logprobs).sum() + (by_entropy * entropy).sum()).backward()
     return [logprobs, entropy, states.grad, *(p.grad for p in head.parameters())]  # type: ignore[list-item]
 
 
@@ -79,9 +79,30 @@ def test_float32_is_plain_autograd_to_a_millionth(temperature: float, chunk_size
     assert_same(results(token_logprobs, head, states, targets, temperature, chunk_size), expected, 1e-6)
 
 
+class Called(nn.Linear):
+    """A head that is called and not multiplied with."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Called])
+def test_several_targets_of_a_row_are_plain_autograd_too(kind: type[nn.Linear]) -> None:
+    """Some twice, as the token drawn is among the most likely ones; also through a head that is no plain Linear."""
+    head, states, _ = problem(torch.float64)
+    head.__class__ = kind
+    several = torch.randint(V, (N, 5), generator=torch.Generator().manual_seed(2))
+    several[:, 3] = several[:, 0]
+    assert_same(
+        results(token_logprobs, head, states, several, 0.8, 4), results(plain, head, states, several, 0.8), 1e-12
+    )
+
+
 @pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
-def test_gradcheck_in_float64(which: str) -> None:
+@pytest.mark.parametrize("several", [1, 3])
+def test_gradcheck_in_float64(which: str, several: int) -> None:
     head, states, targets = problem(torch.float64)
+    targets = torch.stack([(targets + 5 * number) % V for number in range(several)], dim=1)
 
     def function(*inputs: Tensor) -> Any:
         out = ChunkedLogprobs.apply(*inputs, targets, 0.7, 4, torch.float64)
