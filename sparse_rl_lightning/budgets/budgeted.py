@@ -27,7 +27,7 @@ class Budgeted(ABC):
     def __init__(self, budget: int | LengthSchedule, budget_rule: BudgetRule | None) -> None:
         self.budget_rule = budget_rule or Uniform()
         self._set_budget(budget)
-        self._initial_schedule = self.schedule
+        self._given_schedule = self.schedule
 
     @property
     def budget(self) -> int:
@@ -43,7 +43,7 @@ class Budgeted(ABC):
         """A copy with another budget, which is refused where a new instance would refuse it."""
         clone = copy.deepcopy(self)
         clone._set_budget(budget)
-        clone._initial_schedule = clone.schedule
+        clone._given_schedule = clone.schedule
         return clone
 
     def raise_budget(self, steps: int) -> None:
@@ -58,7 +58,7 @@ class Budgeted(ABC):
 
     def raised(self, steps: int) -> LengthSchedule:
         """The schedule that :meth:`raise_budget` sets."""
-        return self._initial_schedule.raised(steps)
+        return self._given_schedule.raised(steps)
 
     def _set_budget(self, budget: int | LengthSchedule) -> None:
         if not isinstance(budget, (int, LengthSchedule)):

@@ -167,7 +167,7 @@ def common(values: Iterable[int], each: Tensor) -> int | Tensor:
 
 @dataclass
 class Compression:
-    """A compressor, with its budgets at the time, applied to a cache: all evictions go through it."""
+    """A compressor applied to a cache: all evictions go through it. Its trigger stays: other budgets need another."""
 
     compressor: Compressor
     num_layers: int
@@ -200,9 +200,11 @@ class Compression:
         long = [i for i, count in enumerate(prompts.evicted) if count]
         if long:
             kept = [prompts.lengths[i] - prompts.evicted[i] for i in long]
-            chosen, limits = upload([long, kept], device)
+            chosen, budgets_there = upload([long, kept], device)
             state = prompt_state(cache, layer, prompts, long, chosen)
-            scores[chosen, :, : state.valid.shape[-1]], budgets[chosen] = c.plan_eviction(state, common(kept, limits))
+            scores[chosen, :, : state.valid.shape[-1]], budgets[chosen] = c.plan_eviction(
+                state, common(kept, budgets_there)
+            )
         cache.store(layer, prompts, scores, budgets, c)
         if prompts.state is not None:
             _store_state(cache, layer, prompts.places, prompts.state)

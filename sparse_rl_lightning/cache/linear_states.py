@@ -71,12 +71,12 @@ class LinearStates(SlotStorage):
             getattr(self, name)[:, slot] = content[name]
 
 
-def recur_rows(states: LinearStates, slots: Tensor, layer: int, hidden: Tensor, run: Run) -> Tensor:
-    """Compute the output as :data:`Recur` says where row i is the next token of ``slots[i]``."""
+def recur_rows(states: LinearStates, places: Tensor, layer: int, hidden: Tensor, run: Run) -> Tensor:
+    """Compute the output as :data:`Recur` says where row i is the next token of the sequence at ``places[i]``."""
     conv, recurrent = (tensor[layer] for tensor in states.tensors)
-    gathered = conv[slots], recurrent[slots]
+    gathered = conv[places], recurrent[places]
     out = run(hidden.transpose(0, 1), *gathered)
-    conv[slots], recurrent[slots] = gathered
+    conv[places], recurrent[places] = gathered
     return out.transpose(0, 1)
 
 

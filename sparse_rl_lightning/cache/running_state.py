@@ -103,7 +103,7 @@ def update_after_step(
         cache.state_pool[rows[valid]] = numbers[valid]
     if isinstance(chosen, list):  # indexing with a list made a copy
         cache.head_state[layer, chosen] = head_numbers
-        if rows is None:
+        if rows is None and cache.size.state_fields:
             cache.by_slot(cache.state_pool, layer)[chosen] = numbers
 
 
@@ -147,6 +147,8 @@ def entry_numbers(
     If heads differ in size, also the rows (S, H, N) of the pool, and a mask of the live ones.
     """
     pools = cache.layers[layer]
+    if not cache.size.state_fields:  # numbers per head alone: nothing to look for on the device
+        return cache.head_state.new_zeros(*pools.lengths[slots].shape, cache.most_entries[layer], 0), None, None
     if not cache.size.per_head:
         return cache.by_slot(cache.state_pool, layer)[slots], None, None
     lengths = pools.lengths[slots]

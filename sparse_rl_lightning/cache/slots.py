@@ -416,7 +416,7 @@ class SlotCache:
         return content
 
     def restore(self, slot: int, content: dict[str, Tensor], num_entries: Sequence[int] | None = None) -> None:
-        """Fill a slot with the content from :meth:`save`, whose ``num_entries`` are meant here too."""
+        """Fill a slot with the content from :meth:`save`; ``num_entries`` as there."""
         for storage in self.storages:  # first: a layout of heads determines the rows that the entries go to
             storage.restore(slot, content)
         rows = self._live_rows(slot, content["lengths"], num_entries)

@@ -215,13 +215,13 @@ class Compressor(Budgeted):
             cached_scores: Scores (S, H, N) from :meth:`score_cached`, in place of those of :meth:`score`.
         """
         limit = self.budget if layer_budget is None else layer_budget
-        cached_scores = self._shaped_score(layer) if cached_scores is None else cached_scores
-        scores = self._protected(cached_scores, layer).to(torch.float32)
+        raw_scores = self._shaped_score(layer) if cached_scores is None else cached_scores
+        scores = self._protected(raw_scores, layer).to(torch.float32)
         pinned = pinned_entries(layer.valid, layer.positions, self.num_sinks, self.window)
         minimum = self.num_sinks + self.window
         budgets = self.budget_rule.head_budgets(scores, layer.valid & ~pinned, limit, minimum)
         must_stay = (pinned | (layer.valid & (scores == torch.inf))).sum(dim=-1)
-        refused = (cached_scores.isnan() & layer.valid).any() | (must_stay > budgets).any()
+        refused = (raw_scores.isnan() & layer.valid).any() | (must_stay > budgets).any()
         if self.budget_rule.splits_heads:
             refused = refused | (budgets.sum(dim=-1) > limit * budgets.shape[1]).any()
         return EvictionPlan(scores, budgets, must_stay, refused)

@@ -163,16 +163,16 @@ class _Workers:
                 thread.start()
 
     def _work(self, call: Call) -> None:
-        thread = id(threading.current_thread())
+        thread_id = id(threading.current_thread())
         while True:
             call.run()
             with self._lock:
-                if self._running.get(thread) is not call:  # it was given up meanwhile
+                if self._running.get(thread_id) is not call:  # it was given up meanwhile
                     return
                 if not self._waiting:
-                    del self._running[thread]
+                    del self._running[thread_id]
                     return
-                call = self._running[thread] = self._waiting.popleft()
+                call = self._running[thread_id] = self._waiting.popleft()
 
 
 _WORKERS = _Workers()

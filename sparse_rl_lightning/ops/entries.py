@@ -90,9 +90,9 @@ def shared_scores(scores: Tensor, positions: Tensor, valid: Tensor, reduction: H
     total = torch.zeros_like(scores) if reduction == "mean" else torch.full_like(scores, -torch.inf)
     holders = torch.zeros_like(scores)
     for head in range(scores.shape[1]):
-        of_head = ordered[:, head].contiguous()  # (S, N)
-        index = torch.searchsorted(of_head, wanted).clamp(max=of_head.shape[1] - 1)
-        matches = (of_head.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
+        head_positions = ordered[:, head].contiguous()  # (S, N)
+        index = torch.searchsorted(head_positions, wanted).clamp(max=head_positions.shape[1] - 1)
+        matches = (head_positions.gather(1, index) == wanted).view_as(scores)  # free memory is masked at the end
         score = scores[:, head].gather(1, index).view_as(scores)
         total = torch.where(matches, torch.maximum(total, score) if reduction == "max" else total + score, total)
         holders += matches

@@ -84,7 +84,7 @@ def reference(
     rows, live = gather_heads(starts, counts, width)  # (L, B, H, N)
     index = torch.arange(width, dtype=torch.int32, device=rows.device).expand_as(rows)
     positions = index if source else position_pool[rows]
-    ranked = scores[:, used].masked_fill(scores[:, used].isnan(), -torch.inf)
+    ranked = scores[:, used].nan_to_num(-torch.inf, torch.inf, -torch.inf)
     ranked, valid, at, limits = (t.flatten(0, 1) for t in (ranked, live, positions, budgets[:, used]))
     keep = select_entries(ranked, valid, at, limits, num_sinks, window).view_as(live)
     order, kept = compaction_order(keep)
@@ -92,10 +92,9 @@ def reference(
         raise RuntimeError("a budget exceeds the capacity of its slot.")
     stays = index < kept.unsqueeze(-1)
     pool_rows, entry = (offsets[:, slots].unsqueeze(-1) + index)[stays], rows.gather(-1, order)[stays]
-    key_pool[pool_rows], value_pool[pool_rows] = (
-        keys[entry],
-        values[entry],
-    )  # the right side is a copy: places may overlap
+    # the right sides are copies: places may overlap
+    key_pool[pool_rows] = keys[entry]
+    value_pool[pool_rows] = values[entry]
     position_pool[pool_rows] = positions.gather(-1, order)[stays]
     if state_pool is not None:
         state_pool[pool_rows] = state_pool[entry]

@@ -72,9 +72,8 @@ def reference(
         scores = hash_uniform(keys, layers[:, None, None, None], heads[:, None], positions.long())
     elif method == "shared":
         assert given is not None
-        shared, at, valid = (
-            t.flatten(0, 1) for t in (given[:, used], positions, live)
-        )  # layers are so many slots more
+        # layers are so many slots more
+        shared, at, valid = (t.flatten(0, 1) for t in (given[:, used], positions, live))
         scores = shared_scores(shared, at, valid, "mean").view_as(live)
     elif method == "mass":
         assert state_pool is not None

@@ -108,11 +108,11 @@ def replayed_routing(model: nn.Module, routing: Tensor) -> AbstractContextManage
         ValueError: If the record is of another model.
     """
     routers = Routers(model)
-    of_record, of_model = tuple(routing.shape[2:]), (routers.shape.num_layers, routers.shape.top_k)
-    if of_record != of_model:
+    recorded_sizes, model_sizes = tuple(routing.shape[2:]), (routers.shape.num_layers, routers.shape.top_k)
+    if recorded_sizes != model_sizes:
         raise UserError(
-            f"The record of routing has (layers, experts per token) = {of_record}, the model's routers {of_model}: "
-            "replay it with the model that drew it."
+            f"The record of routing has (layers, experts per token) = {recorded_sizes}, the model's routers "
+            f"{model_sizes}: replay it with the model that drew it."
         )
     rows = routing.flatten(0, 1)
 

@@ -156,10 +156,10 @@ def _obstacle(model: PreTrainedModel) -> str:
     if of_layers := getattr(config, "per_layer_attributes", None):  # to read one of them is an error
         return f"its layers differ in {', '.join(sorted(of_layers))} (per_layer_config)"
     types, linear = list(getattr(config, "layer_types", None) or ()), linear_modules(model)
-    further = set(types) - {"full_attention", "sliding_attention"}
-    if further and (further != {LINEAR} or types.count(LINEAR) != len(linear)):
+    other_types = set(types) - {"full_attention", "sliding_attention"}
+    if other_types and (other_types != {LINEAR} or types.count(LINEAR) != len(linear)):
         supported = "full attention, or linear attention as in Qwen3-Next and Qwen3.5"
-        return f"it has layers of type {sorted(further)}, and rollouts know {supported}"
+        return f"it has layers of type {sorted(other_types)}, and rollouts know {supported}"
     if getattr(config, "num_kv_shared_layers", 0):
         return f"its last {config.num_kv_shared_layers} layers share the keys and values of others"
     attention = attention_modules(model)

@@ -114,7 +114,9 @@ class Generator:
         """The sampler with compressor and retriever, or with the full cache."""
         tokenizer, policy = self.tokenizer, self._policy if self.shadow is None else self.shadow.model
         assert policy is not None
-        if dense not in self._samplers or self._samplers[dense].model is not policy:
+        if any(sampler.model is not policy for sampler in self._samplers.values()):
+            self._samplers = {}  # of another shadow, whose weights they would keep
+        if dense not in self._samplers:
             compressor, retriever = (FullKV(), None) if dense else (self.compressor, self.retriever)
             options = self.options.for_full_cache(policy.device) if dense else self.options
             self._samplers[dense] = options.sampler(policy, tokenizer, compressor, retriever)

@@ -374,14 +374,14 @@ def default_end_token_ids(
     ids = [] if ids is None else [ids] if isinstance(ids, int | str) else ids
     vocab_size: int = model.config.vocab_size
     end_ids = check_end_tokens(ids, vocab_size, "eos_token_id of the model's generation_config")
-    tokenizer_id = None if tokenizer is None else tokenizer.eos_token_id
-    if tokenizer is None or not _is_token(tokenizer_id, vocab_size) or tokenizer_id in end_ids:
+    tokenizer_eos = None if tokenizer is None else tokenizer.eos_token_id
+    if tokenizer is None or not _is_token(tokenizer_eos, vocab_size) or tokenizer_eos in end_ids:
         return end_ids
     if end_ids and tell:
         named = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in end_ids)
         warnings.warn(
             f"The model's generation_config ends completions with {named}, its tokenizer with {tokenizer.eos_token} "
-            f"({tokenizer_id}): either ends one, in rollouts and in what a warm-up teaches.",
+            f"({tokenizer_eos}): either ends one, in rollouts and in what a warm-up teaches.",
             stacklevel=3,
         )
-    return [*end_ids, cast(int, tokenizer_id)]
+    return [*end_ids, cast(int, tokenizer_eos)]

@@ -127,7 +127,7 @@ class RolloutSampler:
         self.decoder_kind = choose_decoder(model, decoder)
         logger.info("RolloutSampler: the layers of %s are run by decoder=%r.", type(model).__name__, self.decoder_kind)
         self.memory_plan: MemoryPlan | None = None  # number of slots that the limit allowed in the last call, and why
-        self._engines: dict[EngineKey, Engine] = {}  # of the last two sampling modes, on the same memory, newest last
+        self._engines: dict[EngineKey, Engine] = {}  # the last ones on the same memory, newest last
         self._geometry_read: tuple[object, CacheGeometry] | None = None  # what it was read for, and the geometry
         self._compression: tuple[list[object], Compression] | None = None  # the settings it has, and the compression
         self._warned = False

@@ -239,6 +239,33 @@ def test_the_rules_read_all_of_a_step_and_of_an_event() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "instead"),
+    [
+        ("cache/slots.py", "self.seen[-1:].zero_()", "self.seen[-1] = 0"),
+        ("ops/draw.py", "forbidden.index_fill_(0, end_ids, True)", "forbidden[end_ids] = True"),
+        ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[rows.used]"),
+        ("rollout/engine/engine.py", "cache.prompt_lengths[places]", "cache.prompt_lengths[[1, 2]]"),
+        (
+            "rollout/engine/sequences.py", "note_first(self.broken, slots, at, drawn.logprobs.isnan())",
+            "bool(at.any()) and note_first(self.broken, slots, at, drawn.logprobs.isnan())",
+        ),
+        ("rollout/engine/sampling.py", "is_before = torch.arange(", "is_before = torch.tensor([1]) + torch.arange("),
+        (
+            "cache/slots.py", "projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)",
+            "projected, transform = transform.rounded(projected, slots.max().item(), g.query_dtype)",
+        ),
+    ],
+)  # fmt: skip
+def test_the_rule_finds_what_it_is_made_for(file: str, line: str, instead: str) -> None:
+    """Put back: what once kept every step from being captured, and its kin."""
+    good = dict(sources(STEP))
+    assert line in good[file]
+    spoiled = list((good | {file: good[file].replace(line, instead)}).items())
+    (found,) = broken(spoiled, STEP)
+    assert found.startswith(file)
+
+
 SMALL = Rule((), frozenset({"a.py:run"}))
 
 

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_540,
-    "statements of the spine": 7_136,
+    "statements of the package": 21_533,
+    "statements of the spine": 7_128,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 14,
-    "lines of tests": 55_180,
+    "lines of tests": 55_230,
     "statements of experiments": 1_500,
     "statements of docs": 683,
 }

@@ -70,7 +70,7 @@ class MixedPass:
         self.full, self.geometry = full, full.cache.geometry
         self._windows: WindowCache | None = full.cache.storage(WindowCache)
         self._linear: LinearStates | None = full.cache.storage(LinearStates)
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, keys and values that the next chunk can see
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, keys and values that a next chunk can see
         if self._windows is not None and full.mode == "step":
             self._windows.begin_step()
         elif self._windows is not None and full.mode == "pack":
@@ -95,7 +95,7 @@ class MixedPass:
         return self._extend(full, self._windows, index, window, states, sinks)
 
     def recur(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
-        """Run a linear layer as :class:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
+        """Run a linear layer as :data:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
         assert self._linear is not None
         if self.full.mode == "step":
             return recur_rows(self._linear, self.full.places, layer, hidden, run)
@@ -108,7 +108,7 @@ class MixedPass:
         assert self.full.mode == "chunk"
         return self.full.staged_bytes + sum(last.nbytes for both in self._last.values() for last in both)
 
-    # ---------------------------------------------------------------- layers with a window, by their place among them
+    # ---------------------------------------------------------------- layers with a window, by their index among them
 
     def _read_pack(
         self, full: PackPass, windows: WindowCache, layer: int, window: int, states: States, sinks: Tensor | None

@@ -259,7 +259,7 @@ class Scheduler:
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
         """Tensors on the device: slots (B,), keys of their sequences; slots to copy from and to."""
-        slots = [slot for of_prompt in admitted.values() for slot in of_prompt]
+        slots = [slot for prompt_slots in admitted.values() for slot in prompt_slots]
         sequences = [self.running[slot] for slot in slots]
         groups = [self.groups[sequence.number // self.params.num_generations] for sequence in sequences]
         keys = [
@@ -331,13 +331,13 @@ class Scheduler:
         return False
 
     def compress(
-        self, full: list[int], running: Mapping[int, RunningSequence], text_starts: list[list[int]] | None = None
+        self, full: list[int], running: Mapping[int, RunningSequence], turn_starts: list[list[int]] | None = None
     ) -> None:
-        """Compress these slots of ``running``; ``text_starts`` are the turns of each, where some are protected."""
+        """Compress these slots of ``running``; ``turn_starts`` are the first tokens of turns, if some are protected."""
         if full:
             sequences = [running[slot] for slot in full]
             lengths, room = [sequence.num_fed for sequence in sequences], [sequence.room for sequence in sequences]
-            self.engine.compression.compress(self.cache, full, lengths, room, text_starts)
+            self.engine.compression.compress(self.cache, full, lengths, room, turn_starts)
             for sequence in sequences:
                 sequence.cuts.append((sequence.num_fed, sum(sequence.evicted)))
 
@@ -373,8 +373,8 @@ class Scheduler:
 
     def end(self, slot: int, sequence: RunningSequence, end: int, by_token: bool) -> None:
         """Store the finished sequence whose last token has index ``end``, and free its slot."""
-        number, sample = divmod(sequence.number, self.params.num_generations)
-        self.groups[number].finished[sample] = self.finished.copy(self.cache, self.logs, slot, sequence, end, by_token)
+        prompt, sample = divmod(sequence.number, self.params.num_generations)
+        self.groups[prompt].finished[sample] = self.finished.copy(self.cache, self.logs, slot, sequence, end, by_token)
         self.num_tokens += end + 1 - sequence.prompt_length
         self.num_finished += 1
         self.free = sorted([*self.free, slot], reverse=True)  # the lowest slot is used first

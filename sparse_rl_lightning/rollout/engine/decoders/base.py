@@ -53,7 +53,7 @@ class AttendAndRecur(Attend, Protocol):
     """The attention of a pass through a model that has linear layers too."""
 
     def recur(self, layer: int, hidden: Tensor, run: Run) -> Tensor:
-        """Run a linear layer as :class:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
+        """Run a linear layer as :data:`~sparse_rl_lightning.cache.linear_states.Recur` says."""
         ...
 
 
@@ -109,8 +109,8 @@ class Decoder(ABC):
     def output_weights(self) -> list[Tensor]:
         """The part of the output projection for each head, (L) of (Hq, D, E), at least float32, adapters included."""
 
-    def reach(self, length: int) -> None:  # noqa: B027  # a model computes its own angles
-        """Prepare for positions up to a length, which does not shrink."""
+    def reach(self, length: int) -> None:  # noqa: B027
+        """Prepare for positions up to a length, which does not shrink; nothing where models compute angles."""
 
     def serves(self, model: PreTrainedModel, geometry: CacheGeometry, in_float32: bool) -> bool:
         """Whether the model is unchanged but for the content of its weights, as :func:`signature` says."""
