@@ -99,7 +99,7 @@ class Contest:
     """Engines that run and take turns; a rival that fails is left out from then on, and the page says why.
 
     Args:
-        found: The engines by their names.
+        engines: Those that take part, by their names.
         settings: What all are told.
         prompts: Token ids that all of them go on from.
         work: Folder of their logs.
@@ -110,22 +110,22 @@ class Contest:
         self, engines: dict[str, Engine], settings: dict[str, Any], prompts: list[list[int]], work: Path,
         remarks: list[str],
     ) -> None:  # fmt: skip
-        self.found, self.settings, self.prompts, self.work, self.remarks = engines, settings, prompts, work, remarks
+        self.engines, self.settings, self.prompts, self.work, self.remarks = engines, settings, prompts, work, remarks
         self.running: dict[str, Contender] = {}
 
     def seconds(self, name: str, count: int) -> float | None:
         """Seconds of one call, None from an engine that does not run; the first call starts it."""
         try:
             if name not in self.running:
-                engine, dtype = self.found[name], self.settings["dtype"]
+                engine, dtype = self.engines[name], self.settings["dtype"]
                 log = f"{Path(engine.worker).stem}-{'evicting' if engine.evicts else 'full'}-{dtype}.log"
                 self.running[name] = Contender(engine, self.settings, self.work / log)
             return self.running[name].seconds(self.prompts, count)
         except RuntimeError as failure:
-            if self.found[name].python == OWN:
+            if self.engines[name].python == OWN:
                 raise
             self.remarks.append(f"{name} is left out in {self.settings['dtype']}: {failure}.")
-            del self.found[name]
+            del self.engines[name]
             if name in self.running:
                 self.running.pop(name).end()
             return None

@@ -33,7 +33,7 @@ def measure_hardware(
     """
     device = torch.device(device)
     size, width = SIZES[device.type]
-    with torch.accelerator.device_index(device.index):  # for which the clock waits
+    with torch.accelerator.device_index(None if device.type == "cpu" else device.index):  # for which the clock waits
         numbers = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
         copy = torch.empty_like(numbers)  # read and written
         bandwidth = 2 * size / _seconds(lambda: copy.copy_(numbers), repeats)

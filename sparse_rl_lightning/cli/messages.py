@@ -115,6 +115,8 @@ def user_message(error: Exception) -> str | None:
         return f"{error}. Make room on the disk, or name another place."
     if isinstance(error, OSError) and error.errno in NO_PLACE and error.filename is not None:
         return f"{error}. Name a place that you may use."
+    if isinstance(error, RuntimeError) and "determine home directory" in str(error):
+        return f"{error} A path begins with ~, and this machine knows no home of that user. Write the path out."
     cause = error if isinstance(error, MisconfigurationException) else first_error(error)
     return str(cause) if isinstance(cause, (MisconfigurationException, UserError)) else None
 

@@ -33,6 +33,8 @@ def read_table(path: str, config: str | None = None, split: str = "train") -> Ta
     """
     path = os.path.expanduser(path)
     if not is_local(path):
+        if Path(path).is_file():  # the hub would be asked for it
+            raise UserError(f"{path!r} is a file of another kind than {', '.join(FILE_SUFFIXES)}. Convert it to one.")
         return _read_with_datasets(path, config, split)
     path = data_file(path)
     if path.lower().endswith(LINE_SUFFIXES):

@@ -15,6 +15,8 @@ from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
 from sparse_rl_lightning.text import compiled
 
+MARKER = "\0" * 10_000
+"""A prompt of which a format would lose something."""
 MOST_LEVELS = 50
 """Limit on nested lists and objects in a column, because everything that reads a row recurses into them."""
 
@@ -239,14 +241,14 @@ def _check_template(template: str | None) -> None:
     if template is None:
         return
     try:
-        complete = "\0" in template.format(prompt="\0")
+        complete = MARKER in template.format(prompt=MARKER)
     except (LookupError, ValueError, AttributeError) as error:
         raise UserError(
             f"prompt_template={template!r} is malformed ({error}). Only {{prompt}} is filled in; double all other "
             "braces."
         ) from error
     if not complete:
-        raise UserError(f"prompt_template={template!r} does not contain {{prompt}}.")
+        raise UserError(f"prompt_template={template!r} does not contain {{prompt}}, or not all of it as it is.")
 
 
 def _clean(value: Any, where: str, level: int = 0) -> Any:

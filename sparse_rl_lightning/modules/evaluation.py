@@ -160,8 +160,8 @@ class Evaluation(PolicyModule):
         self.trainer.test_loop.verbose = False  # Lightning's own table would repeat ours, less readably
         self.results = []
         self._problems = [self._with_room(rows) for rows in batches]
-        self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
         self._parts = self._fingerprints(str(self.trainer.precision))
+        self._clock = TimeLeft(len(self.caches) * sum(map(self._work, self._problems)))
 
     def test_step(self, batch: Rows, batch_idx: int) -> None:
         """Evaluate one benchmark under every cache."""

@@ -30,7 +30,7 @@ from sparse_rl_lightning.rewards.base import (
     weighted_rewards,
 )
 from sparse_rl_lightning.rewards.process import LostProcess, RewardProcess
-from sparse_rl_lightning.text import shown
+from sparse_rl_lightning.text import printable
 
 LOST = 3
 """Number of samples without an answer, before any other outcome, after which a function counts as hanging."""
@@ -354,7 +354,7 @@ class GuardedReward:
     def _error(self, completions: Sequence[str], error_type: type[Exception]) -> Exception:
         """The first failure as an error; it is noted, too."""
         sample, failure = next(iter(self.failures.items()))
-        where = f"sample {sample}, completion {shown(completions[sample], 120)}"
+        where = f"sample {sample}, completion '{printable(completions[sample], 120)}'"
         self.first = f"it {failure} on {where}"
         text = f"The reward function {self.__name__} {failure} on {where}."
         if self.timeout is not None and (isinstance(failure, LostProcess) or "CUDA" in str(failure)):

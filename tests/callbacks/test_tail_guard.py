@@ -388,7 +388,8 @@ def test_ranks_judge_the_same_tail(rank: int, monkeypatch: pytest.MonkeyPatch) -
     guard._monitor.report = reports[rank]
     grpo._trainer = Trainer(accelerator="cpu", logger=False)
     guard._judge(grpo, 0, 10.0, 0.0)
-    assert logged["guard/tail_margin"] == pytest.approx(0.9 - 0.85)
+    assert logged["guard/tail_margin"] == pytest.approx((0.9 * 300 + 0.6 * 100) / 400 - 0.85)
+    assert TailReport.mean(reports).ceiling == 0.9
 
 
 PARTS = ("rounding", "compression")

@@ -82,7 +82,7 @@ BAD_FILES = [
     ("a.csv", "prompt;answer\n1;2\n", r"a.csv, line 2 has no column 'prompt' .* Its columns are: 'prompt;answer'"),
     ("a.csv", 'prompt,answer\n"1,2\n', "a.csv is no CSV file in UTF-8: unexpected end of data"),
     ("a.csv", b"prompt,answer\n\xff,2\n", "a.csv is no CSV file in UTF-8: 'utf-8' codec"),
-    ("a.tsv", "prompt\tanswer\n", r"could not load '.*a.tsv' .* A local file must end in one of .*\.csv"),
+    ("a.tsv", "prompt\tanswer\n", r"a.tsv' is a file of another kind than .*\.csv"),
     *[
         ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}'.encode(encoding),
          rf"data.jsonl is in {encoding.upper()} by its first bytes. Save it in UTF-8")

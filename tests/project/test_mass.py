@@ -21,7 +21,7 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_533,
+    "statements of the package": 21_553,
     "statements of the spine": 7_128,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 14,

@@ -122,7 +122,7 @@ class TailGuard(RolloutCallback):
 
     A collapse under sparse rollouts shows first in the 5th percentile of the acceptance, then in shrinking responses,
     last in reward (Sparrow, arXiv 2606.08446). There are three signs. A length bin's 5th percentile is below the
-    target, as ``AcceptanceMonitor`` measures it (on rank zero). The mean rejection rate is above its limit, or rising.
+    target, as ``AcceptanceMonitor`` measures it. The mean rejection rate is above its limit, or rising.
     Responses have become shorter on average. The reaction to a sign that persists is the ``mode``:
 
     - ``warn``: warn once, until the sign is gone.
@@ -257,7 +257,8 @@ class TailGuard(RolloutCallback):
         if self.watch.length_ratio is not None:
             logged["guard/length_ratio"] = self.watch.length_ratio
         assert self._monitor is not None
-        report: TailReport | None = of_all_ranks(self._monitor.report)[0]  # which is logged; all ranks judge alike
+        reports = [report for report in of_all_ranks(self._monitor.report) if report is not None]
+        report = TailReport.mean(reports) if reports else None  # all ranks judge alike
         target = self.target
         if target is None and report is not None and report.ceiling is not None:
             target = tail_target(report.ceiling)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +28,21 @@ class TailReport:
     tail: dict[str, float]  # 5th percentile of the lower bound by length bin, without bins that have no tokens
     tokens: dict[str, int]  # number of tokens in each of these bins
     ceiling: float | None  # the same percentile between dense policies, None if it was not measured
+
+    @classmethod
+    def mean(cls, reports: Sequence[TailReport]) -> TailReport:
+        """Those of several ranks together: of percentiles their mean by tokens, which is not that of all tokens."""
+        if len(reports) == 1:
+            return reports[0]
+        tokens = Counter[str]()
+        for report in reports:
+            tokens.update(report.tokens)
+        tail = {name: sum(r.tail[name] * r.tokens[name] for r in reports if name in r.tail) for name in tokens}
+        ceilings = [report.ceiling for report in reports if report.ceiling is not None]
+        return cls(
+            reports[0].index, {name: total / tokens[name] for name, total in tail.items()}, dict(tokens),
+            fmean(ceilings) if ceilings else None,
+        )  # fmt: skip
 
 
 class AcceptanceMonitor(RolloutCallback):

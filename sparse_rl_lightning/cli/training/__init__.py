@@ -119,7 +119,10 @@ class SparseRLCLI(LightningCLI):
         """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
         rows = [row for batch in self.trainer.predict_loop.predictions for row in batch]
         path = self.predictions
-        write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        try:
+            write_whole(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        except OSError as error:
+            raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {nearby(path)}")
 
 
