@@ -66,7 +66,7 @@ class Sweep:
         if self.params.top_logprobs < 1:
             raise UserError("top_logprobs must be at least 1: the acceptance is bounded from the most likely tokens.")
         if self.params.truncates:
-            raise UserError("calibrate with the whole distribution: top_k=0, top_p=1, min_p=0, repetition_penalty=1.")
+            raise UserError(f"calibrate with the whole distribution: {SamplingParams.whole_distribution()}.")
 
     @property
     def num_parts(self) -> int:

@@ -274,13 +274,11 @@ class CorrectionCallback(RolloutCallback):
     def log_ratio(self, rollout: Rollout) -> Tensor:
         """The log-ratios log xi (B, T) of sequences with dense log-probs, 0 outside the completions."""
         assert rollout.old_logprobs is not None
-        name = type(self).__name__
         if rollout.behavior_logprobs is not None and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"{name}: the rollouts are drawn from truncated distributions (top_k, top_p, min_p, "
-                "min_completion_length or a repetition_penalty), but the ratio xi compares whole distributions and "
-                "ignores the truncation. Sample with top_k=0, top_p=1, min_p=null, min_completion_length=0, "
-                "repetition_penalty=1 for an exact correction."
+                f"{type(self).__name__}: the rollouts are drawn from truncated distributions, but the ratio xi "
+                "compares whole distributions and ignores the truncation. Sample with "
+                f"{SamplingParams.whole_distribution()} for an exact correction."
             )
         return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, rollout.completion_mask)

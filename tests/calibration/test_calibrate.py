@@ -247,7 +247,7 @@ def test_errors_say_what_to_change(policy: Any, tmp_path: Path) -> None:
         sweep(policy, tmp_path, prompts=[])
     with pytest.raises(ValueError, match="top_logprobs must be at least 1"):
         sweep(policy, tmp_path, params=SamplingParams())
-    with pytest.raises(ValueError, match="whole distribution"):
+    with pytest.raises(ValueError, match=r"whole distribution: min_completion_length=0, top_k=0, top_p=1\.0"):
         sweep(policy, tmp_path, params=SamplingParams(top_logprobs=5, top_p=0.9))
     for budgets, method, message in [
         ((), METHOD, "budgets must be positive"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +89,23 @@ def test_keys_are_applied_over_the_others(kwargs: dict[str, Any], name: str, val
 def test_what_cannot_be_honored_is_refused(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         with_generation_kwargs(PARAMS, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "truncates"),
+    [
+        ({}, False), ({"temperature": 0.5}, False), ({"stop_strings": ("a",)}, False), ({"min_p": 0.0}, False),
+        ({"min_completion_length": 1}, True), ({"top_k": 5}, True), ({"top_p": 0.9}, True), ({"min_p": 0.1}, True),
+        ({"repetition_penalty": 0.9}, True), ({"top_k": 5, "temperature": 0.0}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_draws_from_another_distribution(changes: dict[str, Any], truncates: bool) -> None:
+    """And what the messages about it advise does not."""
+    params = SamplingParams(**changes)
+    assert params.truncates is truncates
+    advised = dict(each.split("=") for each in SamplingParams.whole_distribution().split(", "))
+    assert not replace(params, **{name: json.loads(text) for name, text in advised.items()}).truncates
 
 
 def test_every_key_leads_to_a_setting() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
 
@@ -14,6 +15,9 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.errors import UserError, check_seed, is_float32, sizes_known
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.ops.keyed_random import hash_bits, seed_of
+
+OF_TRUNCATION = {"of": "truncation"}
+"""What options are marked with that draw from another distribution unless they are their default, 0 or null."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,12 @@ class SamplingParams:
 
     num_generations: int = 1
     max_completion_length: int = 512
-    min_completion_length: int = 0
+    min_completion_length: int = field(default=0, metadata=OF_TRUNCATION)
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
+    top_k: int = field(default=0, metadata=OF_TRUNCATION)
+    top_p: float = field(default=1.0, metadata=OF_TRUNCATION)
+    min_p: float | None = field(default=None, metadata=OF_TRUNCATION)
+    repetition_penalty: float = field(default=1.0, metadata=OF_TRUNCATION)
     top_logprobs: int = 0
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
@@ -99,8 +103,16 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        truncated = self.top_k > 0 or self.top_p < 1 or bool(self.min_p) or self.penalizes
-        return self.temperature > 0 and (truncated or self.min_completion_length > 0)
+        marked = [option for option in fields(self) if option.metadata == OF_TRUNCATION]
+        return self.temperature > 0 and any(
+            (getattr(self, option.name) or option.default) != option.default for option in marked
+        )
+
+    @staticmethod
+    def whole_distribution() -> str:
+        """The settings, as text, with which tokens are drawn from softmax(logits / temperature)."""
+        marked = [option for option in fields(SamplingParams) if option.metadata == OF_TRUNCATION]
+        return ", ".join(f"{option.name}={json.dumps(option.default)}" for option in marked)
 
     @cached_property
     def penalizes(self) -> bool:
