@@ -69,8 +69,8 @@ class SparseGRPO(PolicyModule):
         steps_per_generation: Number of micro-batches in a rollout.
         num_iterations: Number of passes over a rollout.
         scale_rewards: Deviation that divides advantages, of the ``group`` or the ``batch``; ``none`` for no division.
-        val_sampling: Sampling parameters of validation, which draws numbers of its own; null is greedy with the length
-            and the stop strings of ``sampling``.
+        val_sampling: Sampling parameters of validation, which draws numbers of its own; null is greedy with what
+            shapes completions in ``sampling``, such as their length and stop strings.
         optimizer: Function from the parameters to the optimizer.
         lr_scheduler: Function from the optimizer to the learning-rate schedule, or Lightning's ``ReduceLROnPlateau``.
 
@@ -128,9 +128,7 @@ class SparseGRPO(PolicyModule):
         self.num_sequences = 0  # drawn on all ranks
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
         self.scale_rewards: ScaleRewards = scale_rewards
-        self.val_sampling = val_sampling or SamplingParams(
-            max_completion_length=sampling.max_completion_length, temperature=0.0, stop_strings=sampling.stop_strings
-        )
+        self.val_sampling = val_sampling or sampling.greedy
         self._validation = ValidationLog(self.log)
         self.run_state: RolloutState = RolloutState(self)
         self._reference: list[PreTrainedModel] = []  # in a list, so that it is in no checkpoint and no optimizer

@@ -94,6 +94,13 @@ class SamplingParams:
         """The parameters with a seed: theirs, or that of the process."""
         return replace(self, seed=seed_of(self.seed))
 
+    @property
+    def greedy(self) -> SamplingParams:
+        """Those of one greedy completion, with what shapes it: its length and stop strings."""
+        return SamplingParams(
+            max_completion_length=self.max_completion_length, temperature=0.0, stop_strings=self.stop_strings
+        )
+
     @cached_property
     def for_drawing(self) -> SamplingParams:
         """The parameters that ``draw`` reads, and nothing else."""
