@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,19 +15,14 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
-HONORED = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+HERE_ALONE = ("num_generations", "max_completion_length", "min_completion_length", "top_logprobs")
+"""Settings that transformers and vLLM do not have, or under another name."""
+HONORED = {option.name: option.name for option in fields(SamplingParams) if option.name not in HERE_ALONE} | {
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
     "min_new_tokens": "min_completion_length",
     "min_tokens": "min_completion_length",
-    "stop_strings": "stop_strings",
     "stop": "stop_strings",
-    "seed": "seed",
 }
 """Keys of transformers' GenerationConfig and vLLM's SamplingParams, with their names in ``SamplingParams``."""
 
@@ -37,19 +32,14 @@ ELSEWHERE = {
     "num_return_sequences": "num_generations",
     "n": "num_generations",
     "max_length": "max_completion_length",
+    "min_length": "min_completion_length",
 }
-OFF: dict[str, Any] = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "repetition_penalty": 1.0, "stop_strings": (),
-}  # fmt: skip
-"""Values that null stands for."""
-
-NOT_FOLLOWED = {
-    "suppress_tokens": "", "begin_suppress_tokens": "", "forced_bos_token_id": "", "forced_eos_token_id": "",
-    "min_new_tokens": "min_completion_length", "min_length": "min_completion_length", "bad_words_ids": "",
-    "sequence_bias": "", "no_repeat_ngram_size": "", "exponential_decay_length_penalty": "",
-    "stop_strings": "stop_strings", "watermarking_config": "",
-}  # fmt: skip
-"""Settings of a model's ``generation_config`` that bind transformers' ``generate``; their names in ``SamplingParams``.
+NOT_FOLLOWED = (
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_new_tokens",
+    "min_length", "bad_words_ids", "sequence_bias", "no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "stop_strings", "watermarking_config",
+)  # fmt: skip
+"""Settings of a model's ``generation_config`` that bind transformers' ``generate``.
 
 Temperature and the like are settings of a rollout, whatever the model recommends.
 """
@@ -59,7 +49,8 @@ def warn_of_generation_config(model: PreTrainedModel) -> None:
     """Warn of settings of a model's ``generation_config`` that rollouts do not follow."""
     ignored = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
     if ignored:
-        here = [f"{name} is sampling.{NOT_FOLLOWED[name]} here" for name in ignored if NOT_FOLLOWED[name]]
+        settings = (ELSEWHERE | HONORED).items()
+        here = [f"{name} is sampling.{setting} here" for name, setting in settings if name in ignored]
         warnings.warn(
             f"{', '.join(ignored)} of the model's generation_config: rollouts draw without "
             f"{'them' if len(ignored) > 1 else 'it'}. {'; '.join([*here, ''])}remove what is not meant from "
@@ -81,8 +72,7 @@ def with_generation_kwargs(
         elsewhere: What stands for keys that are not honored where these come from.
 
     Raises:
-        ValueError: If a key is not honored (the message lists those that are), a setting is given by two names, or a
-            value is out of range.
+        ValueError: If a key is not honored, a setting is given by two names, or a value is out of range.
     """
     changes: dict[str, Any] = {}
     try:
@@ -106,11 +96,11 @@ def _setting(key: str, value: Any, elsewhere: Mapping[str, str]) -> tuple[str | 
     if key not in HONORED:
         advice = f"set {elsewhere[key]} instead" if key in elsewhere else "remove it"
         raise UserError(
-            f"generation_kwargs: {key} is not honored, {advice}. Honored are {', '.join(['do_sample', *HONORED])}."
+            f"generation_kwargs: {key} is not honored, {advice}. Honored are do_sample and settings of SamplingParams "
+            "(docs/settings.md) that transformers or vLLM have, under their names."
         )
     name = HONORED[key]
     if value is None or (name == "top_k" and value == -1):
-        return (name if name in OFF else None), OFF.get(name)
-    if name == "stop_strings":
-        return name, (value,) if isinstance(value, str) else tuple(value)
-    return name, value
+        has_no_off = name in ("max_completion_length", "min_completion_length", "seed")
+        return (None if has_no_off else name), getattr(SamplingParams, name)
+    return name, (value,) if name == "stop_strings" and isinstance(value, str) else value

@@ -151,8 +151,8 @@ def test_what_rollouts_do_not_follow_is_named(folder: Path, name: str, value: An
     )
     assert len(texts) == 1
     assert texts[0].startswith(f"{name} of the model's")
-    if name in ("min_new_tokens", "min_length"):
-        assert "is sampling.min_completion_length here" in texts[0]
+    setting = "min_completion_length" if name.startswith("min_") else name
+    assert (f"{name} is sampling.{setting} here" in texts[0]) == hasattr(SamplingParams, setting)
 
 
 def test_recommended_settings_of_drawing_need_no_word(folder: Path) -> None:

@@ -56,6 +56,7 @@ THINKING = CHAT_TEMPLATE + "{% if enable_thinking is defined and enable_thinking
         ({"min_tokens": 5}, "min_completion_length", 5),
         ({"stop_strings": "##"}, "stop_strings", ("##",)),
         ({"stop": ["a", "b"]}, "stop_strings", ("a", "b")),
+        ({"stop": None}, "stop_strings", ()),
         ({"seed": 3}, "seed", 3),
         ({"do_sample": False}, "temperature", 0.0),
         ({"do_sample": True}, "temperature", 0.9),
@@ -63,16 +64,25 @@ THINKING = CHAT_TEMPLATE + "{% if enable_thinking is defined and enable_thinking
 )
 def test_keys_are_applied_over_the_others(kwargs: dict[str, Any], name: str, value: object) -> None:
     changed = with_generation_kwargs(PARAMS, kwargs)
-    assert with_generation_kwargs(PARAMS, None) == with_generation_kwargs(PARAMS, {}) == PARAMS
     assert getattr(changed, name) == value
     same = {field: getattr(changed, field) for field in vars(PARAMS) if field != name}
     assert same == {field: getattr(PARAMS, field) for field in same}
 
 
+def test_no_keys_change_nothing() -> None:
+    assert with_generation_kwargs(PARAMS, None) == with_generation_kwargs(PARAMS, {}) == PARAMS
+    bounded = replace(PARAMS, min_completion_length=2, seed=5)
+    assert with_generation_kwargs(bounded, {"max_tokens": None, "min_tokens": None, "seed": None}) == bounded
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"suppress_tokens": [3]}, "suppress_tokens is not honored"),
+        ({"num_beams": 4}, "num_beams is not honored, remove it. Honored are do_sample and settings of SamplingParams"),
+        ({"begin_suppress_tokens": [3]}, "begin_suppress_tokens is not honored"),
+        ({"top_logprobs": 3}, "top_logprobs is not honored, remove it"),
+        ({"min_length": 3}, "min_length is not honored, set min_completion_length instead"),
+        ({"eos_token_id": 3}, "eos_token_id is not honored, set end_tokens of rollout"),
         ({"n": 4}, "n is not honored, set num_generations instead"),
         (
             {"max_tokens": 3, "max_new_tokens": 4},
