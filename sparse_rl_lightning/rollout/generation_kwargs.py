@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
-HERE_ALONE = ("num_generations", "max_completion_length", "min_completion_length", "top_logprobs")
-"""Settings that transformers and vLLM do not have, or under another name."""
-HONORED = {option.name: option.name for option in fields(SamplingParams) if option.name not in HERE_ALONE} | {
+HONORED = {
+    option.name: option.name
+    for option in fields(SamplingParams)
+    if option.name not in ("num_generations", "max_completion_length", "min_completion_length", "top_logprobs")
+} | {
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
     "min_new_tokens": "min_completion_length",
@@ -49,8 +51,9 @@ def warn_of_generation_config(model: PreTrainedModel) -> None:
     """Warn of settings of a model's ``generation_config`` that rollouts do not follow."""
     ignored = [name for name in NOT_FOLLOWED if getattr(model.generation_config, name, None)]
     if ignored:
-        settings = (ELSEWHERE | HONORED).items()
-        here = [f"{name} is sampling.{setting} here" for name, setting in settings if name in ignored]
+        here = [
+            f"{name} is sampling.{setting} here" for name, setting in (ELSEWHERE | HONORED).items() if name in ignored
+        ]
         warnings.warn(
             f"{', '.join(ignored)} of the model's generation_config: rollouts draw without "
             f"{'them' if len(ignored) > 1 else 'it'}. {'; '.join([*here, ''])}remove what is not meant from "

@@ -195,7 +195,7 @@ class Engine:
         cache, params = self.cache, self.key.params
         # the number of the token within its completion, not in a batch: random numbers depend on nothing else
         steps = at - cache.prompt_lengths[places]
-        occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.penalizes else None
+        occurred = occurring(cache.tokens[places], at, logits.shape[-1]) if params.repetition_penalty != 1 else None
         drawn = draw(logits, params, cache.sequence_keys[places], steps, self.end_ids, occurred)
         cache.tokens[places, at] = drawn.tokens
         self.logs.record(places, at, drawn, self.end_ids)

@@ -131,7 +131,7 @@ def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype:
     peak = _DrawBytes()
     with peak:
         logits = torch.zeros(num_rows, vocabulary, dtype=dtype, device="meta")
-        occurred = torch.zeros(num_rows, vocabulary, dtype=torch.bool, device="meta") if params.penalizes else None
+        occurred = torch.zeros_like(logits, dtype=torch.bool) if params.repetition_penalty != 1 else None
         numbers = torch.zeros(num_rows, dtype=torch.int64, device="meta")
         draw(logits, params, numbers, numbers, numbers[:1], occurred)
     return peak.most

@@ -104,27 +104,22 @@ class SamplingParams:
     @cached_property
     def for_drawing(self) -> SamplingParams:
         """The parameters that ``draw`` reads, and nothing else."""
-        length = max(1, self.min_completion_length)
-        return replace(self, num_generations=1, max_completion_length=length, stop_strings=(), seed=0)
+        return replace(
+            self, num_generations=1, max_completion_length=max(1, self.min_completion_length), stop_strings=(), seed=0
+        )
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
-        marked = [option for option in fields(self) if option.metadata == OF_TRUNCATION]
-        return self.temperature > 0 and any(
-            (getattr(self, option.name) or option.default) != option.default for option in marked
-        )
+        return self.temperature > 0 and any((getattr(self, n) or off) != off for n, off in _NOT_TRUNCATING.items())
 
     @staticmethod
     def whole_distribution() -> str:
         """The settings, as text, with which tokens are drawn from softmax(logits / temperature)."""
-        marked = [option for option in fields(SamplingParams) if option.metadata == OF_TRUNCATION]
-        return ", ".join(f"{option.name}={json.dumps(option.default)}" for option in marked)
+        return ", ".join(f"{name}={json.dumps(off)}" for name, off in _NOT_TRUNCATING.items())
 
-    @cached_property
-    def penalizes(self) -> bool:
-        """Whether tokens that have occurred are drawn with other probabilities."""
-        return self.repetition_penalty != 1
+
+_NOT_TRUNCATING = {option.name: option.default for option in fields(SamplingParams) if option.metadata == OF_TRUNCATION}
 
 
 def draw(
@@ -148,13 +143,11 @@ def draw(
     Raises:
         ValueError: If ``top_logprobs`` exceeds the vocabulary.
     """
-    penalized: Tensor | None = None
-    if params.penalizes:
-        assert occurred is not None, "the penalty is on tokens that have occurred"
-        logits = logits.float()  # a penalized logit in 16 bits would be rounded once more
-        penalized = penalize(logits, occurred, params.repetition_penalty)
+    assert (params.repetition_penalty != 1) == (occurred is not None), "the penalty is on tokens that have occurred"
+    # the logs are float32, and a penalized logit in 16 bits would be rounded once more
+    logits = logits.float() if occurred is not None or logits.dtype == torch.float64 else logits
     return ops.draw(
-        logits.float() if logits.dtype == torch.float64 else logits,  # the logs are float32
+        logits,
         sequence_keys,
         steps,
         temperature=params.temperature,
@@ -163,7 +156,7 @@ def draw(
         min_p=params.min_p or 0.0,
         end_ids=end_ids,
         min_length=params.min_completion_length,
-        drawn_from=penalized,
+        drawn_from=None if occurred is None else penalize(logits, occurred, params.repetition_penalty),
         top_logprobs=params.top_logprobs,
     )
 
