@@ -93,9 +93,13 @@ def all_settings() -> Iterator[str]:
     yield from (f"trainer.{name}" for name in TRAINER)
 
 
-def test_rules_are_of_settings_and_all_of_sampling_have_one() -> None:
+def test_rules_are_of_settings_and_none_of_sampling_is_simply_applied() -> None:
     found = set(all_settings())
-    assert sorted(name for name in found - RULES.keys() if name.startswith("sampling.")) == []  # not simply applied
+    of_sampling = {name: rule_of(name) for name in found if name.startswith("sampling.")}
+    assert {name for name, rule in of_sampling.items() if rule is not Rule.BETWEEN_ROLLOUTS} == {
+        "sampling.seed",
+        "sampling.top_logprobs",
+    }
     named = {name for name in RULES if not name.startswith("trainer.")}
     assert sorted(named - found - {"module"}) == []
     of_trainer = {name.removeprefix("trainer.") for name in RULES.keys() - named}

@@ -17,11 +17,7 @@ class Rule(Enum):
 
 
 _SETTINGS = {
-    Rule.BETWEEN_ROLLOUTS: {
-        "sampling": """num_generations max_completion_length min_completion_length temperature top_k top_p min_p
-            repetition_penalty stop_strings""",
-        "": "module retriever steps_per_generation num_iterations replay_objective",
-    },
+    Rule.BETWEEN_ROLLOUTS: {"": "module retriever steps_per_generation num_iterations replay_objective"},
     Rule.IF_PARTIAL: {"rollout": "num_slots memory_limit"},
     Rule.REFUSED: {"policy": "lora_alpha", "adapter": "lora_alpha"},
     Rule.DERIVED: {
@@ -51,9 +47,9 @@ RULES = {
     for group, names in groups.items()
     for name in names.split()
 }
-"""The rules of settings that are not simply applied."""
+"""The rules of settings that have one by name; ``rule_of`` has that of the others."""
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a setting by its name; without one a change is applied."""
-    return RULES.get(name, Rule.APPLIED)
+    """The rule of a setting by its name; one of drawing is applied between two rollouts, any other simply applied."""
+    return RULES.get(name, Rule.BETWEEN_ROLLOUTS if name.startswith("sampling.") else Rule.APPLIED)
