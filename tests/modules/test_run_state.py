@@ -426,6 +426,22 @@ def test_a_run_of_version_0_1_does_not_go_on(one_step: Path, tmp_path: Path) -> 
     load_policy(exported, tmp_path / "older.ckpt")
 
 
+def test_an_option_that_a_checkpoint_does_not_know_was_its_default(
+    one_step: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = torch.load(one_step, weights_only=True)
+    for name in ("sampling.top_k", "sampling.stop_strings", "loss.epsilon", "rollout.turns"):
+        del checkpoint[KEY]["described"][name]
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ValueError, match=r"within a rollout.*: sampling.top_k was 0 and is 5\. Resume"):
+        train(tmp_path, 2, sampling(top_k=5), tmp_path / "older.ckpt")
+    caplog.clear()
+    train(tmp_path, 2, {}, tmp_path / "older.ckpt")
+    assert "Resumed as configured now" not in caplog.text
+    train(tmp_path, 2, {"loss": GRPOLoss(epsilon=0.3)}, tmp_path / "older.ckpt")
+    assert "Resumed as configured now, not as the checkpoint was: loss.epsilon was 0.2 and is 0.3." in caplog.text
+
+
 def test_plain_settings_of_version_0_2_are_compared(one_step: Path, tmp_path: Path) -> None:
     """Its objects were written otherwise."""
     checkpoint = torch.load(one_step, weights_only=True)

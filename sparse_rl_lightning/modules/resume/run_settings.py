@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -90,6 +90,21 @@ def settings_of(module: ResumableModule) -> dict[str, str]:
     if settings.get("rollout.partial_rollout_steps") is None:
         left_out.add(Rule.IF_PARTIAL)
     return {name: describe(value, without=SEEN) for name, value in settings.items() if rule_of(name) not in left_out}
+
+
+def defaults_of(module: ResumableModule) -> dict[str, str]:
+    """The defaults of settings that stand in groups: what a setting was before there was one.
+
+    Those of slots are left out: only partial rollouts describe them.
+    """
+    defaults = {
+        f"{name}.{option.name}": option.default
+        for name, group in parts_of(module).items()
+        if is_dataclass(group)
+        for option in fields(group)
+        if option.default is not MISSING
+    }
+    return {n: describe(default, SEEN) for n, default in defaults.items() if rule_of(n) is not Rule.IF_PARTIAL}
 
 
 def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:

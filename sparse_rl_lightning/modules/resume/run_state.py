@@ -23,7 +23,7 @@ from sparse_rl_lightning.learner.random_state import random_state, restore_rando
 from sparse_rl_lightning.modules.resume import optimizer as optimizers
 from sparse_rl_lightning.modules.resume.resumable import ResumableModule, ResumableRollouts
 from sparse_rl_lightning.modules.resume.run_rules import Rule, rule_of
-from sparse_rl_lightning.modules.resume.run_settings import policy_facts, seeds_of, settings_of
+from sparse_rl_lightning.modules.resume.run_settings import defaults_of, policy_facts, seeds_of, settings_of
 from sparse_rl_lightning.records import tensors_to
 
 KEY = "sparse_rl_run"
@@ -34,8 +34,8 @@ class RunState:
     """The description of a run, which its checkpoints hold and a resumed run is compared with.
 
     The module calls it from its hooks, :meth:`load` before a single tensor is overwritten: a callback's hook would come
-    too late. What changed is applied with a notice, refused by name, or irrelevant (``run_rules.py``); entries that an
-    older checkpoint does not have are not compared.
+    too late. What changed is applied with a notice, refused by name, or irrelevant (``run_rules.py``). An option
+    that an older checkpoint does not have was its default; other entries that it lacks are not compared.
 
     Args:
         module: Module that is trained.
@@ -133,7 +133,7 @@ class RunState:
         if was.get("policy", {}).get("vocabulary", self.policy["vocabulary"]) != self.policy["vocabulary"]:
             changed.append("its tokenizer has another vocabulary")
         now = self.settings or settings_of(self.module)  # without a trainer nothing was described yet
-        changed += _changes(_described(was), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
+        changed += _changes(_described(was, {}), {n: v for n, v in now.items() if rule_of(n) is Rule.REFUSED})
         if changed:
             raise UserError(
                 f"ckpt_path: with this configuration the checkpoint's weights would make another policy: "
@@ -175,11 +175,11 @@ class RunState:
                 sampler.load_state_dict(state)
 
     def _check_settings(self, checkpoint: dict[str, Any]) -> None:
-        was, now, is_within = _described(checkpoint.get(KEY, {})), self.settings, self.is_within(checkpoint)
+        was, now = _described(checkpoint.get(KEY, {}), defaults_of(self.module)), self.settings
         if now["versions"] != was.get("versions"):  # which changes code that nobody has touched
             was, now = ({name: without_code(text) for name, text in each.items()} for each in (was, now))
         changed = {name: text for name in now for text in _changes(was, {name: now[name]})}
-        drawn_by = [name for name in changed if is_within and rule_of(name) is Rule.BETWEEN_ROLLOUTS]
+        drawn_by = [n for n in changed if rule_of(n) is Rule.BETWEEN_ROLLOUTS and self.is_within(checkpoint)]
         mixed = [changed[name] for name in drawn_by if without_code(was[name]) != without_code(now[name])]
         accumulated = changed.get("trainer.accumulate_grad_batches")
         done = checkpoint["loops"].get("fit_loop", {}).get("epoch_loop.batch_progress", {})
@@ -366,10 +366,14 @@ def _thinned(value: Any) -> Any:
     return [_thinned(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _described(was: Mapping[str, Any]) -> dict[str, str]:
+def _described(was: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, str]:
     """The settings of a checkpoint; of version 0.2 those that are written alike, such as numbers, without objects."""
     older: dict[str, str] = was.get("settings", {})
-    return was.get("described") or {n: text for n, text in older.items() if n != "module" and not {*"([{"} & {*text}}
+    return (
+        {**defaults, **was["described"]}
+        if "described" in was
+        else {name: text for name, text in older.items() if name != "module" and not {*"([{"} & {*text}}
+    )
 
 
 def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
