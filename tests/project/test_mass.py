@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_128,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 14,
-    "lines of tests": 55_230,
+    "lines of tests": 55_280,
     "statements of experiments": 1_500,
     "statements of docs": 683,
 }
