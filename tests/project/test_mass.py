@@ -24,7 +24,7 @@ CEILINGS = {
     "statements of the package": 21_553,
     "statements of the spine": 7_128,
     "classes of the rollout half": 84,
-    "blank names in ten thousand": 14,
+    "blank names in ten thousand": 13,
     "lines of tests": 55_280,
     "statements of experiments": 1_500,
     "statements of docs": 683,

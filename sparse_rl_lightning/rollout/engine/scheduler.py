@@ -331,13 +331,13 @@ class Scheduler:
         return False
 
     def compress(
-        self, full: list[int], running: Mapping[int, RunningSequence], turn_starts: list[list[int]] | None = None
+        self, full: list[int], running: Mapping[int, RunningSequence], text_starts: list[list[int]] | None = None
     ) -> None:
-        """Compress these slots of ``running``; ``turn_starts`` are the first tokens of turns, if some are protected."""
+        """Compress these slots of ``running``; ``text_starts`` are where texts, drawn and given, begin in each."""
         if full:
             sequences = [running[slot] for slot in full]
             lengths, room = [sequence.num_fed for sequence in sequences], [sequence.room for sequence in sequences]
-            self.engine.compression.compress(self.cache, full, lengths, room, turn_starts)
+            self.engine.compression.compress(self.cache, full, lengths, room, text_starts)
             for sequence in sequences:
                 sequence.cuts.append((sequence.num_fed, sum(sequence.evicted)))
 
