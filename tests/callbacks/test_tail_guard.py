@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,35 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from test_acceptance_monitor import sharp
-from test_replay_grpo import module as replay_module
 from tiny_grpo import Recorder, fit, module, weights
-from tiny_grpo import module as sparse_module
 from tiny_run import config, write
 
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import (
-    TIS,
     AcceptanceMonitor,
-    MismatchSplit,
     RolloutCallback,
-    RunSummary,
-    SparsityAwareRejection,
-    StepGuard,
     TailGuard,
 )
-from sparse_rl_lightning.callbacks.base import warn_of_run
-from sparse_rl_lightning.callbacks.corrections.naive import learns_from_less, naive_warning
 from sparse_rl_lightning.callbacks.guards.tail_guard import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import TailReport
-from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
-from sparse_rl_lightning.callbacks.outputs.run_facts import describe
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import Combined, FullKV, KNorm, RandomEviction, SnapKV
-from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.compressors import Combined, FullKV, KNorm, RandomEviction
 from sparse_rl_lightning.retrievers import Centroid
 
 BUDGET, BUFFER = 6, 2  # of sharp()
@@ -390,177 +376,3 @@ def test_ranks_judge_the_same_tail(rank: int, monkeypatch: pytest.MonkeyPatch) -
     guard._judge(grpo, 0, 10.0, 0.0)
     assert logged["guard/tail_margin"] == pytest.approx((0.9 * 300 + 0.6 * 100) / 400 - 0.85)
     assert TailReport.mean(reports).ceiling == 0.9
-
-
-PARTS = ("rounding", "compression")
-KEYS = {f"mismatch_split/{part}/{name}" for part in PARTS for name in ("kl_k1", "kl_k3", "ratio_p05")}
-
-
-def metrics(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-class Noise(RolloutCallback):
-    """A sampler that rounds: its log-probs are off by a known number of nats, up and down in turn."""
-
-    def __init__(self, size: float) -> None:
-        self.size = size
-
-    def on_rollout_drawn(self, trainer: Trainer, module: Any, scored: ScoredRollout) -> None:
-        rollout = scored.rollout
-        sign = 1 - 2 * (torch.arange(rollout.sequences.shape[1]) % 2)
-        rollout.sampler_logprobs = rollout.sampler_logprobs + self.size * sign * rollout.completion_mask
-
-
-@pytest.mark.parametrize("kind", [sparse_module, replay_module])
-@pytest.mark.filterwarnings("error:MismatchSplit")
-def test_in_float32_all_of_it_is_compression(kind: Any) -> None:
-    recorder = Recorder()
-    trainer = fit(kind(steps_per_generation=2), 1, [MismatchSplit(), recorder])
-    values = metrics(trainer)
-    assert values.keys() >= KEYS
-    assert abs(values["mismatch_split/rounding/kl_k1"]) < 1e-5
-    assert 0 <= values["mismatch_split/rounding/kl_k3"] < 1e-8
-    assert abs(values["mismatch_split/rounding/ratio_p05"] - 1) < 1e-4
-    assert values["mismatch_split/compression/kl_k3"] > 1e-4
-    assert values["mismatch_split/compression/ratio_p05"] < 0.99
-    if kind is sparse_module:  # no noise: compression is what the whole mismatch is
-        for name in ("kl_k1", "kl_k3", "ratio_p05"):
-            assert values[f"mismatch_split/compression/{name}"] == pytest.approx(values[f"mismatch/{name}"], abs=1e-5)
-
-
-def test_noise_is_measured_and_warned_about_once() -> None:
-    callbacks = [MismatchSplit(1), Noise(0.5)]
-    with pytest.warns(
-        UserWarning, match=r"rounding moves the sampler by k3 = 0.1\d nats.*replay_objective='dense'"
-    ) as w:
-        trainer = fit(sparse_module(), 2, callbacks)
-    assert sum("MismatchSplit" in str(warning.message) for warning in w) == 1
-    values = metrics(trainer)
-    # half of the ratios are e^-0.5, half e^0.5, but for sequences of odd length
-    assert values["mismatch_split/rounding/kl_k3"] == pytest.approx(math.cosh(0.5) - 1, rel=0.15)
-    assert values["mismatch_split/rounding/ratio_p05"] == pytest.approx(math.exp(-0.5), rel=1e-4)
-    assert values["mismatch_split/compression/kl_k3"] < 0.1
-
-
-@pytest.mark.filterwarnings("error:MismatchSplit")
-def test_rounding_beside_no_compression_is_not_warned_about() -> None:
-    values = metrics(fit(sparse_module(compressor=FullKV()), 1, [MismatchSplit()]))
-    assert values["mismatch_split/compression/kl_k3"] < 1e-8
-
-
-def test_every_n_rollouts_and_never_in_what_others_see() -> None:
-    seen: list[int] = []
-
-    class Spy(MismatchSplit):
-        def _warn(self, split: Any) -> None:
-            seen.append(len(seen))
-
-    recorder = Recorder()
-    fit(sparse_module(), 3, [Spy(every_n_rollouts=2), recorder])
-    assert len(seen) == 2  # rollouts 0, 2
-    assert all(len(s.rollout) == 16 for s in recorder.scored)
-
-
-def test_sequences_of_several_policies_are_left_out() -> None:
-    grpo = sparse_module()
-    grpo.configure_model()
-    rollout = grpo.generator.generate([{"prompt": "0123456789abcdef"}, {"prompt": "ab"}]).rollout
-    want = mismatch_split(grpo, rollout[1:])
-    rollout.policy_versions = torch.zeros_like(rollout.sequences, dtype=torch.int32)
-    rollout.policy_versions[0, int(rollout.prompt_lengths[0]) + 1 :] = 1
-    got: dict[str, Any] = {}
-    grpo.log_dict = lambda values, **_: got.update(values)
-    callback, scored = MismatchSplit(), ScoredRollout(rollout, [{}, {}], [""] * len(rollout), {}, 0)
-    callback.on_rollout_scored(None, grpo, scored)
-    assert got.keys() == KEYS
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, atol=1e-5, rtol=0)
-    scored.rollout = rollout = rollout[rollout.completion_lengths > 1]
-    rollout.policy_versions[torch.arange(len(rollout)), rollout.prompt_lengths] = 7
-    got.clear()
-    callback.on_rollout_scored(None, grpo, scored)
-    assert not got
-
-
-class Own(RolloutCallback):
-    """A correction that the library does not know."""
-
-    def correct(self, trainer: Any, module: Any, part: Any) -> None:
-        part.weights = None
-
-
-class Repeats(RolloutCallback):
-    """Warns of every rollout in the same words."""
-
-    def on_rollout_drawn(self, trainer: Any, module: Any, scored: Any) -> None:
-        warn_of_run(trainer, "the same words")
-
-
-def warned(callbacks: list[Any], **options: Any) -> str:
-    """What the start of a run says of naive training."""
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        fit(module(**options), 1, callbacks)
-    said = [str(one.message) for one in record if "naive training" in str(one.message)]
-    assert len(said) <= 1
-    return "".join(said)
-
-
-NAIVE: dict[str, dict[str, Any]] = {
-    "RKV": {},
-    "SnapKV": {"compressor": SnapKV(budget=8, buffer=3, num_sinks=1, window=2)},
-    "pages": {"compressor": FullKV(), "retriever": Centroid(budget=8, page_size=2, num_dense_layers=0)},
-    "replayed for nothing": {"kind": ReplayGRPO, "replay_objective": "dense"},
-    "nothing is rejected": {"kind": ReplayGRPO, "replay_objective": "rejected"},
-}
-
-
-@pytest.mark.parametrize("name", NAIVE)
-def test_naive_training_is_named_with_its_cures(name: str) -> None:
-    said = warned([StepGuard(), MismatchSplit()] if name == "RKV" else [], **NAIVE[name])
-    for cure in ("ImportanceReweighting", "ReplayGRPO", "docs/choosing.md"):
-        assert (cure in said) == (name != "pages" or "GRPO" not in cure)
-    assert ("ReplayGRPO with replay_objective: sparse" in said) == (name != "pages")
-    assert said.startswith({"SnapKV": "SnapKV evicts", "pages": "Centroid reads a part of the cache"}.get(name, ""))
-    assert warned([SparsityAwareRejection()], **NAIVE[name]) == ""
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "options"),
-    [
-        ([], {"compressor": FullKV()}),
-        ([], {"kind": ReplayGRPO}),
-        ([], {"kind": ReplayGRPO, "replay_objective": "mixed"}),
-        ([TIS()], {}),
-        ([Own()], {}),
-    ],
-)
-def test_what_accounts_for_the_cache_is_not_warned_of(callbacks: list[Any], options: dict[str, Any]) -> None:
-    assert warned(callbacks, **options) == ""
-
-
-# whose loss compares with the sampler, and which edits in another hook, as far as the library can know
-CorrectsItself = type("CorrectsItself", (SparseGRPO,), {"corrects": True})
-Edits = type("Edits", (RolloutCallback,), {"corrects": True})
-
-
-@pytest.mark.parametrize(("kind", "callbacks"), [(CorrectsItself, []), (SparseGRPO, [Edits()])])
-def test_what_says_that_it_corrects_is_believed_by_log_and_report(kind: Any, callbacks: list[Any]) -> None:
-    grpo = module(kind=kind)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*naive training")
-        fit(grpo, 1, callbacks)
-    assert describe(grpo)["corrections"] == (type(callbacks[0]) if callbacks else kind).__name__
-    assert learns_from_less(grpo) == bool(callbacks)  # whose weights tell
-    assert naive_warning(LightningModule()) == ""  # other modules may have the guard
-
-
-def test_record_of_a_run_has_it_once(tmp_path: Any) -> None:
-    summary = RunSummary(num_problems=0, folder=tmp_path)
-    path = tmp_path / "a.ckpt"
-    fit(module(), 1, [summary]).save_checkpoint(path)
-    again = RunSummary(num_problems=0, folder=tmp_path)
-    fit(module(), 3, [again, Repeats()], ckpt_path=path)
-    assert ["naive" in one["text"] for one in again.record.warnings] == [True, False, False]
-    assert [one["rollout"] for one in again.record.warnings] == [0, 1, 2], "what is said of two rollouts is kept twice"
