@@ -52,8 +52,9 @@ def runs_table() -> str:
         "| table | questions | mean completion, full cache | mean sequence | longest | run |",
         "|---|---:|---:|---:|---:|---|",
     ]
+    parts = run_parts()
     for part, title in TITLES.items():
-        run = run_parts()[part]
+        run = parts[part]
         lengths, (mean, longest) = run["completions"], run["lengths"]
         cells = (title, len(lengths), f"{sum(lengths) / len(lengths):.0f}", mean, longest, run["machine"])
         rows.append(f"| {' | '.join(map(str, cells))} |")

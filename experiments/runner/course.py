@@ -123,7 +123,7 @@ class Course(Notebook):
 
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = getattr(trainer, "datamodule", None)
         if self.problems_seed is not None:
             count, seed = self.num_problems, self.problems_seed
             data = ArithmeticTasks(data.tasks, data.num_terms, data.digits, num_val=count, seed=seed)

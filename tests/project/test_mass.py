@@ -25,9 +25,9 @@ CEILINGS = {
     "statements of the spine": 7_128,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_280,
+    "lines of tests": 55_320,
     "statements of experiments": 1_500,
-    "statements of docs": 683,
+    "statements of docs": 684,
 }
 SLACK = 0.01
 
