@@ -1,7 +1,8 @@
-"""Advantages from rewards: each sample against the other samples of its prompt."""
+"""Advantages from rewards: each sample against the other samples of its prompt, or as a class of one's own says."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +15,33 @@ SCALES = get_args(ScaleRewards)
 
 _FLOAT_NOISE = 1e-6
 """Relative difference below which the rewards of a group differ by rounding only."""
+
+
+class AdvantageEstimator(ABC):
+    """How rewards become advantages: a configuration names a subclass at ``model.advantage_estimator``."""
+
+    over_batch: bool = False
+    """Whether prompts are compared with each other: then it sees the rewards of all ranks."""
+
+    @abstractmethod
+    def estimate(self, rewards: Tensor) -> Tensor:
+        """Advantages (prompts, num_generations) of rewards, float64; a reward is NaN where no function applied."""
+
+    def __call__(self, rewards: Tensor, num_generations: int) -> Tensor:
+        """Advantages (B,), at least float32, of rewards (B,), the samples of a prompt adjacent; 0 for a NaN reward.
+
+        Raises:
+            ValueError: If :meth:`estimate` returns another shape, or what is not finite.
+        """
+        groups = _groups(rewards, num_generations)
+        advantages = self.estimate(groups)
+        counted = torch.where(groups.isnan(), 0.0, advantages) if advantages.shape == groups.shape else None
+        if counted is None or not counted.isfinite().all():
+            raise UserError(
+                f"{type(self).__name__}.estimate must return finite advantages {tuple(groups.shape)}, one for each "
+                f"reward, got {tuple(advantages.shape)}{'' if counted is None else ' with NaN or infinity in them'}."
+            )
+        return counted.flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def group_advantages(

@@ -11,12 +11,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparse_rl_lightning.advantages import AdvantageEstimator
 from sparse_rl_lightning.corrections import consistency_log_ratio
 from sparse_rl_lightning.distributed.ranks import mean_over_ranks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock
 from sparse_rl_lightning.learner.forward import Learner
-from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
+from sparse_rl_lightning.learner.loss import Denominators, Loss
 from sparse_rl_lightning.metrics.rollout import rollout_metrics
 from sparse_rl_lightning.policies.modes import has_dropout
 from sparse_rl_lightning.records import LossOutput, Rollout, Rows, ScoredRollout
@@ -86,14 +87,15 @@ class RolloutModule(Protocol):
     """Generator; lengths and ``top_logprobs`` may change between rollouts, budgets by ``raise_budget``."""
     rewards: Rewards
     learner: Learner
-    loss: GRPOLoss
+    loss: Loss
+    advantage_estimator: AdvantageEstimator | None
     val_sampling: SamplingParams
     group_size: int
     """The number of samples of each prompt that are trained on."""
     keeps_evictions: bool
     """Whether the loss reads the record of evictions."""
     corrects: bool
-    """Whether the loss accounts for sequences drawn from less than the whole cache: by replay, or a correction."""
+    """Whether the module accounts for sequences drawn from less than the whole cache, as by replay."""
     learns_from_rejected: bool
     """Whether sequences that callbacks reject as a whole are trained all the same, under replay."""
     block: RolloutBlock | None
@@ -181,6 +183,12 @@ def rollout_callbacks(module: RolloutModule) -> list[RolloutCallback]:
     """The trainer's callbacks that see rollouts, in its order; none without a trainer, in a script."""
     callbacks = getattr(module._trainer, "callbacks", [])
     return [callback for callback in callbacks if isinstance(callback, RolloutCallback) and callback.is_active]
+
+
+def corrections_of(module: RolloutModule) -> list[str]:
+    """Names of what accounts for sequences drawn from less than the whole cache: module, loss, and callbacks."""
+    pieces: list[Any] = [*[module] * module.corrects, *[module.loss] * module.loss.corrects]
+    return [type(piece).__name__ for piece in [*pieces, *(c for c in rollout_callbacks(module) if c.corrects)]]
 
 
 def rescores_all(module: RolloutModule) -> bool:

@@ -190,11 +190,6 @@ INSTEAD = {
         r"Name a configuration: sparse-rl \1 --config FILE, such as configs/quickstart.yaml in a checkout of the "
         "repository."
     ),
-    r"Subclasses are disabled for GRPOLoss, thus '([\w.]+)'|Parser key \"loss\":\s+Unable to load config '([\w.]+)'": (
-        r"model.loss=\1\2: a configuration sets options of GRPOLoss (--model.loss.epsilon=0.1) and names no class "
-        "there. A loss of your own is self.loss of a subclass of SparseGRPO, which --model names: "
-        "docs/own_correction.md."
-    ),
 }
 """Forms of jsonargparse's messages that say what its code has met, and what to say instead."""
 FORMS: list[tuple[str, Callable[[re.Match[str]], str]]] = [

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.utils.data import DistributedSampler
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, group_advantages
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2, not_fsdp
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
@@ -78,16 +77,12 @@ def mean_over_ranks(metrics: Mapping[str, Tensor | float], world_size: int) -> M
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
-def advantages_of_rank(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards, trainer: Trainer) -> Tensor:
-    """Advantages (B,) of this rank's rewards, B the same on every rank; a deviation over the batch covers all ranks.
-
-    Arguments are those of :func:`~sparse_rl_lightning.advantages.group_advantages`.
-    """
-    if scale_rewards != "batch":
-        return group_advantages(rewards, num_generations, scale_rewards)
+def advantages_of_rank(
+    rewards: Tensor, num_generations: int, estimate: Callable[[Tensor, int], Tensor], trainer: Trainer
+) -> Tensor:
+    """Advantages (B,) of this rank's rewards, B the same on every rank, by an estimate that covers all ranks."""
     everyone: Any = trainer.strategy.all_gather(rewards)  # (ranks, B)
-    advantages = group_advantages(everyone.flatten(), num_generations, scale_rewards)
-    return advantages.view(everyone.shape)[trainer.global_rank]
+    return estimate(everyone.flatten(), num_generations).view(everyone.shape)[trainer.global_rank]
 
 
 def check_options(policy: PreTrainedModel, world_size: int, *, is_partial: bool, packs: bool) -> None:

@@ -3,11 +3,12 @@
 By now a micro-batch has log-probs of the dense policy from before the update (``old_logprobs``) and advantages.
 Correction callbacks (``callbacks/corrections/``, by ``corrections.py``) have compared dense with sparse probabilities:
 ``keep`` (B, T), bool, drops terms, and ``weights`` (B, T) multiply them after the clip, without gradient. The formulas
-are in ``losses.py``, the learner's log-probs in ``forward.py``.
+are in ``losses.py``, the learner's log-probs in ``forward.py``. A loss of one's own is a :class:`Loss`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,8 +55,83 @@ class Denominators:
         return replace(self, **dict(zip(names, totals, strict=True)))
 
 
+class Loss(ABC):
+    """What an optimizer step minimizes: the loss of a micro-batch, in :meth:`__call__`, which a subclass writes.
+
+    A configuration names the class at ``model.loss`` (``docs/own_correction.md``).
+    """
+
+    corrects: bool = False
+    """Whether it accounts for sequences drawn from less than the whole cache."""
+    beta: float = 0.0
+    """Above 0 a micro-batch has ``ref_logprobs`` (B, T) of the policy that training began with."""
+    mask_truncated_completions: bool = False
+
+    @abstractmethod
+    def __call__(self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+        """The part's share of the loss: the shares of all parts of an optimizer step add up to the step's loss.
+
+        Args:
+            micro_batch: Sequences, or a part of a micro-batch.
+            logprobs: Log-probabilities (B, T) of the learner, with gradient.
+            denominators: Divisors of its optimizer step.
+
+        Returns:
+            The loss with gradient, and metrics by name.
+        """
+
+    def token_mean(self, terms: Tensor, micro_batch: Rollout, denominators: Denominators) -> LossOutput:
+        """The share of terms (B, T) in the mean over all completion tokens of the step, of which kept ones count.
+
+        A term is multiplied by its token's weight, without gradient.
+        """
+        mask = self.mask(micro_batch)
+        kept = mask if micro_batch.keep is None else mask & micro_batch.keep
+        if (weights := normalized_weights(micro_batch, mask)) is not None:
+            terms = terms * torch.where(kept, weights, 0.0).detach()
+        loss = aggregate(terms, mask, kept, "dapo", num_items=denominators.policy)
+        return LossOutput(loss, {"kept_fraction": kept.sum() / mask.sum().clamp(min=1)})
+
+    def mask(self, micro_batch: Rollout) -> Tensor:
+        """The tokens (B, T), bool, that the loss counts."""
+        return micro_batch.completion_mask
+
+    @property
+    def counts_kept(self) -> bool:
+        """Whether the divisors of an optimizer step depend on what rejection keeps of all its sequences."""
+        return False
+
+    def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
+        """The divisors of one optimizer step, by default its tokens.
+
+        Args:
+            window: Sequences of the step, all of them.
+            max_completion_length: Longest completion that rollouts draw.
+        """
+        tokens = self.mask(window).sum()
+        return Denominators(policy=tokens, everything=tokens, max_completion_length=max_completion_length)
+
+    def second_term(self, beta: float = 0.0) -> Loss:
+        """The loss of a second term over the same sequences, from which nothing is rejected, with this KL penalty.
+
+        Raises:
+            ValueError: If the class does not say what that is.
+        """
+        raise UserError(
+            f"model.loss: {type(self).__name__} does not say what a second term over replayed sequences is, which "
+            "this module adds. Override second_term(beta) in it, or train with SparseGRPO."
+        )
+
+
+def normalized_weights(micro_batch: Rollout, mask: Tensor) -> Tensor | None:
+    """The weights (B, T) of a micro-batch's tokens, divided by their mean in it if a callback left that to the loss."""
+    if micro_batch.weights is None or micro_batch.weight_reference is None:
+        return micro_batch.weights
+    return normalize_weights(micro_batch.weights, micro_batch.weight_reference, mask)
+
+
 @dataclass(frozen=True)
-class GRPOLoss:
+class GRPOLoss(Loss):
     """The objective: a policy term plus ``beta`` times a KL term, both aggregated alike.
 
     Args:
@@ -109,18 +185,13 @@ class GRPOLoss:
 
     @cached_property
     def counts_kept(self) -> bool:
-        """Whether the divisors of an optimizer step depend on what rejection keeps of all its sequences."""
+        """Whether divisors depend on what rejection keeps of a step's sequences."""
         if self.loss_type == "bnpo" or self.denominator == "all":
             return False
         return self.denominator == "kept" or self.loss_type not in ("grpo", "dr_grpo")
 
     def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
-        """The divisors of one optimizer step.
-
-        Args:
-            window: Sequences of the step, all of them.
-            max_completion_length: Constant of ``dr_grpo``.
-        """
+        """The divisors of one optimizer step; ``max_completion_length`` is the constant of ``dr_grpo``."""
         if self.loss_type == "bnpo":  # normalizes every micro-batch by itself
             return Denominators()
         mask = self.mask(window)
@@ -132,32 +203,20 @@ class GRPOLoss:
             max_completion_length=max_completion_length,
         )
 
-    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
-        """The part's share of the loss: the shares of all parts of an optimizer step add up to the step's loss.
-
-        Args:
-            part: Micro-batch, or a part of one.
-            logprobs: Log-probabilities (B, T) of the learner, with gradient.
-            denominators: Divisors of its optimizer step.
-
-        Returns:
-            The loss with gradient, and metrics with TRL's names.
-        """
-        assert part.old_logprobs is not None
-        assert part.advantages is not None
-        mask, length, divisor = self.mask(part), denominators.max_completion_length, denominators.policy
+    def __call__(self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+        """The part's share of the loss, and metrics with TRL's names."""
+        assert micro_batch.old_logprobs is not None
+        assert micro_batch.advantages is not None
+        mask, length, divisor = self.mask(micro_batch), denominators.max_completion_length, denominators.policy
         if divisor is None:  # before off-policy masking, which changes no divisor
-            divisor = count_items(mask, part.keep, self.loss_type, self.denominator)
-        weights = part.weights
-        if weights is not None and part.weight_reference is not None:
-            weights = normalize_weights(weights, part.weight_reference, mask)
+            divisor = count_items(mask, micro_batch.keep, self.loss_type, self.denominator)
         output = policy_loss(
             logprobs,
-            part.old_logprobs,
-            part.advantages,
+            micro_batch.old_logprobs,
+            micro_batch.advantages,
             mask,
-            keep=self._keep(part, mask, logprobs),
-            weights=weights,
+            keep=self._keep(micro_batch, mask, logprobs),
+            weights=normalized_weights(micro_batch, mask),
             loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             epsilon=self.epsilon,
@@ -170,18 +229,22 @@ class GRPOLoss:
         output.metrics["top10_token_share"] = top_token_share(output.loss, logprobs)
         if self.beta == 0:
             return output
-        assert part.ref_logprobs is not None
-        penalty = kl_penalty(logprobs, part.ref_logprobs, mask, self.kl_estimator)
-        kept = part.keep if self.kl_on == "kept" else None
+        assert micro_batch.ref_logprobs is not None
+        penalty = kl_penalty(logprobs, micro_batch.ref_logprobs, mask, self.kl_estimator)
+        kept = micro_batch.keep if self.kl_on == "kept" else None
         term = aggregate(penalty, mask, kept, self.loss_type, self.denominator, length, denominators.penalty)
         metrics = {**output.metrics, "kl": penalty.detach().sum() / mask.sum().clamp(min=1)}
         return LossOutput(output.loss + self.beta * term, metrics)
 
-    def mask(self, part: Rollout) -> Tensor:
-        """The tokens (B, T), bool, that the loss counts."""
+    def mask(self, micro_batch: Rollout) -> Tensor:
+        """The tokens (B, T), bool, that the loss counts, of all sequences or of those that ended."""
         if not self.mask_truncated_completions:
-            return part.completion_mask
-        return part.completion_mask & part.finished[:, None]
+            return micro_batch.completion_mask
+        return micro_batch.completion_mask & micro_batch.finished[:, None]
+
+    def second_term(self, beta: float = 0.0) -> GRPOLoss:
+        """The same without masks of off-policy sequences, and with this factor of the k3 penalty on all tokens."""
+        return replace(self, beta=beta, kl_estimator="k3", kl_on="completion", off_policy_delta=None)
 
     def _check_effects(self) -> None:
         """Refuse what :func:`policy_loss` would accept, and what then does nothing, or the opposite."""

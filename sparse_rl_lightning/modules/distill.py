@@ -99,6 +99,7 @@ class DistillSparse(SparseGRPO):
             )
         check_partial(self)
         check_attention(self, self.policy_source.attn_implementation)
+        self.loss.second_term(adapter.kl_coef)  # which not every loss has
         self.adapter = adapter
         self.generator.sparse_mode, self.generator.dense_mode = self.adapter_on, self.adapter_off
         self._policy_parameters: list[torch.nn.Parameter] = []  # trained by the policy's objective
@@ -205,9 +206,7 @@ class DistillSparse(SparseGRPO):
             teacher, _ = self.learner.dense(self.policy, micro_batch)
         self.policy.enable_adapters()
         logprobs, _ = self.learner.replayed(self.policy, micro_batch)
-        loss = replace(
-            self.loss, beta=self.adapter.kl_coef, kl_estimator="k3", kl_on="completion", off_policy_delta=None
-        )
+        loss = self.loss.second_term(self.adapter.kl_coef)
         gain = micro_batch.advantages if self.adapter.policy_gradient else torch.zeros_like(micro_batch.advantages)
         sparse_batch = replace(
             micro_batch, advantages=gain, old_logprobs=micro_batch.replay_logprobs, ref_logprobs=teacher,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.learner.loss import Denominators
-from sparse_rl_lightning.losses import count_items
 from sparse_rl_lightning.modules.sparse_grpo import SparseGRPO
 from sparse_rl_lightning.policies.sharding import is_sharded
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
@@ -66,6 +65,8 @@ class ReplayGRPO(SparseGRPO):
         self.alpha = alpha
         self.keeps_evictions = replay_objective != "dense"  # whose loss reads only old log-probs
         self.corrects = self.corrects or replay_objective in ("sparse", "mixed")
+        if replay_objective in ("mixed", "rejected"):
+            self.loss.second_term()  # which not every loss has
         self.learns_from_rejected = replay_objective in ("mixed", "rejected")
         self.learner = replace(self.learner, replays=replay_objective == "sparse")
 
@@ -109,10 +110,10 @@ class ReplayGRPO(SparseGRPO):
         sequences = replace(
             sequences, old_logprobs=sequences.replay_logprobs, keep=None, weights=None, weight_reference=None
         )
-        loss = replace(self.loss, beta=0.0, off_policy_delta=None)
+        loss = self.loss.second_term()
         everything = denominators.everything
         if everything is None:  # bnpo: the micro-batch by itself
-            everything = count_items(loss.mask(micro_batch), None, loss.loss_type, loss.denominator)
+            everything = loss.mask(micro_batch).sum()
         return loss(sequences, replayed, replace(denominators, policy=everything, penalty=None))
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.advantages import ScaleRewards, group_advantages, most_informative
+from sparse_rl_lightning.advantages import AdvantageEstimator, ScaleRewards, group_advantages, most_informative
 from sparse_rl_lightning.callbacks import (
     DryRun,
     EmptyRollouts,
@@ -29,12 +29,12 @@ from sparse_rl_lightning.data.sampler import places_of_rank, rows_of
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.downsampling import down_sample
 from sparse_rl_lightning.environments import Environment
-from sparse_rl_lightning.errors import check_number
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.evaluation.evaluate import ValidationLog, evaluate
 from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.learner.block import BlockPlan, RolloutBlock, plan_of
 from sparse_rl_lightning.learner.forward import Learner, LearnerOptions
-from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss, Loss
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.old_logprobs import OldLogprobs
 from sparse_rl_lightning.modules.optimizers import default_optimizer
@@ -62,13 +62,14 @@ class SparseGRPO(PolicyModule):
         reward_weights: Factor of each reward function, default 1.
         sampling: Sampling parameters of training, at least 2 completions per prompt.
         rollout: Memory and speed of rollouts, and the end and rewards of completions.
-        loss: Objective of the policy.
+        loss: Objective of the policy: options of ``GRPOLoss``, or a ``Loss`` of your own.
         learner: Packing by tokens, and memory and precision of the learner's passes.
         retriever: Retriever of the pages that each query of a rollout reads, null for all; saves time, not memory.
         environment: Creates what answers and rewards a sample's turns: a class, or TRL's ``environment_factory``.
         steps_per_generation: Number of micro-batches in a rollout.
         num_iterations: Number of passes over a rollout.
         scale_rewards: Deviation that divides advantages, of the ``group`` or the ``batch``; ``none`` for no division.
+        advantage_estimator: Advantages from rewards by a class of your own, in place of ``scale_rewards``.
         val_sampling: Sampling parameters of validation, which draws numbers of its own; null is greedy with what
             shapes completions in ``sampling``, such as their length and stop strings.
         optimizer: Function from the parameters to the optimizer.
@@ -97,13 +98,14 @@ class SparseGRPO(PolicyModule):
         *,
         sampling: SamplingParams = SamplingParams(num_generations=8),  # noqa: B008  # frozen, like the next three
         rollout: RolloutOptions = RolloutOptions(),  # noqa: B008
-        loss: GRPOLoss = GRPOLoss(),  # noqa: B008
+        loss: Loss = GRPOLoss(),  # noqa: B008
         learner: LearnerOptions = LearnerOptions(),  # noqa: B008
         retriever: Retriever | None = None,
         environment: Callable[[], Environment] | type | None = None,
         steps_per_generation: int = 1,
         num_iterations: int = 1,
         scale_rewards: ScaleRewards = "group",
+        advantage_estimator: AdvantageEstimator | None = None,
         val_sampling: SamplingParams | None = None,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -127,7 +129,13 @@ class SparseGRPO(PolicyModule):
         self.num_rollouts = 0
         self.num_sequences = 0  # drawn on all ranks
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
+        if advantage_estimator is not None and scale_rewards != "group":
+            raise UserError(
+                f"scale_rewards={scale_rewards!r} has no effect beside advantage_estimator, which is "
+                f"{type(advantage_estimator).__name__}: leave one of them out."
+            )
         self.scale_rewards: ScaleRewards = scale_rewards
+        self.advantage_estimator = advantage_estimator
         self.val_sampling = val_sampling or sampling.greedy
         self._validation = ValidationLog(self.log)
         self.run_state: RolloutState = RolloutState(self)
@@ -204,9 +212,12 @@ class SparseGRPO(PolicyModule):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Advantages (B,) of this rank's rewards (B,); NaN rewards count in no baseline and get 0."""
-        if self._world_size == 1:
-            return group_advantages(rewards, self.group_size, self.scale_rewards)
-        return ranks.advantages_of_rank(rewards, self.group_size, self.scale_rewards, self.trainer)
+        estimator, scale = self.advantage_estimator, self.scale_rewards
+        over_batch = scale == "batch" if estimator is None else estimator.over_batch
+        estimate = estimator or partial(group_advantages, scale_rewards=scale)
+        if self._world_size == 1 or not over_batch:
+            return estimate(rewards, self.group_size)
+        return ranks.advantages_of_rank(rewards, self.group_size, estimate, self.trainer)
 
     def new_block(self, scored: ScoredRollout) -> RolloutBlock:
         """The rollout as micro-batches."""

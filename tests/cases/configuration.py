@@ -100,7 +100,8 @@ CLASSES = [
     Case("model.reward_funcs=os.system", "does not fit the data: missing a required argument: 'command'", 1),
     Case("model.num_generatons=4", "Did you mean 'sampling.num_generations'", 2),
     Case("optimizer.lr=1e-4", "Did you mean 'model.optimizer.lr'?", 2),
-    Case("model.loss=mine.Loss", "model.loss=mine.Loss: a configuration sets options of GRPOLoss", 2),
+    Case("model.loss=os.system", "os.system does not correspond to a subclass of Loss", 2),
+    Case("model.loss.losstype=dapo", "Did you mean 'loss_type'?", 2),
 ]
 
 CASES = [*NUMBERS, *TRAINER, *FILES, *CLASSES]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,8 @@ def test_numbers_of_all_ranks(tmp_path: Path) -> None:
         own = {"loss": torch.tensor(1.0 + rank), f"of_{rank}": 5.0 * rank}
         own_trainer = trainer(tmp_path)
         advantages = [
-            ranks.advantages_of_rank(rewards[rank], 2, scale, own_trainer) for scale in ("batch", "group", "none")
+            ranks.advantages_of_rank(rewards[rank], 2, partial(group_advantages, scale_rewards=scale), own_trainer)
+            for scale in ("batch", "group", "none")
         ]
         return ranks.gather_to_zero(rank + 7, 2), ranks.mean_over_ranks(own, 2), advantages
 

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_553,
-    "statements of the spine": 7_128,
+    "statements of the package": 21_612,
+    "statements of the spine": 7_182,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_320,
+    "lines of tests": 55_646,
     "statements of experiments": 1_500,
     "statements of docs": 684,
 }

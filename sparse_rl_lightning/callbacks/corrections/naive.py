@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_rl_lightning.callbacks.base import rollout_callbacks
+from sparse_rl_lightning.callbacks.base import corrections_of
 from sparse_rl_lightning.rollout.generator import Generator
 
 REPLAY = "ReplayGRPO with replay_objective: sparse"
@@ -21,12 +21,13 @@ def naive_training(sampling: str, *cures: str) -> str:
 def learns_from_less(module: Any) -> bool:
     """Whether a module trains on samples of less than the whole cache, and its loss does not account for that."""
     generator = getattr(module, "generator", None)  # any module may come
-    return isinstance(generator, Generator) and generator.is_sparse and not module.corrects
+    is_sparse = isinstance(generator, Generator) and generator.is_sparse
+    return is_sparse and not (module.corrects or module.loss.corrects)
 
 
 def naive_warning(module: Any) -> str:
     """The warning, empty if a module does not roll out, sees the whole cache, or something accounts for the rest."""
-    if not learns_from_less(module) or any(callback.corrects for callback in rollout_callbacks(module)):
+    if not learns_from_less(module) or corrections_of(module):
         return ""
     generator = module.generator
     correct = "ImportanceReweighting with clip_max=1.5 in trainer.callbacks"

@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from sparse_rl_lightning.advantages import AdvantageEstimator
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, correct_by, rollout_callbacks
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
-from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, Rollout
+from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, LossOutput, Rollout
 
 NOTE = (
     "This was a trial of {} on a made-up rollout, before the policy is loaded. If it works on real rollouts, DryRun "
@@ -30,7 +32,7 @@ class _NotLoaded(Exception):
 
 
 def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
-    """Run corrections and a loss that are not of this library on a made-up rollout: copies, which log nothing.
+    """Run corrections, a loss and an estimator of a user's own on a made-up rollout: copies, which log nothing.
 
     What they write to files of their own is written. What needs something that later hooks or the trainer's optimizer
     bring is not tried.
@@ -46,8 +48,9 @@ def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
         log_dict=lambda *_, **__: None, _trainer=quiet, _device=trainer.strategy.root_device,
     )  # fmt: skip
     random = random_state()
-    for piece in (*rollout_callbacks(module), module.loss):
-        if type(piece).__module__.startswith("sparse_rl_lightning.") or not getattr(piece, "corrects", True):
+    callbacks = [callback for callback in rollout_callbacks(module) if callback.corrects]
+    for piece in (*callbacks, module.loss, module.advantage_estimator):
+        if piece is None or type(piece).__module__.startswith("sparse_rl_lightning."):
             continue
         try:
             mine = copy.deepcopy(piece, {id(trainer): quiet, id(module): trial})
@@ -69,8 +72,14 @@ def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
 def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
     if isinstance(piece, RolloutCallback):
         return correct_by([piece], trainer, trial, rollout)
+    if isinstance(piece, AdvantageEstimator):
+        assert rollout.rewards is not None
+        piece(rollout.rewards, trial.group_size)
+        return
     denominators = piece.denominators(rollout, trial.generator.sampling.max_completion_length)
-    piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
+    output = piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
+    if not isinstance(output, LossOutput) or output.loss.shape != ():
+        raise UserError(f"{type(piece).__name__} must return a LossOutput with a scalar loss, got {output!r}.")
 
 
 def made_up_rollout(module: RolloutModule) -> Rollout:

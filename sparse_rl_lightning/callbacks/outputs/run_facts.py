@@ -14,7 +14,7 @@ import transformers
 from lightning.pytorch import Trainer
 
 from sparse_rl_lightning import __version__
-from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_callbacks
+from sparse_rl_lightning.callbacks.base import RolloutModule, corrections_of
 from sparse_rl_lightning.policies.quantized import count_weights
 from sparse_rl_lightning.rewards import reward_names
 from sparse_rl_lightning.text import shortened
@@ -33,12 +33,11 @@ def describe(module: RolloutModule) -> dict[str, str]:
     policy, generator = module.policy, module.generator
     rule = generator.options.downsampling
     samples = str(generator.sampling.num_generations) + (f", of which {type(rule).__name__} drops some" if rule else "")
-    corrections = [type(callback).__name__ for callback in rollout_callbacks(module) if callback.corrects]
     return {
         "policy": f"{type(policy).__name__}, {count_weights(policy) / 1e6:,.2f} million parameters",
         "compressor": str(generator.compressor),
         **({} if generator.retriever is None else {"retriever": str(generator.retriever)}),
-        "corrections": ", ".join([type(module).__name__] * module.corrects + corrections) or "none",
+        "corrections": ", ".join(corrections_of(module)) or "none",
         "samples per prompt": samples,
         "temperature": str(generator.sampling.temperature),
         "seeds": ", ".join(f"{name.removesuffix('.seed')} {seed}" for name, seed in module.seeds.items()),

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.fingerprints import describe, weights_digest
+from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules.resume.resumable import ResumableModule
 from sparse_rl_lightning.modules.resume.run_rules import Rule, rule_of
 from sparse_rl_lightning.ops.keyed_random import seed_of
@@ -31,6 +32,9 @@ PLACES = {
     "reward_funcs": "rewards.functions", "reward_weights": "rewards.weights", "learner": "learner.options",
 }  # fmt: skip
 """Where a module keeps arguments of which it has no attribute of the same name."""
+
+NAMED = {"loss": GRPOLoss, "advantage_estimator": None}
+"""Arguments that name a class, with what they were before they could."""
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
 
@@ -80,6 +84,7 @@ def settings_of(module: ResumableModule) -> dict[str, str]:
             settings |= {f"policy.{key}": value for key, value in _of_source(argument).items()}
         elif is_dataclass(argument) and not isinstance(argument, type):
             settings |= {f"{name}.{field.name}": getattr(argument, field.name) for field in fields(argument)}
+            settings |= {name: type(argument)} if name in NAMED else {}
         else:
             settings[name] = argument
     trainer: Any = module._trainer
@@ -104,6 +109,7 @@ def defaults_of(module: ResumableModule) -> dict[str, str]:
         for option in fields(group)
         if option.default is not MISSING
     }
+    defaults = NAMED | defaults
     return {n: describe(default, SEEN) for n, default in defaults.items() if rule_of(n) is not Rule.IF_PARTIAL}
 
 
