@@ -17,6 +17,7 @@ defaults. The authors' code also drops single tokens and divides the weights by 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -33,6 +34,11 @@ SequenceLevel = Literal["sequence", "geometric"]
 
 MAX_LOG_RATIO = 20.0
 """Bound on the absolute logarithm of a ratio before ``exp``, against overflow only."""
+ROUNDING = 1e-5
+"""Probability below which what is left of a distribution may be rounding."""
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+"""Weights of tokens, elementwise from log-ratios log p - log q and log-probabilities log p, of any shape."""
 
 
 def consistency_log_ratio(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -170,6 +176,31 @@ def normalize_weights(weights: Tensor, reference: Tensor, mask: Tensor) -> Tenso
     """
     mean = torch.where(mask, reference, 0.0).sum() / mask.sum().clamp(min=1)
     return weights / torch.where(mean > 0, mean, 1.0)
+
+
+def expected_scores(logprobs: Tensor, sampler_logprobs: Tensor, weigh: Weigh) -> Tensor:
+    """The score that a token of the sampler has on average, E_q[f(p / q) log p] (N,), whose gradient is the drift.
+
+    Score centering (arXiv 2609.20807) subtracts it from the token's own f(p / q) log p: what the sampler's distribution
+    q alone would push the learner's p to is then gone, whatever the reward. Known are the sampler's K most likely
+    tokens; of the others q is taken for a multiple a of p, so that their part is -a f(1 / a) times what the K have of
+    E_p[log p], whose gradient is 0 over the whole vocabulary. With K = V nothing is approximated.
+
+    Args:
+        logprobs: Learner's log-probabilities (N, K) of the sampler's most likely tokens, with gradient.
+        sampler_logprobs: The sampler's own (N, K).
+        weigh: Weights f of tokens.
+
+    Returns:
+        The expected score (N,); its value is no quantity of interest, its gradient is.
+    """
+    with torch.no_grad():
+        # masses of the other tokens; where both are but rounding, they count as equal
+        sparse, dense = ((1 - known.exp().sum(-1, keepdim=True)).clamp(min=0) for known in (sampler_logprobs, logprobs))
+        multiple = (sparse + ROUNDING) / (dense + ROUNDING)
+        behind = multiple * weigh(-multiple.log(), torch.full_like(multiple, -math.inf))
+        coefficients = sampler_logprobs.exp() * weigh(logprobs - sampler_logprobs, logprobs) - behind * logprobs.exp()
+    return (coefficients * logprobs).sum(dim=-1)
 
 
 def mismatch_statistics(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:

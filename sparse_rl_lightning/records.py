@@ -165,6 +165,10 @@ class KVUsage:
         return cls(**joined)
 
 
+ON_HOST = ("topk_ids", "topk_logprobs")
+"""Fields of a rollout that stay in the host's memory: they take more than all others together."""
+
+
 @dataclass
 class Rollout:
     """Sampled sequences and everything later stages add to them; index t of a tensor refers to token t.
@@ -222,7 +226,11 @@ class Rollout:
 
     def __getitem__(self, index: Tensor | slice) -> Rollout:
         """The sequences at ``index`` (a slice or a tensor of indices), every field cut alike."""
-        values: dict[str, Any] = {n: None if value is None else value[index] for n, value in _values(self).items()}
+        host = index.cpu() if isinstance(index, Tensor) and self.topk_ids is not None else index
+        values: dict[str, Any] = {
+            name: None if value is None else value[host if name in ON_HOST else index]
+            for name, value in _values(self).items()
+        }
         return Rollout(**values)
 
     def trimmed(self) -> Rollout:
@@ -248,7 +256,7 @@ class Rollout:
         return F.pad(values, (0, self.sequences.shape[1] - values.shape[1]))
 
     def to(self, device: torch.device | str) -> Self:
-        """Copy of the rollout with every tensor on ``device``."""
+        """Copy of the rollout with every tensor on ``device`` but those ``ON_HOST``."""
         return self.from_state(tensors_to(self.state(), device))
 
     def state(self) -> dict[str, Any]:
@@ -347,7 +355,7 @@ def _values(record: Rollout | EvictionRecord | KVUsage) -> dict[str, Any]:
 
 
 def tensors_to(state: Any, device: torch.device | str) -> Any:
-    """The same dictionary with every tensor on ``device``, including inner dictionaries."""
+    """The same dictionary with every tensor on ``device`` but those ``ON_HOST``, including inner dictionaries."""
     if isinstance(state, dict):
-        return {name: tensors_to(value, device) for name, value in state.items()}
+        return {name: value if name in ON_HOST else tensors_to(value, device) for name, value in state.items()}
     return state.to(device) if isinstance(state, Tensor) else state

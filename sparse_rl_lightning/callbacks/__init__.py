@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutCallback
+from sparse_rl_lightning.callbacks.corrections.centering import ScoreCentering
 from sparse_rl_lightning.callbacks.corrections.presets import (
     CIS,
     MIS,
@@ -56,6 +57,7 @@ __all__ = [
     "RolloutProgress",
     "RunLock",
     "RunSummary",
+    "ScoreCentering",
     "SequenceMIS",
     "SequenceMaskTIS",
     "SequenceTIS",

@@ -31,6 +31,8 @@ class RolloutCallback(Callback):
 
     is_active = True
     """Whether rollouts call it; False for one that has nothing to do in this run."""
+    keeps_candidates = False
+    """Whether the sampler's most likely tokens stay with a rollout until its last loss."""
     measured: tuple[int, Mapping[str, float]] | None = None
     """The newest rollout that it measured, if not every one, and the values by key, for the record of the run."""
 
@@ -84,7 +86,7 @@ class RolloutModule(Protocol):
     policy: PreTrainedModel
     """The policy, loaded when the fit starts."""
     generator: Generator
-    """Generator; lengths and ``top_logprobs`` may change between rollouts, budgets by ``raise_budget``."""
+    """Generator; lengths may change between rollouts, budgets by ``raise_budget``; ``top`` has wishes of callbacks."""
     rewards: Rewards
     learner: Learner
     loss: Loss
@@ -103,6 +105,8 @@ class RolloutModule(Protocol):
     num_rollouts: int
     steps_per_generation: int
     """Number of micro-batches in a rollout."""
+    num_iterations: int
+    """Number of passes of the policy over a rollout."""
     _trainer: Trainer | None
     """The trainer, None in a script."""
 
@@ -131,7 +135,7 @@ class RolloutModule(Protocol):
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """Run the learner's forward pass and compute the loss."""
 
-    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies (B, T) of the sparse policy, with the evictions of the sampler."""
 
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -243,7 +247,8 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
     if module._trainer is not None and module._trainer.world_size > 1:
         metrics = dict(mean_over_ranks(metrics, module._trainer.world_size))
     module.log_dict(metrics, batch_size=len(scored.completions))
-    scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
+    if not any(callback.keeps_candidates for callback in rollout_callbacks(module)):
+        scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
     scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None
 
 

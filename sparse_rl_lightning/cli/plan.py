@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from sparse_rl_lightning.callbacks import AcceptanceMonitor
+from sparse_rl_lightning.callbacks import AcceptanceMonitor, ScoreCentering
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -162,10 +162,11 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
 
 
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
-    """The sampling of a rollout that AcceptanceMonitor measures, if there is one: most likely tokens take memory."""
-    name = AcceptanceMonitor.__name__
-    monitors = [c.init_args for c in trainer.callbacks or () if c.class_path.rpartition(".")[2] == name]
-    return replace(sampling, top_logprobs=max([sampling.top_logprobs, *(monitor.top_k for monitor in monitors)]))
+    """The sampling of a rollout with the most likely tokens that callbacks want, which take memory."""
+    names = {AcceptanceMonitor.__name__: "top_k", ScoreCentering.__name__: "top"}
+    options = ((c.class_path.rpartition(".")[2], c.init_args) for c in trainer.callbacks or ())
+    wanted = [getattr(arguments, names[name]) for name, arguments in options if name in names]
+    return replace(sampling, top_logprobs=max([sampling.top_logprobs, *wanted]))
 
 
 def num_steps(cli: _Configured, block: BlockPlan, ranks: int) -> int | None:

@@ -71,7 +71,7 @@ class LearnerOptions:
 
 @dataclass(frozen=True)
 class Learner:
-    """Forward passes over rollouts; each returns two (B, T) tensors, 0 outside the completions.
+    """Forward passes over rollouts; each returns (B, T) tensors, 0 outside the completions, of which two come first.
 
     Args:
         options: Options for memory and precision.
@@ -95,11 +95,11 @@ class Learner:
             check_shares(policy, self.retriever)
         checkpoint_layers(policy, self.options.gradient_checkpointing)
 
-    def logprobs(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def logprobs(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probs and entropies (B, T) that the policy is trained on."""
         return self.replayed(policy, rollout) if self.replays else self.dense(policy, rollout)
 
-    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probs and entropies (B, T) under the full cache."""
         if self.options.share_prompts:
             return self._in_parts(partial(shared_statistics, policy, False, *self._head), rollout, shares_prompts=True)
@@ -108,7 +108,7 @@ class Learner:
             rollout,
         )
 
-    def replayed(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
 
         Raises:
@@ -121,7 +121,7 @@ class Learner:
             return self._in_parts(lambda piece: replay_statistics(policy, piece, *self._head), rollout)
         return self._in_parts(lambda piece: retrieval_logprobs(policy, piece, retriever, *self._head), rollout)
 
-    def acceptance(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def acceptance(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
 
         Raises:
@@ -140,7 +140,7 @@ class Learner:
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 
-    def _in_parts(self, compute: Compute, rollout: Rollout, shares_prompts: bool = False) -> tuple[Tensor, Tensor]:
+    def _in_parts(self, compute: Compute, rollout: Rollout, shares_prompts: bool = False) -> tuple[Tensor, ...]:
         limit = self.options.micro_batch_tokens
         if limit is None:
             return compute(rollout)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_rl_lightning.records import Rollout
 
-Compute = Callable[[Rollout], tuple[Tensor, Tensor]]
+Compute = Callable[[Rollout], tuple[Tensor, ...]]
 
 
 def pack(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -99,30 +99,28 @@ def split_prompts(rollout: Rollout, max_tokens: int) -> list[list[int]]:
     return _filled(order, lambda members, index: size([*members, index]) <= max_tokens)
 
 
-def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, Tensor]:
+def in_parts(compute: Compute, rollout: Rollout, parts: list[list[int]]) -> tuple[Tensor, ...]:
     """The result of ``compute`` for the whole rollout, from a forward pass over each of its parts.
 
     No part has padding that all of its sequences have. With several parts each is checkpointed, so backward too stores
     the activations of one part at a time, at the cost of one more forward pass.
 
     Args:
-        compute: Function from a rollout to two (B, T) tensors.
+        compute: Function from a rollout to (B, T) tensors.
         rollout: Sequences to process.
         parts: Indices of the sequences of every part.
 
     Returns:
-        The two (B, T) tensors.
+        These (B, T) tensors.
     """
     if len(parts) < 2:
-        first, second = map(rollout.widened, compute(rollout.trimmed()))
-        return first, second
+        return tuple(map(rollout.widened, compute(rollout.trimmed())))
     outputs = []
     for rows in parts:
         piece = rollout[torch.tensor(rows, device=rollout.sequences.device)].trimmed()
         outputs.append([rollout.widened(tensor) for tensor in checkpoint(compute, piece, use_reentrant=False)])
     order = torch.tensor([row for rows in parts for row in rows], device=rollout.sequences.device).argsort()
-    first, second = (torch.cat(column)[order] for column in zip(*outputs, strict=True))
-    return first, second
+    return tuple(torch.cat(column)[order] for column in zip(*outputs, strict=True))
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

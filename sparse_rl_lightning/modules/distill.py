@@ -146,7 +146,7 @@ class DistillSparse(SparseGRPO):
         """Switch the adapter off, which a checkpointed backward pass still needed."""
         self.policy.disable_adapters()
 
-    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probs and entropies of the sparse policy."""
         with self.adapter_on():
             return self.learner.replayed(self.policy, rollout)
@@ -203,7 +203,7 @@ class DistillSparse(SparseGRPO):
         """The sparse policy's loss; leaves the adapter on, for the backward pass."""
         assert micro_batch.advantages is not None
         with torch.no_grad(), eval_mode(self.policy):
-            teacher, _ = self.learner.dense(self.policy, micro_batch)
+            teacher = self.learner.dense(self.policy, micro_batch)[0]
         self.policy.enable_adapters()
         logprobs, _ = self.learner.replayed(self.policy, micro_batch)
         loss = self.loss.second_term(self.adapter.kl_coef)

@@ -177,9 +177,9 @@ class SparseGRPO(PolicyModule):
 
     def micro_batch_loss(self, part: Rollout, denominators: Denominators) -> LossOutput:
         """The learner's forward pass, and the micro-batch's share of its optimizer step's loss."""
-        logprobs, entropy = self.learner.logprobs(self.policy, part)
+        logprobs, entropy, *more = self.learner.logprobs(self.policy, part)
         self.old_logprobs.complete(part, logprobs)
-        output = self.loss(part, logprobs, denominators)
+        output = self.loss(part, logprobs, denominators, *more)
         output.metrics["entropy"] = entropy[part.completion_mask].mean().detach()
         return output
 
@@ -255,7 +255,7 @@ class SparseGRPO(PolicyModule):
         self._reference[0].to(device=self.device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
         return self.learner.logprobs(self._reference[0], rollout)[0]
 
-    def replayed(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def replayed(self, rollout: Rollout) -> tuple[Tensor, ...]:
         """Log-probs and entropies (B, T) of the sparse policy as the sampler saw the sequences."""
         return self.learner.replayed(self.policy, rollout)
 

@@ -41,7 +41,10 @@ BLOCK_BYTES = 30
 """Bytes of a rollout per token: ids (8), log-probs (4 each) of up to three policies, masks, weights, advantages."""
 
 LIKELY_BYTES = 8
-"""Bytes of one of a token's most likely tokens: id (4) and log-prob (4)."""
+"""Bytes of one of a token's most likely tokens in the host's memory: id (4) and log-prob (4)."""
+
+COMPARED_BYTES = 36
+"""Bytes of one of them in the learner's pass: its id in 64 bits, two log-probs, and five temporaries."""
 
 
 Phases = tuple[int, int, int]
@@ -75,7 +78,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
     record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
     kept, routed = job.rollout.keep_pool, routing(job)
-    likely = job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES
+    compared = job.micro_batch.rows * job.micro_batch.completion * job.sampling.top_logprobs * COMPARED_BYTES
     choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
     parts = {
         "weights" if job.blueprint.adapters is None else "weights and adapters": _always(state.weights),
@@ -83,7 +86,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "optimizer's state": _always(state.optimizer),
         "reference policy": _always(reference),
         "token buffers": _always(job.sequences * job.length * (BLOCK_BYTES + choices)),
-        "the most likely tokens": (likely * 3 // 2, likely, 0),  # ids, then log-probs are there twice to be joined
+        "the most likely tokens": (0, compared, 0),
         "eviction record": (record, record // 2, record // 2 * job.keeps_evictions),
         "whole copy of sharded weights": _always(shadow),
         "copies of weights for decoding": _always(copies, kept),
@@ -94,6 +97,11 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
         "temporaries of the optimizer": (0, 0, round(state.temporary)),
     }
     return {name: phases for name, phases in parts.items() if any(phases)}, count
+
+
+def likely_bytes(job: Job) -> int:
+    """The sampler's most likely tokens of a rollout, in the host's memory."""
+    return job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES
 
 
 def _always(count: float, kept: bool = True) -> Phases:

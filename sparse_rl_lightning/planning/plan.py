@@ -18,7 +18,16 @@ from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning.cards import Card
 from sparse_rl_lightning.planning.job import Job
-from sparse_rl_lightning.planning.memory import CONTEXT, LOST, Phases, learner, parts_of, slot_size, states
+from sparse_rl_lightning.planning.memory import (
+    CONTEXT,
+    LOST,
+    Phases,
+    learner,
+    likely_bytes,
+    parts_of,
+    slot_size,
+    states,
+)
 from sparse_rl_lightning.policies.quantized import BLOCK
 from sparse_rl_lightning.text import duration, table
 
@@ -63,8 +72,8 @@ class Plan:
 
     @property
     def host(self) -> float:
-        """Bytes in the host's memory: what the optimizer, the weights or the learner's layers keep there."""
-        return states(self.job).host + learner(self.job).host
+        """Bytes in the host's memory: what the optimizer, the weights, the learner's layers or rollouts keep there."""
+        return states(self.job).host + learner(self.job).host + likely_bytes(self.job)
 
     @cached_property
     def seconds(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -71,6 +72,7 @@ class Generator:
         self.compressor = compressor
         self.retriever = retriever
         self.sampling = sampling
+        self.top: dict[str, int] = {}  # numbers of most likely tokens that callbacks want of training rollouts
         self.options = options
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
         # contexts that switch the policy to the sparse one, and to the dense one
@@ -109,6 +111,12 @@ class Generator:
     def is_sparse(self) -> bool:
         """Whether rollouts see less than a full cache."""
         return self.compressor.evicts or self.retriever is not None
+
+    @property
+    def drawing(self) -> SamplingParams:
+        """The sampling parameters of the next training rollout, with what callbacks want to see of it."""
+        most = max([self.sampling.top_logprobs, *self.top.values()])
+        return self.sampling if most == self.sampling.top_logprobs else replace(self.sampling, top_logprobs=most)
 
     def sampler(self, dense: bool = False) -> RolloutSampler:
         """The sampler with compressor and retriever, or with the full cache."""
@@ -150,7 +158,7 @@ class Generator:
             first: Number of the first sequence, with which seed and places determine the random numbers; default as
                 after ``index`` rollouts of this size.
         """
-        start, params = time.perf_counter(), params or self.sampling
+        start, params = time.perf_counter(), params or self.drawing
         if self.shadow is not None:
             self.shadow.fill(self.version())
 
@@ -191,7 +199,7 @@ class Generator:
         assert self.partial is not None
         start, sampler = time.perf_counter(), self.sampler()
         ids = self._sequence_ids(index, len(rows), self.sampling.num_generations, places, first)
-        rollout, complete, conversations = self.partial.draw(sampler, self.sampling, rows, ids, self.encode, progress)
+        rollout, complete, conversations = self.partial.draw(sampler, self.drawing, rows, ids, self.encode, progress)
         assert self.partial.session is not None
         self._tell_memory_plan(self.partial.session.memory_plan, dense=False)
         return self.decode(rollout, complete, index, start, conversations)

@@ -30,7 +30,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.planning import CARDS, Plan, Sharding, best_knob, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint, empty_model, read_config
 from sparse_rl_lightning.planning.knobs import changes
-from sparse_rl_lightning.planning.memory import parts_of, slot_size
+from sparse_rl_lightning.planning.memory import likely_bytes, parts_of, slot_size
 from sparse_rl_lightning.planning.plan import gigabytes
 from sparse_rl_lightning.planning.propose import _scalar, job_of, levels, propose
 from sparse_rl_lightning.policies.pretrained import check_numbers
@@ -499,12 +499,17 @@ def test_samples_that_are_not_trained_on_are_no_part_of_the_block(written: str) 
 
 
 def test_most_likely_tokens_are_counted_and_those_of_a_monitor_too(written: str) -> None:
-    asked = ["--model.sampling.top_logprobs=20"], ["--trainer.callbacks+=AcceptanceMonitor"]
-    jobs = [configured(["--config", written, *own]) for own in ([], *asked)]
+    """They lie in the host's memory, and on the GPU while the learner compares a micro-batch's."""
+    asked = (
+        "--model.sampling.top_logprobs=20", "--trainer.callbacks+=AcceptanceMonitor",
+        "--trainer.callbacks+={class_path: ScoreCentering, init_args: {top: 20}}",
+    )  # fmt: skip
+    jobs = [configured(["--config", written, *words]) for words in ([], *([word] for word in asked))]
     none, *some = (parts_of(job, 80e9)[0].get("the most likely tokens") for job in jobs)
-    one = jobs[0].sequences * jobs[0].length * 20 * 8
+    rows = jobs[0].micro_batch.rows
     assert none is None
-    assert some == [(one * 3 // 2, one, 0)] * 2  # ids, then log-probs are there twice while sequences are joined
+    assert some == [(0, rows * jobs[0].micro_batch.completion * 20 * 36, 0)] * 3
+    assert [likely_bytes(job) for job in jobs] == [0, *[jobs[0].sequences * jobs[0].length * 20 * 8] * 3]
 
 
 def test_a_form_that_cannot_be_counted_is_not_proposed(folder: Path) -> None:

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_612,
-    "statements of the spine": 7_182,
+    "statements of the package": 21_727,
+    "statements of the spine": 7_200,
     "classes of the rollout half": 84,
-    "blank names in ten thousand": 13,
-    "lines of tests": 55_646,
+    "blank names in ten thousand": 12,
+    "lines of tests": 56_036,
     "statements of experiments": 1_500,
     "statements of docs": 684,
 }

@@ -57,10 +57,9 @@ class CIS(ImportanceReweighting):
         calibrated_weights(NO_TOKENS[0], *NO_TOKENS, threshold, floor)
         self.threshold, self.floor = threshold, floor
 
-    def weigh(self, part: Rollout, log_ratio: Tensor) -> Tensor:
-        """The weights (B, T) of tokens with these log-ratios, 0 outside the completions."""
-        assert part.old_logprobs is not None
-        return calibrated_weights(log_ratio, part.old_logprobs, part.completion_mask, self.threshold, self.floor)
+    def weigh(self, log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """The weights (B, T) of tokens with these log-ratios and dense log-probs, 0 outside the mask."""
+        return calibrated_weights(log_ratio, old_logprobs, mask, self.threshold, self.floor)
 
 
 class SequenceTIS(ImportanceReweighting):

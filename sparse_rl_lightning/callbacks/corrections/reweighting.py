@@ -73,7 +73,8 @@ class ImportanceReweighting(CorrectionCallback):
     def correct(self, trainer: Trainer, module: RolloutModule, part: Rollout) -> None:
         """Multiply ``weights``; a mean over micro-batches is left to the loss, through ``weight_reference``."""
         log_ratio, mask = self.log_ratio(part), part.completion_mask
-        weights = self.weigh(part, log_ratio)
+        assert part.old_logprobs is not None
+        weights = self.weigh(log_ratio, part.old_logprobs, mask)
         reference = self._reference(log_ratio, mask, weights)
         if self.normalize == "batch":
             weights = normalize_weights(weights, reference, mask) * self._local_to_common(trainer, reference, mask)
@@ -83,9 +84,9 @@ class ImportanceReweighting(CorrectionCallback):
             part.weight_reference = reference
         part.weights = weights if part.weights is None else part.weights * weights
 
-    def weigh(self, part: Rollout, log_ratio: Tensor) -> Tensor:
-        """The weights (B, T) of tokens with these log-ratios, 0 outside the completions."""
-        return importance_weights(log_ratio, part.completion_mask, self.mode, self.clip_min, self.clip_max)
+    def weigh(self, log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """The weights (B, T) of tokens with these log-ratios and dense log-probs, 0 outside the mask."""
+        return importance_weights(log_ratio, mask, self.mode, self.clip_min, self.clip_max)
 
     def _local_to_common(self, trainer: Trainer, reference: Tensor, mask: Tensor) -> Tensor | float:
         """The ratio of this rank's mean of the reference to the mean over all ranks."""

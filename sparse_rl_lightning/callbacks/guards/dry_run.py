@@ -185,7 +185,7 @@ class WorstCase:
         self.module, self.num_prompts = module, num_prompts
         self.row: dict[str, Any] = module.generator.longest(rows_of(module.trainer.train_dataloader))
         self.prompt = module.generator.encode([self.row])[0]
-        self.options, self.sampling = module.generator.options, module.generator.sampling
+        self.options, self.sampling = module.generator.options, module.generator.drawing
         self.length = len(self.prompt) + self.sampling.max_completion_length
         self.num_sequences = num_prompts * self.sampling.num_generations
         self.geometry = CacheGeometry.of(module.policy, longest=self.length)
@@ -231,7 +231,7 @@ class WorstCase:
 
     def _longest_sequences(self) -> Rollout:
         """A micro-batch with everything that callbacks may add to it."""
-        device, shape = self.module.device, (self.micro_batch, self.length)
+        device, shape, top = self.module.device, (self.micro_batch, self.length), self.sampling.top_logprobs
         tokens = (self.prompt * (self.length // len(self.prompt) + 1))[: self.length]
         mask = (torch.arange(self.length, device=device) >= len(self.prompt)).expand(shape)
         zeros, g = torch.zeros(shape, device=device), self.geometry
@@ -257,6 +257,8 @@ class WorstCase:
             keep=mask & (not self.module.learns_from_rejected),
             weights=zeros + 1,
             weight_reference=zeros + 1,
+            topk_ids=torch.zeros(*shape, top, dtype=torch.int32) if top else None,
+            topk_logprobs=torch.zeros(*shape, top) if top else None,
             keys=torch.zeros(self.micro_batch, 2, dtype=torch.int64, device=device),
             routing=None if routed is None else routed.empty(*shape, device=device),
         )

@@ -113,31 +113,24 @@ class AcceptanceMonitor(RolloutCallback):
         self.report: TailReport | None = None
         self._ceiling: dict[str, float] = {}  # lower and upper
         self._ceiling_index = 0  # number of the rollout at which it was measured
-        self._configured_top: int | None = None  # the configured top_logprobs, while a report is requested
 
     # ---------------------------------------------------------------- request to the sampler
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Request the report already now, so that a dry run of the worst case includes it."""
-        self._request(rollout_module(pl_module, self), wanted=True)
+        module = rollout_module(pl_module, self)
+        module.generator.top[type(self).__name__] = self._top(module)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Request the report only for measured rollouts, since it takes memory; partial rollouts keep it."""
-        due = not module.num_rollouts % self.every_n_rollouts
-        self._request(module, wanted=due or module.generator.partial is not None)
+        due = not module.num_rollouts % self.every_n_rollouts or module.generator.partial is not None
+        module.generator.top[type(self).__name__] = self._top(module) if due else 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop requesting the report."""
-        if self._configured_top is not None:
-            self._request(rollout_module(pl_module, self), wanted=False)
-            self._configured_top = None
-
-    def _request(self, module: RolloutModule, wanted: bool) -> None:
-        generator = module.generator
-        if self._configured_top is None:
-            self._configured_top = generator.sampling.top_logprobs
-        top = max(self._configured_top, self._top(module)) if wanted else self._configured_top
-        generator.sampling = replace(generator.sampling, top_logprobs=top)
+        generator = getattr(pl_module, "generator", None)  # fit may have refused the module
+        if generator is not None:
+            generator.top.pop(type(self).__name__, None)
 
     def _top(self, module: RolloutModule) -> int:
         return min(self.top_k, int(module.policy.config.vocab_size))

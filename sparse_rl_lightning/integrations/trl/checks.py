@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
-from sparse_rl_lightning.callbacks.base import CorrectionCallback
+from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutCallback
 from sparse_rl_lightning.compressors import Compressor
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import disable_dropout, has_dropout
@@ -66,6 +66,11 @@ def check_method(
     for correction in corrections:
         if not isinstance(correction, CorrectionCallback):
             raise UserError(f"corrections must be of CorrectionCallback, such as TIS(), got {correction!r}.")
+        if type(correction).correct is RolloutCallback.correct:
+            raise UserError(
+                f"{type(correction).__name__} corrects in the loss, which is TRL's here. Train with SparseGRPO, or "
+                "give a correction of keep and weights, such as TIS()."
+            )
         if getattr(correction, "baseline", "all") != "all":
             raise UserError("SparsityAwareRejection: TRL makes the baseline of all samples, set baseline to 'all'.")
     if replay and corrections:

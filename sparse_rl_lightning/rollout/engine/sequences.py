@@ -163,7 +163,11 @@ class FinishedSequence:
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
             # zeros where a log says nothing: in the prompt, or of the last token, which was never fed
-            logs={name: _within(log[slot, : end + 1], prompt_length, end + 1) for name, log in logs.drawn.items()}
+            logs={
+                # most likely tokens take more memory than all else: the host has it
+                name: _within(log[slot, : end + 1], prompt_length, end + 1).to("cpu" if "topk" in name else log.device)
+                for name, log in logs.drawn.items()
+            }
             | {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()},
             evictions=cache.evictions_of(slot, end, running.cuts),
             stored=entries[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
@@ -192,7 +196,7 @@ class FinishedSequence:
         read = [sequence.read_integral for sequence in finished if sequence.read_integral is not None]
         evictions = [sequence.evictions for sequence in finished if sequence.evictions is not None]
         completion = (index >= prompt_lengths[:, None]) & (index < lengths[:, None])
-        # each is freed when it is joined: most likely tokens take more memory than all else
+        # each is freed when it is joined
         logs = {
             n: pad_sequence([sequence.logs.pop(n) for sequence in finished], batch_first=True)
             for n in [*finished[0].logs]

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, ProcessorMixin
 from trl import GRPOTrainer
 from trl_runs import PROMPTS, build, evicting, logged, policy, weights
 
-from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, ScoreCentering, SparsityAwareRejection
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.transformers import CompressedCache
@@ -481,6 +481,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "compressor": ({"compressor": "SnapKV"}, {}, "compressor must be"),
     "correction": ({"corrections": ["TIS"]}, {}, "corrections must be"),
     "two of a kind": ({"corrections": [TIS(), MIS()]}, {}, "two corrections of one kind"),
+    "in the loss": ({"corrections": [ScoreCentering()]}, {}, "ScoreCentering corrects in the loss, which is TRL's"),
     "baseline": ({"corrections": [SparsityAwareRejection(baseline="kept")]}, {}, "baseline to 'all'"),
     "both": ({"corrections": [TIS()], "replay": True}, {}, "nothing is left for corrections"),
     "vespo": ({"corrections": [TIS()]}, {"loss_type": "vespo"}, "vespo"),

@@ -1,0 +1,221 @@
+"""ScoreCentering: take from each token's score what the sampler's tokens have on average (arXiv 2609.20807).
+
+A token's gradient is A f(p / q) grad log p. Drawn from q, and not from the learner's p, it has a mean even where every
+advantage A is the same: the drift, which pulls p to where q puts its mass. Centered, it is A (f(p / q) grad log p -
+E_q[f(p / q) grad log p]). The formula is :func:`~sparse_rl_lightning.corrections.expected_scores`; learner and loss get
+it as subclasses, which the callback puts in place of those of the module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutModule, rollout_callbacks, rollout_module
+from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
+from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
+from sparse_rl_lightning.corrections import Weigh, expected_scores
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
+from sparse_rl_lightning.logprobs import hidden_states, token_logprobs
+from sparse_rl_lightning.losses import aggregate
+from sparse_rl_lightning.output_head import LogitScaling, output_head
+from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
+
+
+def uniform(log_ratio: Tensor, logprobs: Tensor) -> Tensor:
+    """Weight 1 for every token."""
+    return torch.ones_like(log_ratio)
+
+
+@dataclass(frozen=True)
+class CenteredLearner(Learner):
+    """A learner whose dense pass also returns the expected scores (B, T), where a rollout has the sampler's tokens.
+
+    Args:
+        weigh: Weights that the loss gives to tokens.
+    """
+
+    weigh: Weigh = uniform
+
+    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and expected scores (B, T) under the full cache."""
+        if rollout.topk_ids is None:
+            return super().dense(policy, rollout)
+        return self._in_parts(partial(centered_statistics, policy, self.weigh, *self._head), rollout)
+
+
+def centered_statistics(
+    model: PreTrainedModel, weigh: Weigh, temperature: float, chunk_size: int, head_in_float32: bool, rollout: Rollout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and expected scores (B, T) of completions, 0 elsewhere, from one pass.
+
+    The head's product is made once for a token and the sampler's K most likely ones beside it.
+
+    Args:
+        model: Policy.
+        weigh: Weights that the loss gives to tokens.
+        temperature: Divisor of the logits.
+        chunk_size: Number of tokens whose logits exist at the same time.
+        head_in_float32: Precision of the logits.
+        rollout: Sequences with ``topk_ids`` and ``topk_logprobs``, which may be in the host's memory.
+    """
+    mask, most_likely, sampler_logprobs = rollout.completion_mask, rollout.topk_ids, rollout.topk_logprobs
+    assert most_likely is not None
+    assert sampler_logprobs is not None
+    hidden = hidden_states(model, rollout.sequences, rollout.routing)[:, :-1][mask[:, 1:]]
+    at = mask.to(most_likely.device)
+    targets = torch.cat([rollout.sequences[mask][:, None], most_likely[at].to(mask.device, torch.int64)], dim=1)
+    logprobs, entropy = token_logprobs(
+        output_head(model), hidden, targets, temperature, chunk_size, head_in_float32, LogitScaling.of(model.config)
+    )
+    scores = expected_scores(logprobs[:, 1:], sampler_logprobs[at].to(logprobs), weigh)
+    empty = logprobs.new_zeros(mask.shape)
+    return tuple(empty.masked_scatter(mask, values) for values in (logprobs[:, 0], entropy, scores))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class CenteredLoss(GRPOLoss):
+    """The loss, of whose kept tokens each also has its advantage times the expected score."""
+
+    def __call__(
+        self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators, scores: Tensor | None = None
+    ) -> LossOutput:
+        """The share of the step's loss; ``scores`` (B, T) are None where the sampler's tokens are not known."""
+        output = super().__call__(micro_batch, logprobs, denominators)
+        if scores is None:
+            return output
+        assert micro_batch.advantages is not None
+        term = aggregate(
+            micro_batch.advantages[:, None] * scores, self.mask(micro_batch), micro_batch.keep, self.loss_type,
+            self.denominator, denominators.max_completion_length, denominators.policy,
+        )  # fmt: skip
+        return LossOutput(output.loss + term, output.metrics)
+
+
+class ScoreCentering(CorrectionCallback):
+    """Subtract from each token's score the mean score of the sampler's tokens, so that a lasting gap moves nothing.
+
+    Samples of another policy than the learner's have a drift: on average they push the learner to where the sampler
+    puts its mass, whatever the reward. Score centering (arXiv 2609.20807) takes it away, exactly for the sampler's
+    ``top`` most likely tokens, and for all others as if the sampler had a multiple of the learner's probabilities.
+    Bounded weights of tokens (``ImportanceReweighting``, ``TIS``, ``IcePop``, ``CIS``) go with it::
+
+        - class_path: ScoreCentering
+        - class_path: ImportanceReweighting
+          init_args: {clip_max: 1.5}
+
+    It is for one optimizer step per rollout. Every sampled token takes 8 x ``top`` bytes of the host's memory, in the
+    rollout and in checkpoints. Logged: ``centering/covered``, the sampler's mean probability of these tokens together.
+
+    Args:
+        top: Number of most likely tokens that the sampler reports, at most the vocabulary, on a GPU 256.
+    """
+
+    corrects = True
+    keeps_candidates = True
+
+    def __init__(self, top: int = 128) -> None:
+        check_number("top", top, least=1, owner="ScoreCentering")
+        self.top = top
+        self._before: tuple[Learner, GRPOLoss] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module a learner and a loss that center, and ask the sampler for its most likely tokens.
+
+        Raises:
+            ValueError: If the module, an option or another correction does not go with it.
+        """
+        module = rollout_module(pl_module, self)
+        loss = check_centered(module)
+        weigh = common_weights(module)
+        learner = module.learner
+        self._before = learner, loss
+        options = {field.name: getattr(learner, field.name) for field in fields(Learner)}
+        module.learner, module.loss = CenteredLearner(**options, weigh=weigh), CenteredLoss(**asdict(loss))
+        module.generator.top["ScoreCentering"] = min(self.top, int(module.policy.config.vocab_size))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give learner and loss back."""
+        if self._before is not None:
+            module = rollout_module(pl_module, self)
+            module.learner, module.loss = self._before
+            del module.generator.top["ScoreCentering"]
+            self._before = None
+
+    def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
+        """Log how much of the sampler's distribution is known."""
+        logprobs, mask = scored.rollout.topk_logprobs, scored.rollout.completion_mask
+        assert logprobs is not None
+        covered = logprobs.exp().sum(dim=-1)[mask.to(logprobs.device)].mean()
+        module.log("centering/covered", covered, batch_size=len(scored.completions))
+
+
+def check_centered(module: RolloutModule) -> GRPOLoss:
+    """The module's loss, if its tokens can be centered.
+
+    Raises:
+        ValueError: If not, by the name of what does not go with it.
+    """
+    loss, sampling = module.loss, module.generator.sampling
+    steps = module.steps_per_generation * module.num_iterations // module.trainer.accumulate_grad_batches
+    wrong = {
+        f"{type(module).__name__} replays everything, and what it learns from has no drift: remove it": (
+            module.learner.replays
+        ),
+        f"model.loss is {type(loss).__name__}, of which it does not know how terms add up: use GRPOLoss": (
+            not isinstance(loss, GRPOLoss)
+        ),
+        "model.loss.importance_sampling_level is 'sequence', and it is for tokens: set it to token": (
+            getattr(loss, "importance_sampling_level", "token") != "token"
+        ),
+        "model.loss.off_policy_delta leaves out sequences in the loss, which it does not see: set it to null": (
+            getattr(loss, "off_policy_delta", None) is not None
+        ),
+        f"a rollout has {steps} optimizer steps, and it is for one, before a ratio is clipped: set "
+        "trainer.accumulate_grad_batches to model.steps_per_generation, and model.num_iterations to 1": steps > 1,
+        f"a part of the distribution is never drawn, and it is for {sampling.whole_distribution()}": (
+            sampling.truncates
+        ),
+        "model.learner.share_prompts is true: set it to false": module.learner.options.share_prompts,
+    }
+    for reason, applies in wrong.items():
+        if applies:
+            raise UserError(f"ScoreCentering: {reason}.")
+    assert isinstance(loss, GRPOLoss)
+    return loss
+
+
+def common_weights(module: RolloutModule) -> Weigh:
+    """The weights that the trainer's corrections give to tokens: those of the one that weighs, else 1.
+
+    Raises:
+        ValueError: If they are not of single tokens, or tokens are left out, whose place in the mean is then not known.
+    """
+    weigh: Weigh = uniform
+    for callback in rollout_callbacks(module):
+        for piece in getattr(callback, "parts", (callback,)):
+            if isinstance(piece, SparsityAwareRejection) and piece.bounds is not None and piece.level == "token":
+                raise UserError(
+                    "ScoreCentering: SparsityAwareRejection leaves out tokens by low and high. Set both to null, and "
+                    "give IcePop, which gives such tokens the weight 0."
+                )
+            if not getattr(piece, "weighs", False):
+                continue
+            if not isinstance(piece, ImportanceReweighting) or piece.normalize != "none" or piece.mode[:5] != "token":
+                raise UserError(
+                    f"ScoreCentering: {type(piece).__name__} does not weigh each token by itself, as TIS, IcePop, CIS "
+                    "and ImportanceReweighting with a token mode and normalize none do. Leave one of the two out."
+                )
+            weigh = partial(_weighed, piece)
+    return weigh
+
+
+def _weighed(reweighting: ImportanceReweighting, log_ratio: Tensor, logprobs: Tensor) -> Tensor:
+    return reweighting.weigh(log_ratio, logprobs, torch.ones_like(log_ratio, dtype=torch.bool))
