@@ -245,6 +245,7 @@ def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, floa
 
 def _covered(tree: Path, jobs: int) -> dict[str, Any]:
     from coverage import CoverageData
+    from coverage.exceptions import DataError
 
     lines: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     seconds = dict[str, float]()
@@ -252,7 +253,10 @@ def _covered(tree: Path, jobs: int) -> dict[str, Any]:
         seconds |= json.loads((BUILD / f"durations-{share}.json").read_text())
         for found in [BUILD / f"coverage-{share}", *BUILD.glob(f"ranks-{share}.*.*")]:
             data = CoverageData(str(found))
-            data.read()
+            try:
+                data.read()
+            except DataError:  # a process that was killed while it wrote
+                continue
             for file in data.measured_files():
                 own = lines[Path(file).relative_to(tree / "sparse_rl_lightning").as_posix()]
                 for line, contexts in data.contexts_by_lineno(file).items():
