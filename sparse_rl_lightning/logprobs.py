@@ -41,6 +41,7 @@ def sequence_logprobs(
     head_in_float32: bool = False,
     routing: Tensor | None = None,
     hidden: Tensor | None = None,
+    ids: Tensor | None = None,
     **attention_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every token of ``mask``, given all tokens before it.
@@ -58,12 +59,13 @@ def sequence_logprobs(
         head_in_float32: Compute the logits in float32 whatever type the hidden states and the head have.
         routing: Recorded choices of experts, as in :func:`hidden_states`.
         hidden: States (M, C) before each of the M tokens of ``mask``, if they are known; None runs the model.
+        ids: Candidates (B, T, J) in the place of each token, whose log-probabilities are wanted; None for the token.
         **attention_kwargs: Arguments for the model's forward, e.g. ``attention_mask`` of a replayed eviction.
 
     Returns:
-        Two (B, T) tensors, at least float32, 0 outside ``mask``: log-softmax(logits / temperature) at the token,
-        and the entropy of that distribution in nats. Both carry gradient if the model does; the gradient of the
-        entropy costs nothing unless it is needed.
+        Two (B, T) tensors, at least float32, 0 outside ``mask``: log-softmax(logits / temperature) at the token, or
+        (B, T, J) at the candidates, and the entropy of that distribution in nats. Both carry gradient if the model
+        does; the gradient of the entropy costs nothing unless it is needed.
 
     Raises:
         ValueError: If a token to return has nothing before it, shapes, temperature or chunk size are wrong, or the
@@ -73,11 +75,13 @@ def sequence_logprobs(
     scaling = LogitScaling.of(model.config)
     if hidden is None:
         hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
+    targets = sequences[mask] if ids is None else ids[mask.to(ids.device)].to(mask.device, torch.int64)
     logprobs, entropy = token_logprobs(
-        output_head(model), hidden, sequences[mask], temperature, chunk_size, head_in_float32, scaling
+        output_head(model), hidden, targets, temperature, chunk_size, head_in_float32, scaling
     )
-    empty = logprobs.new_zeros(mask.shape)
-    return empty.masked_scatter(mask, logprobs), empty.masked_scatter(mask, entropy)
+    places = mask if ids is None else mask[..., None]
+    empty, empties = logprobs.new_zeros(mask.shape), logprobs.new_zeros((*mask.shape, *targets.shape[1:]))
+    return empties.masked_scatter(places, logprobs), empty.masked_scatter(mask, entropy)
 
 
 @torch.no_grad()
@@ -111,18 +115,11 @@ def logprobs_at(
     Raises:
         ValueError: For the same reasons as :func:`sequence_logprobs`, or if ``ids`` does not fit the sequences.
     """
-    _check_mask(sequences, mask)
     _check_settings(temperature, chunk_size)
     if ids.ndim != 3 or ids.shape[:2] != sequences.shape:
         raise UserError(f"ids must be (B, T, K) with (B, T) = {tuple(sequences.shape)}, got {tuple(ids.shape)}.")
-    hidden = hidden_states(model, sequences, routing, **attention_kwargs)[:, :-1][mask[:, 1:]]
-    per_token, _ = token_logprobs(
-        output_head(model), hidden, ids[mask].long(), temperature, chunk_size, head_in_float32,
-        LogitScaling.of(model.config),
-    )  # fmt: skip
-    logprobs = per_token.new_zeros(ids.shape)
-    logprobs[mask] = per_token
-    return logprobs
+    head = (temperature, chunk_size, head_in_float32)
+    return sequence_logprobs(model, sequences, mask, *head, routing, ids=ids, **attention_kwargs)[0]
 
 
 def hidden_states(

@@ -252,8 +252,8 @@ class Rollout:
         return [piece.trimmed() for piece in self.parts(count)]
 
     def widened(self, values: Tensor) -> Tensor:
-        """Values (B, t) of the sequences without padding as (B, T), with zeros for the padding."""
-        return F.pad(values, (0, self.sequences.shape[1] - values.shape[1]))
+        """Values (B, t, ...) of the sequences without padding as (B, T, ...), with zeros for the padding."""
+        return F.pad(values, (*(0,) * (2 * values.ndim - 4), 0, self.sequences.shape[1] - values.shape[1]))
 
     def to(self, device: torch.device | str) -> Self:
         """Copy of the rollout with every tensor on ``device`` but those ``ON_HOST``."""

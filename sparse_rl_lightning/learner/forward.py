@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -20,6 +21,9 @@ from sparse_rl_lightning.replay.logprobs import replay_statistics
 from sparse_rl_lightning.replay.shared_prompts import check_shares, shared_statistics
 from sparse_rl_lightning.retrieval.logprobs import retrieval_logprobs
 from sparse_rl_lightning.retrievers import Retriever
+
+Candidates = Callable[[Rollout], Tensor]
+"""Ids (B, T, J) in the place of each token of a piece of a rollout, whose log-probs are wanted."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +103,32 @@ class Learner:
         """Log-probs and entropies (B, T) that the policy is trained on."""
         return self.replayed(policy, rollout) if self.replays else self.dense(policy, rollout)
 
-    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
-        """Log-probs and entropies (B, T) under the full cache."""
+    def dense(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
+        """Log-probs and entropies (B, T) under the full cache; of candidates ``ids`` the log-probs are (B, T, J)."""
         if self.options.share_prompts:
-            return self._in_parts(partial(shared_statistics, policy, False, *self._head), rollout, shares_prompts=True)
+            return self._in_parts(partial(shared_statistics, policy, False, *self._head), rollout, ids, True)
         return self._in_parts(
-            lambda piece: sequence_logprobs(policy, piece.sequences, piece.completion_mask, *self._head, piece.routing),
+            lambda piece, **more: sequence_logprobs(
+                policy, piece.sequences, piece.completion_mask, *self._head, piece.routing, **more
+            ),
             rollout,
+            ids,
         )
 
-    def replayed(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
+    def replayed(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """Log-probs and entropies (B, T) as the sampler saw the sequences: under its evictions, or retrieving.
 
         Raises:
             ValueError: If there is nothing to replay, see :func:`~sparse_rl_lightning.replay.replay_logprobs`.
         """
+        retriever, head = self.retriever, self._head
         if self.options.share_prompts:  # never beside a retriever
-            return self._in_parts(partial(shared_statistics, policy, True, *self._head), rollout, shares_prompts=True)
-        retriever = self.retriever
+            return self._in_parts(partial(shared_statistics, policy, True, *head), rollout, ids, True)
         if retriever is None:
-            return self._in_parts(lambda piece: replay_statistics(policy, piece, *self._head), rollout)
-        return self._in_parts(lambda piece: retrieval_logprobs(policy, piece, retriever, *self._head), rollout)
+            return self._in_parts(lambda piece, **more: replay_statistics(policy, piece, *head, **more), rollout, ids)
+        return self._in_parts(
+            lambda piece, **more: retrieval_logprobs(policy, piece, retriever, *head, **more), rollout, ids
+        )
 
     def acceptance(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
         """Lower and upper bound (B, T) of the acceptance at the completion tokens, without gradient.
@@ -140,9 +149,13 @@ class Learner:
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 
-    def _in_parts(self, compute: Compute, rollout: Rollout, shares_prompts: bool = False) -> tuple[Tensor, ...]:
+    def _in_parts(
+        self, compute: Callable[..., tuple[Tensor, ...]], rollout: Rollout, ids: Candidates | None = None,
+        shares_prompts: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         limit = self.options.micro_batch_tokens
+        of_piece: Compute = compute if ids is None else lambda piece: compute(piece, ids=ids(piece))
         if limit is None:
-            return compute(rollout)
+            return of_piece(rollout)
         pieces = split_prompts(rollout, limit) if shares_prompts else split(token_counts(rollout), limit)
-        return in_parts(compute, rollout, pieces)
+        return in_parts(of_piece, rollout, pieces)

@@ -43,14 +43,17 @@ def replay_statistics(
     temperature: float = 1.0,
     chunk_size: int = 512,
     head_in_float32: bool = False,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (B, T) under the sampler's own evictions, with gradient, 0 outside completions.
 
-    Arguments and errors are those of :func:`replay_logprobs`, chunks and precision those of ``sequence_logprobs``.
+    Arguments and errors are those of :func:`replay_logprobs`, chunks, precision and candidates ``ids`` those of
+    ``sequence_logprobs``.
     """
     mask = rollout.completion_mask
     hidden = replay_states(model, rollout)[:, :-1][mask[:, 1:]]
-    return sequence_logprobs(model, rollout.sequences, mask, temperature, chunk_size, head_in_float32, hidden=hidden)
+    head = (temperature, chunk_size, head_in_float32)
+    return sequence_logprobs(model, rollout.sequences, mask, *head, hidden=hidden, ids=ids)
 
 
 def replay_states(model: PreTrainedModel, rollout: Rollout) -> Tensor:

@@ -111,8 +111,9 @@ def check_shares(model: PreTrainedModel, retriever: object = None) -> None:
 
 
 def shared_statistics(
-    model: PreTrainedModel, replays: bool, temperature: float, chunk_size: int, head_in_float32: bool, rollout: Rollout
-) -> tuple[Tensor, Tensor]:
+    model: PreTrainedModel, replays: bool, temperature: float, chunk_size: int, head_in_float32: bool, rollout: Rollout,
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probabilities and entropies (B, T) of completions, with gradient, from one pass that reads prompts once.
 
     Args:
@@ -122,6 +123,7 @@ def shared_statistics(
         chunk_size: Number of tokens whose logits exist at the same time.
         head_in_float32: Precision of the logits, as in :func:`~sparse_rl_lightning.logprobs.sequence_logprobs`.
         rollout: Sequences, of which those with the same prompt share it.
+        ids: Candidates (B, T, J) in the place of each token, None for the token.
 
     Raises:
         ValueError: If there is nothing to replay, as in :func:`~sparse_rl_lightning.replay.replay_logprobs`.
@@ -137,4 +139,5 @@ def shared_statistics(
         states = hidden_states(model, rollout.sequences[at][None], routing, shared.positions[None], shared=shared)
     mask = rollout.completion_mask
     before = states[0].index_select(0, shared.places[:, :-1][mask[:, 1 : shared.places.shape[1]]])
-    return sequence_logprobs(model, rollout.sequences, mask, temperature, chunk_size, head_in_float32, hidden=before)
+    head = (temperature, chunk_size, head_in_float32)
+    return sequence_logprobs(model, rollout.sequences, mask, *head, hidden=before, ids=ids)

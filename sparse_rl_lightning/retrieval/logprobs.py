@@ -40,12 +40,13 @@ def retrieval_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 512,
     head_in_float32: bool = False,
+    ids: Tensor | None = None,
 ) -> RetrievalLogprobs:
     """Compute log-probabilities and entropies of the rollout's tokens when the learner itself retrieves.
 
     The retriever, the sampler's, chooses pages from each layer's queries and keys in this pass; queries of prompts read
-    everything, as in the rollout engine. The temperature is the sampler's, 1 for greedy rollouts; chunks and precision
-    are as in ``sequence_logprobs``.
+    everything, as in the rollout engine. The temperature is the sampler's, 1 for greedy rollouts; chunks,
+    precision and candidates ``ids`` are as in ``sequence_logprobs``.
     """
     kv = rollout.kv
     if kv is not None and bool((kv.stored < kv.full).any()):
@@ -65,6 +66,7 @@ def retrieval_logprobs(
             chunk_size,
             head_in_float32,
             rollout.routing,
+            ids=ids,
             retrieval=pages,
         )
     return RetrievalLogprobs(*statistics)

@@ -105,10 +105,11 @@ def test_it_changes_nothing_where_the_sampler_is_the_learner() -> None:
     torch.testing.assert_close(*trained, rtol=0, atol=2e-6)
 
 
-def test_parts_of_a_micro_batch_are_the_whole_of_it() -> None:
+@pytest.mark.parametrize("options", [{"micro_batch_tokens": 60}, {"share_prompts": True}])
+def test_other_ways_to_pass_through_the_policy_are_the_same(options: dict[str, Any]) -> None:
     trained = []
-    for limit in (None, 60):
-        grpo = module(loss_type="dapo", micro_batch_tokens=limit, **ONE_STEP)
+    for more in ({}, options):
+        grpo = module(loss_type="dapo", **more, **ONE_STEP)
         fit(grpo, 2, [ScoreCentering(6), TIS()])
         trained.append(weights(grpo))
     torch.testing.assert_close(*trained, rtol=0, atol=2e-6)
@@ -186,7 +187,6 @@ class Reinforce(Loss):
         ({"off_policy_delta": 0.1}, [], "model.loss.off_policy_delta leaves out sequences"),
         ({"loss": Reinforce()}, [], "model.loss is Reinforce"),
         ({"kind": ReplayGRPO}, [], "ReplayGRPO replays everything"),
-        ({"share_prompts": True}, [], "model.learner.share_prompts is true"),
         ({"top_p": 0.9}, [], "a part of the distribution is never drawn, and it is for .*top_p=1"),
         ({}, [MIS()], "SparsityAwareRejection leaves out tokens by low and high"),
         ({}, [SequenceTIS()], "SequenceTIS does not weigh each token by itself"),

@@ -21,11 +21,9 @@ from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRej
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.corrections import Weigh, expected_scores
 from sparse_rl_lightning.errors import UserError, check_number
-from sparse_rl_lightning.learner.forward import Learner
+from sparse_rl_lightning.learner.forward import Candidates, Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
-from sparse_rl_lightning.logprobs import hidden_states, token_logprobs
 from sparse_rl_lightning.losses import aggregate
-from sparse_rl_lightning.output_head import LogitScaling, output_head
 from sparse_rl_lightning.records import LossOutput, Rollout, ScoredRollout
 
 
@@ -44,40 +42,21 @@ class CenteredLearner(Learner):
 
     weigh: Weigh = uniform
 
-    def dense(self, policy: PreTrainedModel, rollout: Rollout) -> tuple[Tensor, ...]:
+    def dense(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """Log-probs, entropies and expected scores (B, T) under the full cache."""
-        if rollout.topk_ids is None:
-            return super().dense(policy, rollout)
-        return self._in_parts(partial(centered_statistics, policy, self.weigh, *self._head), rollout)
+        if ids is not None or rollout.topk_logprobs is None:
+            return super().dense(policy, rollout, ids)
+        logprobs, entropy = super().dense(policy, rollout, token_and_most_likely)
+        mask, sampler_logprobs = rollout.completion_mask, rollout.topk_logprobs
+        known = sampler_logprobs[mask.to(sampler_logprobs.device)].to(logprobs)
+        scores = expected_scores(logprobs[..., 1:][mask], known, self.weigh)
+        return logprobs[..., 0], entropy, torch.zeros_like(entropy).masked_scatter(mask, scores)
 
 
-def centered_statistics(
-    model: PreTrainedModel, weigh: Weigh, temperature: float, chunk_size: int, head_in_float32: bool, rollout: Rollout
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and expected scores (B, T) of completions, 0 elsewhere, from one pass.
-
-    The head's product is made once for a token and the sampler's K most likely ones beside it.
-
-    Args:
-        model: Policy.
-        weigh: Weights that the loss gives to tokens.
-        temperature: Divisor of the logits.
-        chunk_size: Number of tokens whose logits exist at the same time.
-        head_in_float32: Precision of the logits.
-        rollout: Sequences with ``topk_ids`` and ``topk_logprobs``, which may be in the host's memory.
-    """
-    mask, most_likely, sampler_logprobs = rollout.completion_mask, rollout.topk_ids, rollout.topk_logprobs
-    assert most_likely is not None
-    assert sampler_logprobs is not None
-    hidden = hidden_states(model, rollout.sequences, rollout.routing)[:, :-1][mask[:, 1:]]
-    at = mask.to(most_likely.device)
-    targets = torch.cat([rollout.sequences[mask][:, None], most_likely[at].to(mask.device, torch.int64)], dim=1)
-    logprobs, entropy = token_logprobs(
-        output_head(model), hidden, targets, temperature, chunk_size, head_in_float32, LogitScaling.of(model.config)
-    )
-    scores = expected_scores(logprobs[:, 1:], sampler_logprobs[at].to(logprobs), weigh)
-    empty = logprobs.new_zeros(mask.shape)
-    return tuple(empty.masked_scatter(mask, values) for values in (logprobs[:, 0], entropy, scores))  # type: ignore[return-value]
+def token_and_most_likely(rollout: Rollout) -> Tensor:
+    """Each token, and behind it the sampler's most likely ones in its place: ids (B, T, 1 + K)."""
+    assert rollout.topk_ids is not None
+    return torch.cat([rollout.sequences[..., None].to(rollout.topk_ids), rollout.topk_ids], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -183,7 +162,6 @@ def check_centered(module: RolloutModule) -> GRPOLoss:
         f"a part of the distribution is never drawn, and it is for {sampling.whole_distribution()}": (
             sampling.truncates
         ),
-        "model.learner.share_prompts is true: set it to false": module.learner.options.share_prompts,
     }
     for reason, applies in wrong.items():
         if applies:
