@@ -186,6 +186,18 @@ struct Row : Softmax {
     return found;
   }
 
+  // The number of tokens that are no worse than `least` and have a probability.
+  int32_t count() const {
+    int32_t stay = 0;
+    for (int64_t c = 0; c < num_chunks; ++c) {
+      if (chunks[c].maximum < least.logit || chunks[c].maximum == kNegInf) continue;
+      for (int64_t i = first(c); i < first(c) + size(c); ++i) {
+        stay += at(i) > kNegInf && !better(least, Candidate{at(i), i});
+      }
+    }
+    return stay;
+  }
+
   // The best `count` tokens, the worst of them last; among the maxima of chunks is a bound that so many reach.
   std::vector<Candidate> top(int64_t count) const {
     double bound = kNegInf;
@@ -280,7 +292,7 @@ void truncate(Row<T>& row, int64_t top_k, double top_p, double min_p) {
 
 template <class T>
 struct Unit {
-  const Draw<T>& op;
+  const Draw<T> op;  // with the numbers of the row
 
   void run(int64_t b) const {
     const T* logits = op.logits + b * op.vocabulary;
@@ -290,7 +302,7 @@ struct Unit {
     if (op.num_top) write_top(b, row);
     const bool masks = op.masks(b);
     const Softmax policy = row;
-    if (!masks && !op.drawn_from) return choose(b, policy, row);
+    if (!op.differs(b)) return choose(b, policy, row);
     const T* others = op.drawn_from ? op.drawn_from + b * op.vocabulary : logits;
     std::vector<float> own(others, others + op.vocabulary);
     for (int64_t e = 0; masks && e < op.num_ends; ++e) {
@@ -313,12 +325,18 @@ struct Unit {
     op.tokens[b] = token;
     op.logprobs[b] = static_cast<float>(policy.logprob(static_cast<float>(op.logits[b * op.vocabulary + token])));
     if (op.behavior) op.behavior[b] = static_cast<float>(from.logprob(from.at(token)));
+    if (op.support) op.support[b] = op.greedy ? 1 : op.truncates() ? from.count() : 0;
   }
 
   void write_top(int64_t b, const Row<T>& row) const {
-    std::vector<Candidate> found = row.top(op.num_top);
+    const int64_t wanted = std::min(op.wanted_top, op.num_top);
+    std::vector<Candidate> found = wanted ? row.top(wanted) : std::vector<Candidate>{};
     std::sort(found.begin(), found.end(), better);
     for (int64_t k = 0; k < op.num_top; ++k) {
+      if (k >= wanted) {
+        op.top_ids[b * op.num_top + k] = 0, op.top_logprobs[b * op.num_top + k] = kNegInf;
+        continue;
+      }
       op.top_ids[b * op.num_top + k] = static_cast<int32_t>(found[k].token);
       op.top_logprobs[b * op.num_top + k] = static_cast<float>(row.logprob(found[k].logit));
     }
@@ -328,6 +346,7 @@ struct Unit {
   void write_broken(int64_t b) const {
     op.tokens[b] = 0;
     op.logprobs[b] = kNan;
+    if (op.support) op.support[b] = 0;
     if (op.behavior) op.behavior[b] = kNan;
     for (int64_t k = b * op.num_top; k < (b + 1) * op.num_top; ++k) op.top_ids[k] = 0, op.top_logprobs[k] = kNan;
   }
@@ -337,7 +356,7 @@ struct Kernel : Cpu {
   template <class T>
   static void run(const Draw<T>& op, const Tensor&) {
     torch::stable::parallel_for(0, op.num_rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) Unit<T>{op}.run(b);
+      for (int64_t b = begin; b < end; ++b) Unit<T>{op.at(b)}.run(b);
     });
   }
 };

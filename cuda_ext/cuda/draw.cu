@@ -77,10 +77,11 @@ SPARSE_RL_DEVICE void load_logits(const Source<T>& source, int64_t token, int64_
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> op) {
+__global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> all) {
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const auto parts = static_cast<unsigned>(op.num_parts);
-  if (chunk >= op.num_chunks) return;
+  const auto parts = static_cast<unsigned>(all.num_parts);
+  const Draw<T> op = all.at(blockIdx.y / parts);
+  if (chunk >= op.num_chunks || (blockIdx.y % parts && !op.differs(blockIdx.y / parts))) return;
   const Source<T> source(op, blockIdx.y / parts, blockIdx.y % parts);
   float x[kPerLane], top = kNegInf;
   bool fine = true;
@@ -133,6 +134,7 @@ struct Row {
   Limit least;
   float maximum = kNegInf, lowest = -kNegInf;  // of the maxima of chunks
   double total = 0;
+  int stay = 0;  // tokens within the limit, once they are counted
 
   SPARSE_RL_DEVICE Row(const Draw<T>& op, int64_t b, int64_t part, Shared& shared)
       : op(op), source(op, b, part), chunks(op.chunks + (b * op.num_parts + part) * op.num_chunks), shared(shared) {
@@ -319,6 +321,18 @@ struct Row {
     }
   }
 
+  // Count the tokens within the limit that have a probability.
+  SPARSE_RL_DEVICE void count() {
+    if (threadIdx.x == 0) shared.count = 0;
+    __syncthreads();
+    int own = 0;
+    visit_from(rank_of(least.key, op.vocabulary - 1), ~uint64_t{0}, [&](float logit, int64_t) { own += logit > kNegInf; });
+    if (own) atomicAdd(&shared.count, own);
+    __syncthreads();
+    stay = shared.count;
+    __syncthreads();
+  }
+
   // The first token whose logit is the largest.
   SPARSE_RL_DEVICE int64_t best() {
     int64_t c = 0;
@@ -375,7 +389,12 @@ struct Row {
 
   // The most likely tokens, the best first. They fit into one block of threads.
   SPARSE_RL_DEVICE void write_top(int64_t b) {
-    const Limit worst = end_of<true>(op.num_top, false);
+    const int64_t wanted = op.wanted_top < op.num_top ? op.wanted_top : op.num_top;
+    for (int64_t k = wanted + threadIdx.x; k < op.num_top; k += kThreads) {
+      op.top_ids[b * op.num_top + k] = 0, op.top_logprobs[b * op.num_top + k] = kNegInf;
+    }
+    if (!wanted) return;
+    const Limit worst = end_of<true>(wanted, false);
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
     int32_t* ids = op.top_ids + b * op.num_top;
@@ -386,13 +405,13 @@ struct Row {
     const int own = threadIdx.x;
     int64_t token = 0;
     int rank = 0;
-    if (own < op.num_top) {
+    if (own < wanted) {
       token = ids[own];
       const Limit here{rank_key(source.at(token)), token - 1};
-      for (int64_t k = 0; k < op.num_top; ++k) rank += here.stays(source.at(ids[k]), ids[k]);
+      for (int64_t k = 0; k < wanted; ++k) rank += here.stays(source.at(ids[k]), ids[k]);
     }
     __syncthreads();
-    if (own < op.num_top) {
+    if (own < wanted) {
       ids[rank] = static_cast<int32_t>(token);
       op.top_logprobs[b * op.num_top + rank] = static_cast<float>(logprob(source.at(token)));
     }
@@ -406,6 +425,7 @@ SPARSE_RL_DEVICE void write_broken(const Draw<T>& op, int64_t b) {
   if (threadIdx.x == 0) {
     op.tokens[b] = 0, op.logprobs[b] = kNan;
     if (op.behavior) op.behavior[b] = kNan;
+    if (op.support) op.support[b] = 0;
   }
   for (int64_t k = threadIdx.x; k < op.num_top; k += kThreads) {
     op.top_ids[b * op.num_top + k] = 0, op.top_logprobs[b * op.num_top + k] = kNan;
@@ -413,22 +433,25 @@ SPARSE_RL_DEVICE void write_broken(const Draw<T>& op, int64_t b) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) draw_token_kernel(Draw<T> op) {
+__global__ void __launch_bounds__(kThreads, 2) draw_token_kernel(Draw<T> all) {
   __shared__ Shared shared;
   const int64_t b = blockIdx.x;
+  const Draw<T> op = all.at(b);
   Row<T> policy(op, b, 0, shared);
   if (!policy.is_fine()) return write_broken(op, b);
   if (op.num_top) policy.write_top(b);
-  Row<T> from(op, b, op.num_parts - 1, shared);
+  Row<T> from(op, b, op.differs(b) ? 1 : 0, shared);
   if (!from.is_fine()) return write_broken(op, b);
   int64_t token;
   if (op.greedy) {
     token = from.best();
   } else {
     from.truncate();
+    if (op.support && op.truncates()) from.count();
     token = from.find(keyed_uniform(op.keys[b], op.steps[b]) * from.total);
   }
   if (threadIdx.x) return;
+  if (op.support) op.support[b] = op.greedy ? 1 : op.truncates() ? from.stay : 0;
   op.tokens[b] = token;
   op.logprobs[b] = static_cast<float>(policy.logprob(policy.source.at(token)));
   if (op.behavior) op.behavior[b] = static_cast<float>(from.logprob(from.source.at(token)));

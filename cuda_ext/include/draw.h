@@ -7,6 +7,7 @@
 
 namespace sparse_rl {
 
+inline constexpr int64_t kRowParams = 6;  // temperature, top_k, top_p, min_p, min_length, number of top log-probs
 inline constexpr int64_t kChunk = 512;  // logits whose maximum and sum are kept; as CHUNK in ops/draw.py
 
 // Maximum of a chunk of logits, and the sum of exp((logit - maximum) / temperature) over it; NaN if a logit is NaN or
@@ -27,13 +28,33 @@ struct Draw {
   float* behavior;         // (B) or null
   int32_t* top_ids;        // (B, K) or null
   float* top_logprobs;     // (B, K) or null
+  int32_t* support;        // (B) or null: tokens that top-k, top-p and min-p leave, 0 where they leave all
   ChunkSum* chunks;        // (B, G, C): of the policy and, with G = 2, of what is drawn from if that differs
-  int64_t num_rows, vocabulary, num_parts, num_chunks, num_ends, min_length, top_k, num_top;
+  const double* row_params;  // (B, kRowParams) or null: what a row has in place of the numbers below
+  const int64_t* row_ends;   // (B, E) or null, padded with -1
+  int64_t num_rows, vocabulary, num_parts, num_chunks, num_ends, min_length, top_k, num_top, wanted_top;
   double temperature, top_p, min_p;
   bool greedy;
 
+  // The same draw with the numbers of one row.
+  SPARSE_RL_DEVICE Draw at(int64_t b) const {
+    Draw own = *this;
+    if (!row_params) return own;
+    const double* p = row_params + kRowParams * b;
+    own.greedy = p[0] == 0, own.temperature = own.greedy ? 1.0 : p[0];
+    own.top_k = static_cast<int64_t>(p[1]), own.top_p = p[2], own.min_p = p[3];
+    own.min_length = static_cast<int64_t>(p[4]), own.wanted_top = static_cast<int64_t>(p[5]);
+    if (row_ends) own.end_ids = row_ends + num_ends * b;
+    return own;
+  }
+
   // Whether the end tokens of a row are forbidden.
   SPARSE_RL_DEVICE bool masks(int64_t b) const { return num_ends && steps[b] < min_length; }
+
+  // Whether a row is drawn from other logits than the policy's.
+  SPARSE_RL_DEVICE bool differs(int64_t b) const { return drawn_from || masks(b); }
+
+  SPARSE_RL_DEVICE bool truncates() const { return top_p < 1 || min_p > 0 || (top_k > 0 && top_k < vocabulary); }
 };
 
 template <class Backend>
@@ -41,12 +62,15 @@ void draw(
     const Tensor& logits, const std::optional<Tensor>& drawn_from, const Tensor& sequence_keys, const Tensor& steps,
     const Tensor& end_ids, int64_t min_length, double temperature, int64_t top_k, double top_p, double min_p,
     const Tensor& tokens, const Tensor& token_logprobs, const std::optional<Tensor>& behavior,
-    const std::optional<Tensor>& top_ids, const std::optional<Tensor>& top_logprobs, const Tensor& chunks) {
+    const std::optional<Tensor>& top_ids, const std::optional<Tensor>& top_logprobs, const Tensor& chunks,
+    const std::optional<Tensor>& row_params, const std::optional<Tensor>& row_ends, const std::optional<Tensor>& support,
+    const std::optional<Tensor>& masses) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits must be (rows, vocabulary), got ", logits.dim(), " dimensions");
   const ScalarType dtype = logits.scalar_type();
   const int64_t B = logits.size(0), V = logits.size(1), C = (V + kChunk - 1) / kChunk;
-  const int64_t E = end_ids.dim() == 1 ? end_ids.size(0) : 0;
-  const int64_t G = min_length > 0 || drawn_from.has_value() ? 2 : 1;
+  const bool own_ends = row_ends.has_value() && row_ends->dim() == 2;
+  const int64_t E = own_ends ? row_ends->size(1) : end_ids.dim() == 1 ? end_ids.size(0) : 0;
+  const int64_t G = min_length > 0 || row_ends.has_value() || drawn_from.has_value() ? 2 : 1;
   const int64_t K = top_ids.has_value() && top_ids->dim() == 2 ? top_ids->size(1) : 0;
   STD_TORCH_CHECK(V > 0, "logits are of an empty vocabulary");
   STD_TORCH_CHECK(temperature >= 0 && std::isfinite(temperature), "temperature is ", temperature, ", expected 0 or more");
@@ -56,7 +80,12 @@ void draw(
   check_tensor("drawn_from", drawn_from, logits, dtype, {B, V});
   check_tensor("sequence_keys", sequence_keys, logits, ScalarType::Long, {B});
   check_tensor("steps", steps, logits, ScalarType::Long, {B});
-  check_tensor("end_ids", end_ids, logits, ScalarType::Long, {E});
+  check_tensor("end_ids", end_ids, logits, ScalarType::Long, {own_ends ? 0 : E});
+  STD_TORCH_CHECK(row_params.has_value() || !row_ends.has_value(), "row_ends needs row_params");
+  STD_TORCH_CHECK(!masses.has_value(), "masses are of no use to this kernel: leave them out");
+  check_tensor("row_params", row_params, logits, ScalarType::Double, {B, kRowParams});
+  check_tensor("row_ends", row_ends, logits, ScalarType::Long, {B, E});
+  check_tensor("support", support, logits, ScalarType::Int, {B});
   check_tensor("tokens", tokens, logits, ScalarType::Long, {B});
   check_tensor("token_logprobs", token_logprobs, logits, ScalarType::Float, {B});
   check_tensor("behavior", behavior, logits, ScalarType::Float, {B});
@@ -68,8 +97,9 @@ void draw(
     const Draw<T> op{
         pointer<T>(logits), pointer<T>(drawn_from), pointer<int64_t>(sequence_keys), pointer<int64_t>(steps),
         pointer<int64_t>(end_ids), pointer<int64_t>(tokens), pointer<float>(token_logprobs), pointer<float>(behavior),
-        pointer<int32_t>(top_ids), pointer<float>(top_logprobs), static_cast<ChunkSum*>(chunks.mutable_data_ptr()), B, V, G, C,
-        E, min_length, top_k, K, temperature > 0 ? temperature : 1.0, top_p, min_p, temperature == 0};
+        pointer<int32_t>(top_ids), pointer<float>(top_logprobs), pointer<int32_t>(support),
+        static_cast<ChunkSum*>(chunks.mutable_data_ptr()), pointer<double>(row_params), pointer<int64_t>(row_ends), B, V, G, C,
+        E, min_length, top_k, K, K, temperature > 0 ? temperature : 1.0, top_p, min_p, temperature == 0};
     Backend::run(op, logits);
   });
 }

@@ -39,7 +39,8 @@ SHAPES = {
     "gate_and_up": "B F2 pool", "gated": "B F pool",
     "logits": "B V pool", "drawn_from": "B V pool", "sequence_keys": "B int64", "steps": "B int64",
     "end_ids": "E int64", "tokens": "B int64", "token_logprobs": "B sum", "behavior": "B sum", "top_ids": "B K int32",
-    "top_logprobs": "B K sum", "chunks": "B G C 2 float64",
+    "top_logprobs": "B K sum", "chunks": "B G C 2 float64", "row_params": "B 6 float64", "row_ends": "B F int64",
+    "support": "B int32", "masses": "B M int64",
 }  # fmt: skip
 ON_ALL_LAYERS = ("evict", "fork", "window_importance", "key_redundancy", "score_entries")
 
@@ -98,11 +99,15 @@ SCHEMAS = {
         int page_size, float scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? partials=None,
         Tensor(d!)? errors=None) -> ()""",
     # C = ceil(V / 512): of each chunk of logits the maximum and the sum of exponentials. G = 2 with end_ids that are
-    # forbidden before min_length, or with logits to draw from that are not the policy's
+    # forbidden before min_length, or with logits to draw from that are not the policy's. row_params have a row's own
+    # temperature, top_k, top_p, min_p, min_length and number of top log-probs, row_ends its end_ids, padded with -1.
+    # support is the number of tokens that a row may draw, 0 for all; masses is room for kernels that need it, none yet
     "draw": """(
         Tensor logits, Tensor? drawn_from, Tensor sequence_keys, Tensor steps, Tensor end_ids, int min_length,
         float temperature, int top_k, float top_p, float min_p, Tensor(a!) tokens, Tensor(b!) token_logprobs,
-        Tensor(c!)? behavior, Tensor(d!)? top_ids, Tensor(e!)? top_logprobs, Tensor(f!) chunks) -> ()""",
+        Tensor(c!)? behavior, Tensor(d!)? top_ids, Tensor(e!)? top_logprobs, Tensor(f!) chunks,
+        Tensor? row_params=None, Tensor? row_ends=None, Tensor(g!)? support=None,
+        Tensor(h!)? masses=None) -> ()""",
     # the addend is added to `hidden` first
     "rms_norm": """(
         Tensor(a!) hidden, Tensor? addend, Tensor norm_weight, float epsilon, Tensor(b!) normed) -> ()""",

@@ -6,6 +6,7 @@ Its random numbers, which are keyed: SplitMix64 bit for bit, and good enough to 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sparse_rl_lightning import ops
-from sparse_rl_lightning.ops.draw import CHUNK, Drawn, keyed_uniform
+from sparse_rl_lightning.ops.draw import CHUNK, Drawn, RowParams, keyed_uniform
 from sparse_rl_lightning.ops.keyed_random import hash_bits, hash_uniform
 from sparse_rl_lightning.ops.library import NATIVE_DTYPES, REFERENCES
 
@@ -189,6 +190,64 @@ def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
         assert torch.equal(mixed.logprobs, whole.logprobs[order])
         assert torch.equal(one.tokens, whole.tokens[7:8])
         assert torch.equal(one.logprobs, whole.logprobs[7:8])
+
+
+@on_each_device
+@settings(deadline=None, max_examples=25)
+@given(
+    size=st.sampled_from(SIZES), kind=st.sampled_from(["normal", "ties", "forbidden"]), seed=st.integers(0, 99),
+    dtype=st.integers(0, 3),
+)  # fmt: skip
+def test_rows_with_their_numbers_are_drawn_as_alone(device: str, size: int, kind: str, seed: int, dtype: int) -> None:
+    """Unlike requests together, bit for bit; some forbid tokens, of which each has its own, and some are greedy."""
+    types = [*dtypes_for(device), torch.float64]  # the last is the reference's
+    dice = random.Random(seed)
+    logits = rows(size, kind, seed).to(types[dtype % len(types)]).to(device)
+    keys, steps = (t.to(device) for t in keys_of(logits.cpu(), seed))
+    numbers = [
+        [dice.choice([0.0, 0.7, 1.0, 1.5]), dice.choice([0, 1, 7]), dice.choice([1.0, 0.6]), dice.choice([0.0, 0.2]),
+         dice.choice([0, 3]), dice.randrange(1 + min(size, 4))] for _ in range(6)
+    ]  # fmt: skip
+    ends = [[dice.randrange(size - 1) if size > 1 else -1, -1] for _ in range(6)]
+    params = RowParams(torch.tensor(numbers, dtype=torch.float64, device=device), torch.tensor(ends, device=device))
+    together = ops.draw(logits, keys, steps, top_logprobs=min(size, 4), with_support=True, rows=params)
+    for row, (temperature, top_k, top_p, min_p, min_length, num_top) in enumerate(numbers):
+        at = slice(row, row + 1)
+        alone = ops.draw(
+            logits[at].contiguous(), keys[at], steps[at], temperature=temperature, top_k=int(top_k), top_p=top_p,
+            min_p=min_p, end_ids=params.ends[row, : 1 if size > 1 else 0], min_length=int(min_length),
+            top_logprobs=int(num_top), with_support=True,
+        )  # fmt: skip
+        for name, tensor in alone._asdict().items():
+            if tensor is not None:
+                shared = getattr(together, name)[at]
+                assert torch.equal(shared[:, : int(num_top)] if "topk" in name else shared, tensor), name
+        assert (together.topk_logprobs[row, int(num_top) :] == -torch.inf).all()
+
+
+@on_each_device
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.sampled_from(SIZES), kind=st.sampled_from(["normal", "flat", "ties", "spike", "forbidden"]), rule=rules,
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_support_is_what_the_rules_leave_by_hand(
+    device: str, size: int, kind: str, rule: dict[str, Any], seed: int
+) -> None:
+    """Its number of tokens, of which the most likely come first; 0 where no rule is set."""
+    logits = rows(size, kind, seed)
+    on_device = [t.to(device) for t in (logits, *keys_of(logits, seed))]
+    drawn = ops.draw(*on_device, **rule, top_logprobs=min(size, 8), with_support=True)
+    truncates = 0 < rule["top_k"] < size or rule["top_p"] < 1 or rule["min_p"] > 0
+    for row, count, most_likely in zip(logits.double(), drawn.support.tolist(), drawn.topk_ids.tolist(), strict=True):
+        left = kept_by_hand(row, **rule)
+        assert (
+            abs(count - len(left)) <= (rule["top_p"] < 1) if truncates else count == 0
+        )  # by rounding, one more or less
+        if truncates:
+            assert set(most_likely[: count - 1]) <= set(left)
+    greedy = ops.draw(*on_device, temperature=0.0, with_support=True)
+    assert greedy.support.tolist() == [1] * len(logits)
 
 
 @on_each_device
