@@ -184,6 +184,7 @@ class Rollout:
     behavior_logprobs: Tensor | None = None  # (B, T) under the truncated distribution drawn from, if it differs
     topk_ids: Tensor | None = None  # (B, T, K) int32 the sparse policy's most likely tokens, if requested
     topk_logprobs: Tensor | None = None  # (B, T, K)
+    support: Tensor | None = None  # (B, T) int32 how many of these truncation left to draw from, 0 for all tokens
     policy_versions: Tensor | None = None  # (B, T) int32 version that drew each token, in partial rollouts
     routing: Tensor | None = None  # (B, T, L, K) 1 + the experts that read token t, 0 if it was never fed, if recorded
     evictions: EvictionRecord | None = None  # None under retrieval, where deaths alone do not determine what was seen

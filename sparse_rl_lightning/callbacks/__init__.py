@@ -16,6 +16,7 @@ from sparse_rl_lightning.callbacks.corrections.presets import (
 )
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
+from sparse_rl_lightning.callbacks.corrections.support import SamplerSupport
 from sparse_rl_lightning.callbacks.guards.dry_run import DryRun
 from sparse_rl_lightning.callbacks.guards.empty_rollouts import EmptyRollouts
 from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
@@ -57,6 +58,7 @@ __all__ = [
     "RolloutProgress",
     "RunLock",
     "RunSummary",
+    "SamplerSupport",
     "ScoreCentering",
     "SequenceMIS",
     "SequenceMaskTIS",

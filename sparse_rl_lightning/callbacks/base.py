@@ -292,6 +292,6 @@ class CorrectionCallback(RolloutCallback):
             rank_zero_warn(
                 f"{type(self).__name__}: the rollouts are drawn from truncated distributions, but the ratio xi "
                 "compares whole distributions and ignores the truncation. Sample with "
-                f"{SamplingParams.whole_distribution()} for an exact correction."
+                f"{SamplingParams.whole_distribution()}, or add SamplerSupport, for an exact correction."
             )
         return consistency_log_ratio(rollout.old_logprobs, rollout.sparse_logprobs, rollout.completion_mask)

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from sparse_rl_lightning.callbacks import AcceptanceMonitor, ScoreCentering
+from sparse_rl_lightning.callbacks import AcceptanceMonitor, SamplerSupport, ScoreCentering
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -163,7 +163,7 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
 
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
     """The sampling of a rollout with the most likely tokens that callbacks want, which take memory."""
-    names = {AcceptanceMonitor.__name__: "top_k", ScoreCentering.__name__: "top"}
+    names = {AcceptanceMonitor.__name__: "top_k", ScoreCentering.__name__: "top", SamplerSupport.__name__: "top"}
     options = ((c.class_path.rpartition(".")[2], c.init_args) for c in trainer.callbacks or ())
     wanted = [getattr(arguments, names[name]) for name, arguments in options if name in names]
     return replace(sampling, top_logprobs=max([sampling.top_logprobs, *wanted]))

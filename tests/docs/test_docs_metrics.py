@@ -18,6 +18,7 @@ from exact_answers.checker import COUNTERS
 from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
     MismatchSplit,
+    SamplerSupport,
     ScoreCentering,
     SparsityAwareRejection,
     StepTimes,
@@ -77,6 +78,7 @@ def runs(logger: Keys) -> Iterator[None]:
     yield fit(module(beta=0.1, downsampling=MaxVariance(9)), 3, watching, **common)
     yield fit(module(kind=ReplayGRPO, replay_objective="mixed"), 1, **common)
     yield fit(module(steps_per_generation=1), 1, [ScoreCentering()], **common)
+    yield fit(module(top_p=0.9), 1, [SamplerSupport()], **common)
     yield fit(module(partial_rollout_steps=6, num_slots=8), 2, **common)
     yield fit(talking(), 1, **common)
     if importlib.util.find_spec("peft"):

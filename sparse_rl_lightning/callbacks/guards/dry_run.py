@@ -259,6 +259,7 @@ class WorstCase:
             weight_reference=zeros + 1,
             topk_ids=torch.zeros(*shape, top, dtype=torch.int32) if top else None,
             topk_logprobs=torch.zeros(*shape, top) if top else None,
+            support=mask.int() if top else None,
             keys=torch.zeros(self.micro_batch, 2, dtype=torch.int64, device=device),
             routing=None if routed is None else routed.empty(*shape, device=device),
         )

@@ -114,9 +114,9 @@ def defaults_of(module: ResumableModule) -> dict[str, str]:
 
 
 def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
-    """The callbacks that change what a rollout counts, those inside others by themselves: only these change results."""
+    """The callbacks that change what the loss makes of a rollout, those inside others by themselves."""
     for callback in callbacks:
-        if isinstance(callback, RolloutCallback) and callback.corrects:
+        if isinstance(callback, RolloutCallback) and (callback.corrects or callback.keeps_candidates):
             yield from getattr(callback, "parts", (callback,))
 
 

@@ -46,6 +46,8 @@ class SequenceLogs:
         # what a finished sequence takes along, by name: (S + 1, T, ...) of tokens that were drawn, or fed
         self.drawn = {"logprobs": self.logprobs, "topk_ids": self.topk_ids, "topk_logprobs": self.topk_logprobs}
         self.drawn |= {} if self.behavior is None else {"behavior": self.behavior}
+        if params.reports_support:
+            self.drawn["support"] = torch.zeros(shape, dtype=torch.int32, device=device)
         self.fed: dict[str, Tensor] = {}
         # indices of the first end token, and of the first token drawn from NaN or infinite logits
         self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
@@ -72,6 +74,8 @@ class SequenceLogs:
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
             self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
+        if drawn.support is not None:
+            self.drawn["support"][slots, at] = drawn.support
         note_first(self.end, slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
     def finish_flags(self, errors: Tensor | None) -> Tensor:
@@ -222,6 +226,7 @@ class FinishedSequence:
             behavior_logprobs=logs.get("behavior"),
             topk_ids=logs["topk_ids"] if has_top else None,
             topk_logprobs=logs["topk_logprobs"] if has_top else None,
+            support=logs.get("support"),
             policy_versions=logs.get("versions"),
             routing=logs.get("routing"),
             evictions=EvictionRecord.cat(evictions) if evictions else None,
