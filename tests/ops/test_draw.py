@@ -264,18 +264,6 @@ def test_what_may_be_drawn_is_what_transformers_leaves(rule: dict[str, Any], war
     assert set(drawn.tokens.tolist()) == allowed
 
 
-def test_wrong_arguments_are_refused() -> None:
-    logits, keys = torch.zeros(2, 8), torch.arange(2)
-    with pytest.raises(ValueError, match="the vocabulary has 8 tokens"):
-        ops.draw(logits, keys, keys, top_logprobs=9)
-    with pytest.raises(ValueError, match="steps"):
-        ops.draw(logits, keys, keys[:1])
-    with pytest.raises(ValueError, match="drawn_from"):
-        ops.draw(logits, keys, keys, drawn_from=torch.zeros(2, 9))
-    with pytest.raises(ValueError, match="not contiguous"):
-        ops.draw(torch.zeros(8, 2).mT, keys, keys)
-
-
 @pytest.mark.skipif(EMULATED, reason="the reference alone")
 def test_reference_draws_nothing_from_no_rows() -> None:
     drawn = ops.draw(torch.zeros(0, 8, dtype=torch.float64), NO_ENDS, NO_ENDS)
