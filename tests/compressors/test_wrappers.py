@@ -139,12 +139,6 @@ def test_a_union_values_a_token_as_its_best_head_does() -> None:
     )
 
 
-def test_union_of_tova_is_tova() -> None:
-    layer = random_layer(num_queries=1)
-    ranks = Combined([TOVA(**SIZES)], normalization="none", across_heads="max").score(layer)
-    torch.testing.assert_close(ranks, TOVA(**SIZES).score(layer).masked_fill(~layer.valid, 0))
-
-
 # ---------------------------------------------------------------- several methods
 
 
@@ -270,33 +264,25 @@ def test_a_protected_prompt_outlives_the_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("parts", "options", "message"),
     [
-        (lambda: Combined([FullKV()]), r"Combined: FullKV\(.*\) never evicts"),
+        ([FullKV()], {}, r"FullKV\(.*\) never evicts"),
+        ([KNorm(20)], {"across_heads": "sum"}, "across_heads must be one of max, mean, got across_heads='sum'"),
+        ([KNorm(20)], {"normalization": "z"}, "normalization must be one of rank, standard, none"),
+        ([], {}, "give at least one compressor"),
+        ([KNorm(20), RKV(30)], {}, ".*same budget, but KNorm has budget=20 and RKV has budget=30"),
+        ([KNorm(20), RKV(20, window=4)], {}, ".*same window, but KNorm has window=8 and RKV has window=4"),
         (
-            lambda: Combined([KNorm(20)], across_heads="sum"),
-            "Combined: across_heads must be one of max, mean, got across_heads='sum'",
+            [KNorm(20), RKV(20, budget_rule=Adaptive(3))],
+            {},
+            r".*budget_rule=Uniform\(\) and RKV has budget_rule=Adaptive\(floor=3, layers=Uniform\(\)\)",
         ),
-        (
-            lambda: Combined([KNorm(20)], normalization="z"),
-            "Combined: normalization must be one of rank, standard, none",
-        ),
-        (lambda: Combined([]), "Combined: give at least one compressor"),
-        (lambda: Combined([KNorm(20), RKV(30)]), "same budget, but KNorm has budget=20 and RKV has budget=30"),
-        (lambda: Combined([KNorm(20), RKV(20, window=4)]), "same window, but KNorm has window=8 and RKV has window=4"),
-        (
-            lambda: Combined([KNorm(20), RKV(20, budget_rule=Adaptive(3))]),
-            r"budget_rule=Uniform\(\) and RKV has budget_rule=Adaptive\(floor=3, layers=Uniform\(\)\)",
-        ),
-        (lambda: Combined([KNorm(20)] * 2, [1.0]), r"weights must be 2 numbers, .* got weights=\[1.0\]"),
-        (lambda: Combined([KNorm(20)] * 2, [1.0, 0.0]), r"weights\[1\] must be above 0, got weights\[1\]=0.0"),
-        (lambda: Combined([KNorm(20, protect_prompt=True), RKV(20)]), "same protect_prompt, but KNorm has .*=True"),
-        (
-            lambda: Combined([KNorm(20, protect_observations=1), RKV(20)]),
-            "protect_observations, but KNorm has .*=1 and",
-        ),
+        ([KNorm(20)] * 2, {"weights": [1.0]}, r".*weights must be 2 numbers, .* got weights=\[1.0\]"),
+        ([KNorm(20)] * 2, {"weights": [1.0, 0.0]}, r"weights\[1\] must be above 0, got weights\[1\]=0.0"),
+        ([KNorm(20, protect_prompt=True), RKV(20)], {}, ".*same protect_prompt, but KNorm has .*=True"),
+        ([KNorm(20, protect_observations=1), RKV(20)], {}, ".*protect_observations, but KNorm has .*=1 and"),
     ],
 )
-def test_mistakes_are_named(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_mistakes_are_named(parts: list[Compressor], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Combined: {message}"):
+        Combined(parts, **options)
