@@ -65,13 +65,8 @@ def test_bounds_enclose_the_exact_acceptance(seed: int, size: int, scale: float,
     assert bool((lower <= exact + 1e-12).all())
     assert bool((exact <= upper + 1e-12).all())
     assert bool((upper <= 1).all())
-
-
-def test_bounds_close_on_the_exact_value_with_the_whole_vocabulary() -> None:
-    dense, sparse = logprobs(0, 9, 2.0), logprobs(1, 9, 2.0)
-    lower, upper = acceptance_bounds(dense, sparse)
-    torch.testing.assert_close(lower, exact_acceptance(dense, sparse))
-    torch.testing.assert_close(upper, lower)
+    for bound in acceptance_bounds(dense, sparse):  # the whole vocabulary
+        torch.testing.assert_close(bound, exact)
 
 
 def test_rounding_never_turns_the_bounds_around_or_leaves_one() -> None:

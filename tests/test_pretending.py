@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pretend_gpu import CUDA, IDLE, DeviceTensor, PretendGPU, host
+from tests.pretend_gpu import CUDA, IDLE, PretendGPU, host
 
 
 @pytest.fixture
@@ -23,17 +23,6 @@ def on_gpu(*values: float) -> Tensor:
 
 def waits(gpu: PretendGPU) -> list[str]:
     return sorted(what for (_, what), count in gpu.waits.items() for _ in range(count))
-
-
-def test_a_tensor_claims_the_device_and_holds_values(gpu: PretendGPU) -> None:
-    tensor = on_gpu(1, 2, 3)
-    assert isinstance(tensor, DeviceTensor)
-    assert (tensor.device, tensor.is_cuda, tensor.is_cpu, tensor.is_meta) == (CUDA, True, False, False)
-    assert tensor.shape == (3,)
-    assert (tensor * 2).sum().item() == 12
-    assert torch.zeros(2, device=tensor.device).device == CUDA
-    assert torch.topk(tensor, 2).indices.tolist() == [2, 1]
-    assert tensor.to("cpu").device.type == "cpu"
 
 
 def test_two_devices_in_one_function_are_refused(gpu: PretendGPU) -> None:
