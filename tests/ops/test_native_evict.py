@@ -325,9 +325,8 @@ def test_kept_set_equals_definition(
     sizes = {"slots, heads": shape[:2], "heads": (1, shape[1]), "slots, 1": (shape[0], 1)}
     budget: int | Tensor = least + spare
     if budget_shape != "number":
-        budget = torch.randint(
-            least, least + spare + 1, sizes[budget_shape], generator=torch.Generator().manual_seed(1)
-        )
+        g = torch.Generator().manual_seed(1)
+        budget = torch.randint(least, least + spare + 1, sizes[budget_shape], generator=g)
     keep = select_entries(scores, valid, positions, budget, num_sinks, window)
     budgets = torch.as_tensor(budget).expand(shape[:2])
     for s in range(shape[0]):
