@@ -29,27 +29,16 @@ from sparse_rl_lightning.budgets import (
 from sparse_rl_lightning.budgets.schedules import published_schedules
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import H2O, RKV, Combined, KNorm, LagKV, SnapKV, StreamingLLM
-from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing import check_compressor, random_layer
+from tests.compressors.test_wrappers import Given
 
 KVPRESS_PYRAMIDS = [  # kvpress 0.5.5, PyramidKVPress.get_layer_budget: budget, layers, beta, window, budgets
     (512, 4, 20, 12, [998, 674, 350, 26]),
     (100, 7, 3, 8, [167, 144, 122, 100, 78, 56, 33]),
     (33, 2, 2, 4, [50, 16]),
 ]
-
-
-class Given(Compressor):
-    """Scores that a test chose."""
-
-    def __init__(self, scores: Tensor, **sizes: Any) -> None:
-        super().__init__(**{"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3, **sizes})
-        self.scores = scores
-
-    def score(self, layer: LayerState) -> Tensor:
-        return self.scores
 
 
 def test_uniform_gives_everybody_the_same() -> None:
@@ -205,9 +194,8 @@ def test_a_raised_schedule_moves_up_its_own_levels(steps: list[tuple[int, int]],
     for _ in range(times):
         levels = sorted(set(before.budgets))
         top = -(-levels[-1] * 5 // 4) if len(levels) == 1 else 2 * levels[-1] - levels[-2]
-        before = LengthSchedule(
-            list(before.starts), [min([b for b in levels if b > old] or [top]) for old in before.budgets]
-        )
+        higher = [min([b for b in levels if b > old] or [top]) for old in before.budgets]
+        before = LengthSchedule(list(before.starts), higher)
     assert after == before
 
 
@@ -266,9 +254,8 @@ def test_a_compressor_is_sized_by_the_maximum() -> None:
     compressor = RKV(rising, buffer=4, num_sinks=1)
     assert compressor.budget == 20
     assert compressor.schedule is rising
-    assert repr(compressor).startswith(
-        "RKV(budget=LengthSchedule(starts=[0, 40], budgets=[12, 20]), buffer=4, num_sinks=1, window=8,"
-    )
+    shown = "RKV(budget=LengthSchedule(starts=[0, 40], budgets=[12, 20]), buffer=4, num_sinks=1, window=8,"
+    assert repr(compressor).startswith(shown)
     assert compressor.layer_budgets(2) == [20, 20]
     assert compressor.layer_budgets(2, 12) == [12, 12]
     constant = RKV(LengthSchedule.constant(20), buffer=4, num_sinks=1)
@@ -311,7 +298,6 @@ def test_copies_are_equal() -> None:
 
 @pytest.mark.parametrize("rule", [Uniform(), Adaptive(), Adaptive(floor=7), Adaptive(layers=Pyramid(2))])
 def test_every_slot_keeps_its_own_budget(rule: Any) -> None:
-    """A plan for slots of different budgets is that of each slot alone."""
     layer = random_layer(lengths=[[14, 14], [14, 9], [12, 14]])
     scores = torch.randn(3, 2, 14)
     scores[:, 1] += 1

@@ -80,8 +80,8 @@ def test_scores_are_those_of_kvpress(compressor: Compressor, scored: slice) -> N
         layer = replace(layer, state={"mass": torch.zeros(layer.valid.shape, dtype=torch.float64)})
         compressor.update_state(update_of(layer, attention.unflatten(1, (2, 2)).sum(dim=2)))
     factor = {"SnapKV": 4, "H2O": 2}.get(name, 1)  # kvpress takes means over the queries, over the group
-    found = compressor.score(layer)[0, :, scored].double() / factor
-    torch.testing.assert_close(found, KVPRESS[name][:, scored], rtol=2e-5, atol=0)
+    scores = compressor.score(layer)[0, :, scored].double() / factor
+    torch.testing.assert_close(scores, KVPRESS[name][:, scored], rtol=2e-5, atol=0)
 
 
 # ---------------------------------------------------------------- keys and values

@@ -273,9 +273,8 @@ def test_a_worth_is_that_of_the_formula() -> None:
     parts = [t.double() / (t.double().square().mean().sqrt()) for t in (keys[1, 0, 3], values[1, 0, 3], hidden[1, 3])]
     inner = torch.cat([network.key[1, 0], network.value[1, 0], network.hidden[1, 0]]).double()
     units = torch.tanh(torch.cat(parts) @ inner + network.bias[1, 0].double())
-    assert float(found[1, 0, 3].detach()) == pytest.approx(
-        float((units @ network.outer[1, 0].double()).detach()), abs=1e-5
-    )
+    want = float((units @ network.outer[1, 0].double()).detach())
+    assert float(found[1, 0, 3].detach()) == pytest.approx(want, abs=1e-5)
 
 
 def test_replay_is_exact_and_other_weights_evict_something_else() -> None:
@@ -325,9 +324,8 @@ def test_rotation_is_that_of_transformers() -> None:
     torch.testing.assert_close(rotate(turned, -positions[:, None], INV_FREQ), vectors)
     ahead = torch.tensor([1, 5, 30])
     each = torch.stack([rotate(vectors, positions[:, None] + a, INV_FREQ) for a in ahead])
-    torch.testing.assert_close(
-        rotate_to_mean(vectors, positions[:, None], ahead, INV_FREQ), each.mean(dim=0), rtol=1e-4, atol=1e-4
-    )
+    mean = rotate_to_mean(vectors, positions[:, None], ahead, INV_FREQ)
+    torch.testing.assert_close(mean, each.mean(dim=0), rtol=1e-4, atol=1e-4)
 
 
 def test_moments_are_means_and_singular_vectors() -> None:
