@@ -28,8 +28,8 @@ SAME: dict[str, float] = yaml.safe_load("""{
 
 def row(index: int, **others: float) -> dict[str, float]:
     rejected, peak = (0.1, 2.0**21) if index % 2 else (0.0, 2.0**20)
-    own = {"rollout": float(index), "step": float(2 * index), "reward": 0.25 + 0.01 * index}
-    return {**own, "rejection_rate": rejected, "kv/peak_bytes": peak, **SAME, **others}
+    counted = {"rollout": float(index), "step": float(2 * index), "reward": 0.25 + 0.01 * index}
+    return {**counted, "rejection_rate": rejected, "kv/peak_bytes": peak, **SAME, **others}
 
 
 def record(**fields: Any) -> RunRecord:

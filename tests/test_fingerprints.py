@@ -204,14 +204,14 @@ def test_what_shows_a_part_of_itself_is_told_apart_by_all_of_it(name: str) -> No
 def test_an_address_in_a_text_means_nothing() -> None:
     """And where a generator of numbers stands changes with every use; a built-in method has no module."""
 
-    def made() -> list[Any]:
-        own = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), random.Random(0)]
-        return [*own, threading.Lock()]
+    def unused() -> list[Any]:
+        generators = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), random.Random(0)]
+        return [*generators, threading.Lock()]
 
-    kept = made()
+    kept = unused()
     kept[0].random(), kept[1].rand(), torch.rand(1, generator=kept[2]), kept[3].random()
-    assert [fingerprint(a=one) for one in kept] == [fingerprint(a=one) for one in made()]
-    assert describe(kept[:4]) == describe(made()[:4])
+    assert [fingerprint(a=one) for one in kept] == [fingerprint(a=one) for one in unused()]
+    assert describe(kept[:4]) == describe(unused()[:4])
     assert re.search(" at 0x", repr(kept[0]))
     assert describe([str.strip, partial(str.lower)]) != describe([str.strip, partial(str.upper)])
 
@@ -266,10 +266,8 @@ def test_sources_are_the_files_that_count(folder: Path, monkeypatch: pytest.Monk
     (kinds / "late.py").write_text("y = 1\n")
     (kinds / "other.py").write_text("from kinds import own\n")
     Path("top.py").write_text("import missing_here\n")
-    text = (
-        "from .base import Base\n\nclass Own(Base):\n    def f(self):\n        from . import late\n        import top\n"
-    )
-    (kinds / "own.py").write_text(text)
+    text = "from .base import Base\n\nclass Own(Base):\n    def f(self):\n        "
+    (kinds / "own.py").write_text(f"{text}from . import late\n        import top\n")
 
     def found() -> str:
         for name in [name for name in sys.modules if name.partition(".")[0] == "kinds"]:

@@ -199,9 +199,8 @@ def test_logprobs_at_hold_one_chunk_of_logits_and_pass_on_attention() -> None:
     hook.remove()
     assert rows == [5, 5, 3]
     causal = torch.ones(3, 1, max(LENGTHS), max(LENGTHS), dtype=torch.bool).tril()
-    torch.testing.assert_close(
-        logprobs_at(model, sequences, asked(), mask, attention_mask=causal), free, atol=1e-10, rtol=0
-    )
+    same = logprobs_at(model, sequences, asked(), mask, attention_mask=causal)
+    torch.testing.assert_close(same, free, atol=1e-10, rtol=0)
     causal[0, :, 6:, 1] = False
     blind = logprobs_at(model, sequences, asked(), mask, attention_mask=causal)
     assert (blind[0, 7] - free[0, 7]).abs().max() > 1e-4
