@@ -67,9 +67,8 @@ def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters:
 @pytest.mark.parametrize("adapters", [INT8, NF4], ids=["int8", "nf4"])
 @pytest.mark.parametrize("how", [False, "selective", True])
 def test_the_learner_over_a_quantized_base(folder: str, adapters: Any, how: Checkpointing) -> None:
-    given = job(
-        folder, blueprint=Blueprint(folder, "float32", adapters), learner=LearnerOptions(gradient_checkpointing=how)
-    )
+    options = LearnerOptions(gradient_checkpointing=how)
+    given = job(folder, blueprint=Blueprint(folder, "float32", adapters), learner=options)
     bookkeeping = 8 * given.micro_batch.rows * given.micro_batch.length
     assert learner(given).peak == pytest.approx(live_pass(real(given), given), abs=bookkeeping)
 
@@ -192,9 +191,8 @@ def test_experts_are_counted_in_16_bits_and_refused_in_words_otherwise(tmp_path:
     with pytest.raises(UserError, match=r"pass over 'qwen3_moe' cannot be counted .* give the policy dtype: bfloat16"):
         make_plan(given, card_of())
     given = replace(given, blueprint=Blueprint(str(tmp_path), "bfloat16"))
-    plain, recorded = (
-        make_plan(replace(given, rollout=RolloutOptions(record_routing=on)), card_of()) for on in (False, True)
-    )
+    both = (replace(given, rollout=RolloutOptions(record_routing=on)) for on in (False, True))
+    plain, recorded = (make_plan(each, card_of()) for each in both)
     layers, chosen = 2, 2
     tokens = given.sequences * given.length
     assert recorded.of("token buffers") - plain.of("token buffers") == layers * chosen * tokens

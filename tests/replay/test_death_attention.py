@@ -134,9 +134,8 @@ def test_compiled_flex_attention_and_its_gradients(batch: int, has_sinks: bool, 
     given = [t.detach().float().cpu().requires_grad_() for t in there]  # rounded as these are
     want = sdpa_death_attention(*given[:3], death, SCALE, sinks=given[3] if has_sinks else None)
     with torch.autocast(device, torch.bfloat16, enabled=kind == "mixed"):
-        got = flex_death_attention(
-            *there[:3], death.to(device), SCALE, compiled=True, sinks=there[3] if has_sinks else None
-        )
+        sinks = there[3] if has_sinks else None
+        got = flex_death_attention(*there[:3], death.to(device), SCALE, compiled=True, sinks=sinks)
     # rounded to 16 bits are probabilities, results and gradients
     close = 2e-3 if kind == "float32" else 5e-2
     torch.testing.assert_close(got.float().cpu(), want, atol=close, rtol=close)
@@ -165,11 +164,8 @@ KINDS = [(torch.bfloat16, True, False), (torch.float32, True, True), (torch.bflo
 
 @pytest.mark.parametrize(
     ("first", "most"),
-    [
-        pytest.param(0, 2, id="plain"),
-        pytest.param(2, 3, id="as many blocks", marks=pytest.mark.slow),
-        pytest.param(4, 2, id="as many heads", marks=pytest.mark.slow),
-    ],
+    [(0, 2), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ids=["plain", "as many blocks", "as many heads"],
 )
 def test_ordinary_shapes_take_few_kernels(first: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind of pass one for a single sequence and one for more; the first may not be as many as their blocks."""

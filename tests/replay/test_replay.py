@@ -205,9 +205,8 @@ def test_size_is_two_bytes_per_dead_token_and_one_number_per_compression_and_hea
 def test_a_rollout_carries_its_record_everywhere() -> None:
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
     sampler = RolloutSampler(model, RKV(budget=12, buffer=5, num_sinks=1, window=3), num_slots=2)
-    rollout = sampler.generate(
-        [list(range(3, 20)), [4, 5]], SamplingParams(num_generations=2, max_completion_length=30)
-    )
+    params = SamplingParams(num_generations=2, max_completion_length=30)
+    rollout = sampler.generate([list(range(3, 20)), [4, 5]], params)
     death = rollout.evictions.death
     assert death.shape == (2, 4, 2, rollout.sequences.shape[1])
     assert bool((death != NEVER).any())

@@ -315,9 +315,8 @@ def test_policy_allows_our_style_only() -> None:
 
 def test_megabytes_are_cut() -> None:
     long = {"prompt": "p" * 3_000_000, "completion": "<" * 3_000_000, "answer": "a" * 10**6, "reward": 0.0}
-    html = page(
-        record(samples=[{"cache": "dense", **long}], worst=[{**long, "kinds": ["rejected"], "rollout": 0}] * 200)
-    )
+    worst = [{**long, "kinds": ["rejected"], "rollout": 0}] * 200
+    html = page(record(samples=[{"cache": "dense", **long}], worst=worst))
     assert len(html) < 800_000
     assert "2,997,800 characters left out" in html
 
