@@ -322,12 +322,8 @@ def with_budget(budget: Any) -> dict[str, Any]:
 def test_a_schedule_in_yaml(folder: Path) -> None:
     LengthSchedule([0, 16], [10, 12]).save("schedule.yaml", "calibrated")
     pasted = yaml.safe_load(Path("schedule.yaml").read_text())
-    ways = [
-        pasted,
-        pasted | {"class_path": "sparse_rl_lightning.budgets.LengthSchedule"},
-        {"class_path": "ScheduleFile", "init_args": {"path": "schedule.yaml"}},
-    ]
-    for way in ways:
+    in_a_file = {"class_path": "ScheduleFile", "init_args": {"path": "schedule.yaml"}}
+    for way in (pasted, pasted | {"class_path": "sparse_rl_lightning.budgets.LengthSchedule"}, in_a_file):
         cli = main(["fit", "--config", write(with_budget(way)), "--trainer.default_root_dir=runs/own"])
         assert cli.model.generator.compressor.schedule == LengthSchedule([0, 16], [10, 12])
         saved = yaml.safe_load((Path(cli.trainer.log_dir) / "run_config.yaml").read_text())

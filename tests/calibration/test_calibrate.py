@@ -351,11 +351,8 @@ def test_sweeps_that_keep_everything_take_what_a_gpu_has_free(tmp_path: Path) ->
         for device, limit in (("cpu", None), ("cuda", OF_FULL_CACHE)):
             policy = tiny_model() if device == "cpu" else gpu.copy_of(tiny_model())
             own = Sweep(policy, [[3, 4]], params, tmp_path / device)
-            assert (
-                own._sampler(FullKV()).memory_limit
-                == own._sampler(Centroid(budget=64, num_dense_layers=1)).memory_limit
-                == limit
-            )
+            for method in (FullKV(), Centroid(budget=64, num_dense_layers=1)):
+                assert own._sampler(method).memory_limit == limit
             assert own._sampler(SnapKV(budget=16)).memory_limit is None
 
 
@@ -465,9 +462,7 @@ def test_texts_up_to_the_horizon_teach_nothing() -> None:
     alone, _ = imitate_attention(model, ids, lengths, horizon=4, epochs=1, seed=1)
     beside, _ = imitate_attention(model, longer, torch.cat([lengths, short[1]]), horizon=4, epochs=1, seed=1)
     assert torch.equal(alone.key, beside.key)
-    with pytest.raises(
-        ValueError, match=r"The longest text has 4 tokens, and what LearnedScore learns from begins behind 4"
-    ):
+    with pytest.raises(ValueError, match=r"longest text has 4 tokens, .* LearnedScore learns from begins behind 4"):
         imitate_attention(model, *short, horizon=4)
     with pytest.raises(ValueError, match="The longest text has 0 tokens"):
         imitate_attention(model, torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning import compressors
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import (
@@ -28,6 +27,7 @@ from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, StateUpdate
 from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
 from sparse_rl_lightning.testing.rules import RULES
+from tests.compressors.test_compressors import SHIPPED
 
 SMALL: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
 OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place of defaults that do not fit
@@ -44,11 +44,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
     "StreamingLLM": [{}, {"budget": 5, "buffer": 1}, {"compress_prompt": False}],
     "TriAttention": [{}, {"max_offset": 7, "group_reduction": "mean"}],
 }
-SHIPPED = [
-    getattr(compressors, name)
-    for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined")
-]
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [
     FullKV(),

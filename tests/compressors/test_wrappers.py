@@ -133,10 +133,8 @@ def test_a_union_values_a_token_as_its_best_head_does() -> None:
     assert kept[0, 0].nonzero().flatten().tolist() == [0, 1, 4, 6, 11, 12, 13]  # the lower index of two equal places
     raw = Combined([Given(scores, budget=7)], normalization="none", across_heads="mean").select(layer)
     assert raw[0, 1].nonzero().flatten().tolist() == [0, 1, 4, 6, 11, 12, 13]
-    torch.testing.assert_close(
-        Combined([Given(scores)], normalization="standard", across_heads="max").score(layer)[0, 0, 4],
-        torch.tensor(13**0.5),
-    )
+    standard = Combined([Given(scores)], normalization="standard", across_heads="max").score(layer)
+    torch.testing.assert_close(standard[0, 0, 4], torch.tensor(13**0.5))
 
 
 # ---------------------------------------------------------------- several methods

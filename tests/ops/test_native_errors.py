@@ -177,12 +177,7 @@ def test_slots_that_are_not_there_are_refused(name: str, slot: int, way: Way, mo
         ("evict", "pools.positions", -3, "the death record (of 36 tokens|is -3, expected 0 to 35)"),
         ("evict", "event_steps", 20, "number"),
         ("evict from a source", "pools.capacities", 0, "holds 1 entries, .* its capacity = 0|exceeds the capacity"),
-        (
-            "fork",
-            "pools.capacities",
-            [[9], [1], [9]],
-            "2 entries, .* destination's capacity = 1|fewer entries than its",
-        ),
+        ("fork", "pools.capacities", [[9], [1], [9]], "2 entries, .* destination's capacity = 1|fewer entries than"),
         ("select_pages", "limits", -1, "limits"),
     ],
 )

@@ -42,12 +42,8 @@ def test_summary_means_and_peaks() -> None:
 
 def test_one_rollout_does_not_decide_what_is_typical() -> None:
     """A KL of 41 among 180 rollouts made 0.26 of a typical 0.02, where below 0.05 is healthy; a pause is as far off."""
-    keys = (
-        "mismatch/kl_k3",
-        ROUNDING,
-        "time/tokens_per_second",
-        *(f"time/{s}" for s in ("rollout", "rescoring", "update")),
-    )
+    stages = ("rollout", "rescoring", "update", "tokens_per_second")
+    keys = ("mismatch/kl_k3", ROUNDING, *(f"time/{stage}" for stage in stages))
     run = record(history=[row(i, **dict.fromkeys(keys, 41.0 if i == 3 else 0.02)) for i in range(9)])
     labels = {m.label: m for m in MEASURES if "median" in m.label}
     assert len(labels) == 7
@@ -347,9 +343,8 @@ def test_without_matplotlib_the_page_has_its_tables_and_says_what_to_install(mon
 
 def two_runs() -> list[tuple[str, RunRecord]]:
     first = record(config={"a": "1", "b": "2", "trainer.default_root_dir": "x"})
-    history = [
-        row(i, rejection_rate=0.2, **{"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0}) for i in range(4)
-    ]
+    slower = {"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0, "rejection_rate": 0.2}
+    history = [row(i, **slower) for i in range(4)]
     second = record(
         history=history, after={"dense": 0.375}, seconds=150.0, title="Other",
         config={"a": "1", "b": "3", "c": "new", "trainer.default_root_dir": "y"},
