@@ -277,14 +277,12 @@ def test_a_worth_is_that_of_the_formula() -> None:
     assert float(found[1, 0, 3].detach()) == pytest.approx(want, abs=1e-5)
 
 
-def test_replay_is_exact_and_other_weights_evict_something_else() -> None:
+def test_other_weights_evict_something_else() -> None:
     policy = tiny_model(initializer_range=0.3, eos_token_id=None)
     params, deaths = SamplingParams(num_generations=2, max_completion_length=30, seed=1), []
     for seed in (0, 20):
         rollout = RolloutSampler(policy, learned_score(seed, **SIZES)).generate([list(range(5, 20)), [3, 4, 5]], params)
         assert rollout.evictions is not None
-        with torch.no_grad():
-            torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
         deaths.append(rollout.evictions.death[..., :20])
     assert not torch.equal(*deaths)
 
