@@ -141,13 +141,10 @@ def test_select_keeps_what_the_rule_allows() -> None:
     assert torch.equal(compressor.select(layer).sum(dim=-1), compressor.plan_eviction(layer)[1])
 
 
-def test_entries_that_must_stay_get_their_place_or_an_error() -> None:
+def test_entries_that_must_stay_get_their_place() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     scores = torch.rand(3, 2, 14)
     scores[0, 1, 2:10] = torch.inf  # beside 2 sinks and 3 most recent
-    message = r"Given: 13 entries of a head in layer 1 must stay.*keeps only 10\. Raise budget=10"
-    with pytest.raises(ValueError, match=message):
-        Given(scores).plan_eviction(layer)
     assert Given(scores, budget_rule=Adaptive(0)).plan_eviction(layer)[1][0].tolist() == [7, 13]
     assert Given(scores, budget_rule=Adaptive(10)).plan_eviction(layer)[1][0].tolist() == [7, 13]  # before any floor
     scores[0, 1, 7:10] = 0.0
@@ -343,7 +340,6 @@ def test_mistakes_in_yaml_are_named(
 ) -> None:
     for budget, message in [
         ({"class_path": "LenghtSchedule"}, "Did you mean 'LengthSchedule'"),
-        ({"class_path": "LengthSchedule", "init_args": {"starts": [5], "budgets": [12]}}, "must begin with 0"),
         ({"class_path": "PublishedSchedule", "init_args": {"name": "qwen"}}, "must be one of qwen3"),
     ]:
         assert run_console(monkeypatch, "fit", "--config", write(with_budget(budget))) in (1, 2)
