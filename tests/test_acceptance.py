@@ -88,9 +88,6 @@ def test_the_published_target_under_ones_own_ceiling() -> None:
     assert tail_target(0.5, target=0.92) == pytest.approx(0.92 * 0.5 / 0.945)
 
 
-# ---------------------------------------------------------------- rollouts
-
-
 def sampled(compressor: Any, top_logprobs: int, temperature: float = 0.8) -> tuple[Any, Rollout]:
     model = tiny_model("qwen3", vocab_size=VOCABULARY, hidden_size=32, initializer_range=0.25)
     params = SamplingParams(
@@ -142,9 +139,6 @@ def test_a_rollout_without_the_samplers_tokens_is_refused() -> None:
     model, rollout = sampled(FullKV(), 0)
     with pytest.raises(ValueError, match="Sample with top_logprobs=20"):
         rollout_acceptance(model, rollout)
-
-
-# ---------------------------------------------------------------- the tail
 
 
 SIZES: dict[str, Any] = {"bin_size": 4, "num_bins": 4}

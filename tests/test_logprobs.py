@@ -165,9 +165,6 @@ def test_bad_input_is_refused(wrong: dict[str, Any], match: str) -> None:
             sequence_logprobs(model, sequences, **{"mask": mask, **wrong})
 
 
-# ---------------------------------------------------------------- at other tokens than those of the sequence
-
-
 def asked(k: int = 5) -> Tensor:
     """(3, 9, K) different tokens for every place."""
     return torch.rand(3, max(LENGTHS), 31, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :k]

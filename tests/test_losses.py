@@ -73,9 +73,6 @@ def test_clip_fractions_of_other_libraries() -> None:
     expect(metrics["kept_fraction"], 1)
 
 
-# --- Single pieces of the objective
-
-
 def one_token(ratio: float, advantage: float, **options: object) -> tuple[float, float]:
     """Loss of a single token with this staleness ratio, and its gradient with respect to the log-probability."""
     old = tensor([[-1.0]])
@@ -161,9 +158,6 @@ def test_cispo_clip_metric_counts_capped_good_tokens() -> None:
     expect(metrics["clip_ratio/high_mean"], 4 / 9, 1e-7)  # all but e^-0.5, and nothing outside the mask
 
 
-# --- Gradients and safety
-
-
 def test_weights_carry_no_gradient_and_rejected_tokens_get_none() -> None:
     logprobs, weights = NEW.clone().requires_grad_(), torch.full_like(NEW, 0.5).requires_grad_()
     keep = torch.ones_like(MASK)
@@ -185,9 +179,6 @@ def test_an_overflowing_ratio_is_clipped_without_nan() -> None:
     expect(loss, -1.2, 1e-6)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert gradient.item() == 0
-
-
-# --- KL penalty
 
 
 @pytest.mark.parametrize(
@@ -222,9 +213,6 @@ def test_shares_of_a_single_token_are_whole() -> None:
     assert policy_loss(ratio, torch.zeros_like(ratio), tensor([1.0]), mask).metrics["clip_ratio/high_mean"] == 1
 
 
-# --- Bad input
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -244,9 +232,6 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def test_bad_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="mask must be a bool tensor"):
         policy_loss(NEW, OLD, ADVANTAGES, MASK.long())
-
-
-# ---------------------------------------------------------------- how terms become a scalar
 
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo")
@@ -299,8 +284,6 @@ def test_preset_official_by_hand() -> None:
     # of the four tokens with a penalty only token 3 of sequence 0 is kept
     expect(policy.loss + BETA * kl, -(2.6 / 3 - 0.8) / mean / 3 + BETA * Q / 3 / 3)
 
-
-# --- Denominators and families, by hand and by brute force
 
 TERMS = tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 TERM_MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)

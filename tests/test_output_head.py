@@ -142,9 +142,6 @@ def test_only_gradients_asked_for_are_computed() -> None:
         assert not token_logprobs(head, states, targets)[0].requires_grad
 
 
-# ---------------------------------------------------------------- memory
-
-
 def test_nothing_larger_than_a_chunk_of_logits_or_the_gradients_ever_exists() -> None:
     head = nn.Linear(4, 50)
     states, targets = torch.randn(64, 4, requires_grad=True), torch.randint(50, (64,))
@@ -155,9 +152,6 @@ def test_nothing_larger_than_a_chunk_of_logits_or_the_gradients_ever_exists() ->
     with Largest() as seen:
         plain(head, states, targets, 1.0)
     assert seen.bytes == 4 * 64 * 50
-
-
-# ---------------------------------------------------------------- types
 
 
 def test_bfloat16_with_and_without_the_float32_head() -> None:
@@ -196,9 +190,6 @@ def test_autocast(in_float32: bool) -> None:
     assert_same(found[:2], expected[:2], 1e-6)
     assert_same(found[2:], expected[2:], 1e-6 if in_float32 else 0.02)
     assert {tensor.dtype for tensor in found} == {torch.float32}
-
-
-# ---------------------------------------------------------------- other heads
 
 
 class Adapted(nn.Module):
@@ -253,9 +244,6 @@ def test_a_head_that_returns_its_input_is_not_overwritten() -> None:
     with torch.no_grad():
         token_logprobs(nn.Identity(), states, torch.zeros(5, dtype=torch.long))
     assert torch.equal(states, before)
-
-
-# ---------------------------------------------------------------- logits that a model scales or caps
 
 
 SIZES: dict[str, Any] = {

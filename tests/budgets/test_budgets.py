@@ -81,9 +81,6 @@ def test_a_compressor_asks_its_rule() -> None:
         StreamingLLM(30, budget_rule=Pyramid(4)).layer_budgets(3)
 
 
-# ---------------------------------------------------------------- per head
-
-
 def plan(scores: Tensor, rule: BudgetRule, layer: LayerState, layer_budget: int | None = None) -> Tensor:
     return Given(scores, budget_rule=rule).plan_eviction(layer, layer_budget)[1]
 
@@ -149,9 +146,6 @@ def test_entries_that_must_stay_get_their_place() -> None:
     assert Given(scores, budget_rule=Adaptive(10)).plan_eviction(layer)[1][0].tolist() == [7, 13]  # before any floor
     scores[0, 1, 7:10] = 0.0
     assert Given(scores).select(layer)[0, 1, 2:7].all()
-
-
-# ---------------------------------------------------------------- schedules
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 90)), min_size=1, max_size=6)
@@ -243,9 +237,6 @@ def test_published_schedules() -> None:
         PublishedSchedule("qwen3")
 
 
-# ---------------------------------------------------------------- with compressors
-
-
 def test_a_compressor_is_sized_by_the_maximum() -> None:
     rising = LengthSchedule([0, 40], [12, 20])
     compressor = RKV(rising, buffer=4, num_sinks=1)
@@ -290,9 +281,6 @@ def test_copies_are_equal() -> None:
     assert len({rising, LengthSchedule([0, 40], [12, 20])}) == 1
 
 
-# ---------------------------------------------------------------- slots of different budgets
-
-
 @pytest.mark.parametrize("rule", [Uniform(), Adaptive(), Adaptive(floor=7), Adaptive(layers=Pyramid(2))])
 def test_every_slot_keeps_its_own_budget(rule: Any) -> None:
     layer = random_layer(lengths=[[14, 14], [14, 9], [12, 14]])
@@ -305,9 +293,6 @@ def test_every_slot_keeps_its_own_budget(rule: Any) -> None:
         assert torch.equal(together[slot], alone[slot])
     kept = Given(scores, budget=12, buffer=2, budget_rule=rule).select(layer, torch.tensor([7, 12, 9])).sum(dim=(1, 2))
     assert (kept <= torch.tensor([14, 24, 18])).all()
-
-
-# ---------------------------------------------------------------- from YAML and from the shell
 
 
 def with_budget(budget: Any) -> dict[str, Any]:

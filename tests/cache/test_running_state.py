@@ -190,9 +190,6 @@ def test_attention_that_nobody_writes_down_is_not_kept() -> None:
     assert sampler.cache.probabilities(0, 2) is None
 
 
-# ---------------------------------------------------------------- what it costs
-
-
 class Largest(TorchDispatchMode):
     """The most bytes that any operation allocates."""
 

@@ -57,9 +57,6 @@ def sweep(policy: Any, folder: Path, **changes: Any) -> Sweep:
     return Sweep(policy, given.pop("prompts"), given.pop("params"), folder, **given)
 
 
-# ---------------------------------------------------------------- against brute force
-
-
 @torch.no_grad()
 def overlaps_by_hand(policy: Any, compressor: Any) -> list[tuple[int, float]]:
     """Length and overlap of every token drawn: both whole distributions, the sparse one under the replay mask."""
@@ -145,9 +142,6 @@ def test_retrieval_is_calibrated_alike(policy: Any, tmp_path: Path) -> None:
         calibrate(hybrid, method, (18,), BINNING)
 
 
-# ---------------------------------------------------------------- going on
-
-
 def test_a_sweep_goes_on_where_it_was(policy: Any, tmp_path: Path) -> None:
     whole = calibrate(sweep(policy, tmp_path / "whole"), METHOD, BUDGETS[:2], BINNING, target=0.8)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -198,9 +192,6 @@ def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
     calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, progress=lambda name, done: told.append(done))
     assert told == sorted(told)
     assert told[0] < 1 < told[-1] == 4  # dense, two budgets, the schedule
-
-
-# ---------------------------------------------------------------- what cannot be judged
 
 
 def cell(value: float) -> Cell:
@@ -254,9 +245,6 @@ def test_errors_say_what_to_change(policy: Any, tmp_path: Path) -> None:
     silent = sweep(policy, tmp_path, sampler_options={"end_token_ids": list(range(32))})
     with pytest.raises(ValueError, match=r"dense: all 18 completions are a single token, the end .*chat template"):
         calibrate(silent, METHOD, (8,), BINNING)
-
-
-# ---------------------------------------------------------------- the command line
 
 
 @pytest.fixture

@@ -57,9 +57,6 @@ def dot(a: Tensor, b: Tensor) -> float:
     return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
 
 
-# ---------------------------------------------------------------- kvpress
-
-
 @pytest.mark.parametrize(
     ("compressor", "scored"),
     [
@@ -82,9 +79,6 @@ def test_scores_are_those_of_kvpress(compressor: Compressor, scored: slice) -> N
     factor = {"SnapKV": 4, "H2O": 2}.get(name, 1)  # kvpress takes means over the queries, over the group
     scores = compressor.score(layer)[0, :, scored].double() / factor
     torch.testing.assert_close(scores, KVPRESS[name][:, scored], rtol=2e-5, atol=0)
-
-
-# ---------------------------------------------------------------- keys and values
 
 
 def test_knorm() -> None:
@@ -170,9 +164,6 @@ def test_lagkv_keeps_the_most_recent_where_it_cannot_score() -> None:
     assert kept[1].int().tolist() == [[1, 1, 0, 0, 1, 1, 1] + [0] * 7, [1, 1, 0, 1, 1, 1] + [0] * 8]
 
 
-# ---------------------------------------------------------------- queries
-
-
 def test_tova_finds_tokens_by_their_positions() -> None:
     layer = layer_of(num_queries=1)
     scores = TOVA(**SIZES).score(layer)
@@ -232,9 +223,6 @@ def test_expected_attention(covariance: Any, value_norm: bool, epsilon: float, n
             close(scores[s, h, i], (share + epsilon) * norm if value_norm else share)
 
 
-# ---------------------------------------------------------------- calibrated
-
-
 def statistics_of(layer: LayerState, seed: int = 0) -> QueryStatistics:
     g = torch.Generator().manual_seed(seed)
     mean = torch.randn(2, 4, DIM, generator=g, dtype=torch.float64)
@@ -278,9 +266,6 @@ def test_triattention_is_the_published_series(reduction: Any) -> None:
             heads.append((column - column.mean()) / column.std(correction=0))
         both = torch.stack(heads)
         close(scores[s, h, :n], both.amax(dim=0) if reduction == "max" else both.mean(dim=0), atol=1e-10)
-
-
-# ---------------------------------------------------------------- running sums
 
 
 @pytest.mark.parametrize("age_normalized", [False, True])
@@ -330,9 +315,6 @@ def one_slot(keys: Tensor, values: Tensor, held: list[int], mass: Tensor) -> Lay
 def test_running_sums_need_update_state() -> None:
     with pytest.raises(NotImplementedError, match="KNorm has state_fields, so it needs update_state"):
         KNorm(20).update_state(update_of(layer_of(), torch.zeros(1, 2, 1, 14)))
-
-
-# ------------------------------ ``recent_attention`` against loops over heads, queries and entries
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, 1e30])

@@ -80,9 +80,6 @@ def test_instances_and_wrappers_keep_it(compressor: Compressor) -> None:
     check_compressor(compressor)
 
 
-# ---------------------------------------------------------------- broken ones
-
-
 def scored(name: str, score: Callable[[Any, LayerState], Tensor], base: type[Compressor] = Compressor) -> Any:
     """A compressor by its score."""
     return type(name, (base,), {"score": score})

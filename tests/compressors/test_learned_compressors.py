@@ -234,9 +234,6 @@ class Recorder(KNorm):
         update.state["norms"].scatter_(2, update.entries, norms.expand_as(update.entries))
 
 
-# ---------------------------------------------------------------- networks and check_compressor
-
-
 class Learned(Compressor):
     """A network on keys and values, a module within a module and a plain tensor."""
 
@@ -385,9 +382,6 @@ def test_a_file_gives_the_same_scores(tmp_path: Path) -> None:
     for method in (QFilters, TriAttention):
         ours = method(**TINY_SIZES, statistics=statistics).score(layer)
         torch.testing.assert_close(method(**TINY_SIZES, statistics=str(path)).score(layer), ours, equal_nan=True)
-
-
-# ---------------------------------------------------------------- the command and its mistakes
 
 
 @pytest.fixture

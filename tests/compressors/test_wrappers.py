@@ -46,9 +46,6 @@ class Given(Compressor):
         return self.scores
 
 
-# ---------------------------------------------------------------- making scores comparable
-
-
 def test_ranks_are_the_share_of_lower_entries() -> None:
     scores = torch.tensor([[[3.0, -1.0, 3.0, -torch.inf, torch.inf, 7.0, torch.nan]]])
     valid = torch.tensor([[[True] * 6 + [False]]])
@@ -111,9 +108,6 @@ def test_a_ring_is_cut_to_its_newest_queries(count: int) -> None:
         assert all(torch.equal(got[at], held[at]) for at in got)
 
 
-# ---------------------------------------------------------------- one set for all heads
-
-
 def test_a_union_keeps_one_set_for_all_heads() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)
     layer = replace(layer, positions=layer.positions[:, :1].expand(-1, 2, -1))  # as if it had always been so
@@ -135,9 +129,6 @@ def test_a_union_values_a_token_as_its_best_head_does() -> None:
     assert raw[0, 1].nonzero().flatten().tolist() == [0, 1, 4, 6, 11, 12, 13]
     standard = Combined([Given(scores)], normalization="standard", across_heads="max").score(layer)
     torch.testing.assert_close(standard[0, 0, 4], torch.tensor(13**0.5))
-
-
-# ---------------------------------------------------------------- several methods
 
 
 def test_a_mixture_adds_places() -> None:
@@ -195,9 +186,6 @@ def test_wrappers_show_what_is_inside() -> None:
     assert repr(Combined([protected], across_heads="max")) == f"Combined(compressors=[{text}], {options})"
 
 
-# ---------------------------------------------------------------- protected tokens
-
-
 def test_protected_tokens_stay_first_of_all() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)  # prompts of 3, 5, 6 tokens
     kept = KNorm(12, 2, num_sinks=1, window=2, protect_prompt=True, protect_token_ids=[6]).select(layer)
@@ -248,9 +236,6 @@ def test_a_protected_prompt_outlives_the_rollout() -> None:
         deaths = [rollout.evictions.death[:, i, :, : len(prompt)] for i, prompt in enumerate(prompts)]
         assert all((d == NEVER).all() for d in deaths) == lives
         assert not (rollout.evictions.death == NEVER).all()
-
-
-# ---------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,6 @@ def test_decode_attention(way: Way, device: str, dtype: torch.dtype, dim: int, g
     assert_attended(pools, chosen, query, dim**-0.5, *after[8:11], close=close)
 
 
-# -------------------------------------------------------------------- as users call them
-
-
 PAGES = {"summarize_pages", "select_pages", "page_attention"}
 
 

@@ -283,9 +283,6 @@ def test_memory_for_splits_of_another_head_size_is_refused() -> None:
         kernel("decode_attention")(*args, torch.zeros(1, 1, 2, 9))
 
 
-# ---------------------------------------------------------------- rms_norm and silu_mul
-
-
 TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 UNIT = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding, or of a sum
 

@@ -171,9 +171,6 @@ def test_captured_in_a_cuda_graph(name: str, gpu: RealGPU) -> None:
         assert all(same_bits(a, b) for a, b in zip(captured.tensors(), eager.tensors(), strict=True))
 
 
-# ---------------------------------------------------------------- the word of a fault
-
-
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}
 
 

@@ -319,9 +319,6 @@ def test_a_slot_listed_twice_does_not_grow_into_its_neighbor() -> None:
     assert (pools.keys[2:] == 0).all()
 
 
-# ---------------------------------------------------------------- opcheck, torch.compile, other types, other threads
-
-
 def test_every_op_has_a_case() -> None:
     assert list(Case().calls()) == sorted(CASES, key=list(Case().calls()).index)
     assert {op_of(name) for name in CASES} == SCHEMAS.keys()

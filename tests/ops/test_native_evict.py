@@ -292,9 +292,6 @@ def test_forking_onto_a_source_is_an_error() -> None:
         ops.fork(pools, torch.tensor([0, 1]), torch.tensor([1, 2]))
 
 
-# ---------------------------------------------------------------- selection and compaction
-
-
 def ragged(seed: int, slots: int, heads: int, entries: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Scores on a few levels (so with ties), valid and positions; free memory holds traps."""
     g = torch.Generator().manual_seed(seed)

@@ -94,9 +94,6 @@ def test_a_gpu_that_no_kernel_has_code_for_runs_the_reference_and_says_so_once(
     assert library.has_kernel("append", "cpu")
 
 
-# ---------------------------------------------------------------- which code of a CUDA library a card runs
-
-
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "operations run on the PyTorch reference"
 NONE = f"HAS NO CODE here: {{%d}} builds it, until then {REFERENCE}"

@@ -68,9 +68,6 @@ def written(tiny: str, proposal: str) -> str:
     return "proposed.yaml"
 
 
-# ---------------------------------------------------------------- predicting
-
-
 def test_a_proposal_parses_and_has_the_plan_at_its_head(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = main(["--config", written, "--memory", "1.5GB"])
     shown = capsys.readouterr().out.strip()
@@ -309,9 +306,6 @@ def test_what_takes_time_is_told_beside_the_answer(tiny: str, capsys: pytest.Cap
     assert "Trying" not in told.out + more.out
 
 
-# ---------------------------------------------------------------- proposing
-
-
 def test_what_costs_least_is_given_up_first(tiny: str) -> None:
     """With memory to spare everything is at its most preferred; with less the last levels go first."""
     rich = main(["--model", tiny, "--memory", "141GB", "--length", str(LENGTH), "--output", "rich.yaml"])
@@ -436,9 +430,6 @@ def test_help_tells_both_ways(args: list[str], capsys: pytest.CaptureFixture[str
     told = "".join(capsys.readouterr())
     assert "--length" in told
     assert not args or all(word in told for word in ("--config", "--prompt", "--memory", "--output", "--card"))
-
-
-# ---------------------------------------------------------------- models and cards
 
 
 def test_sizes_of_known_models() -> None:

@@ -49,9 +49,6 @@ def layered(name: str, path: Path, **changed: Any) -> Job:
     return job(str(path))
 
 
-# ---------------------------------------------------------------- fewer bits
-
-
 @pytest.mark.parametrize("adapters", [INT8, NF4], ids=["int8", "nf4"])
 def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters: Any) -> None:
     given = job(folder, blueprint=Blueprint(folder, "bfloat16", adapters))
@@ -81,9 +78,6 @@ def test_packed_weights_are_read_and_whole_ones_written_and_read(folder: str) ->
         seconds[adapters] = rollout_seconds(given, card, given.sequences)
     per_byte = (seconds[INT8] - seconds[LORA]) / 3
     assert (seconds[NF4] - seconds[LORA]) / per_byte == pytest.approx(2.5625)
-
-
-# ---------------------------------------------------------------- forms of checkpointing
 
 
 def parts_pass(given: Job) -> int:
@@ -139,9 +133,6 @@ def test_selective_does_not_attend_again(folder: str) -> None:
     assert found[1] - found[0] == pytest.approx(attention_flops(job(folder)) / forward_flops(job(folder)))
 
 
-# ---------------------------------------------------------------- the rollout
-
-
 def test_the_record_of_evictions_is_that_of_a_real_rollout(folder: str) -> None:
     """All but the tokens that stay, at most 24 of 40 in each head, twice when a rollout ends."""
     given = job(folder)
@@ -162,9 +153,6 @@ def test_sequences_that_are_drawn_and_not_trained_on_count_in_the_rollout(folder
     assert given.sequences == 3 * 6
     assert given.micro_batch == job(folder).micro_batch
     assert make_plan(given, card_of()).slots == 18
-
-
-# ---------------------------------------------------------------- other layers
 
 
 @pytest.mark.parametrize("name", LAYERED)
@@ -205,9 +193,6 @@ def test_windows_without_a_layer_to_evict_from_are_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"sliding window in every layer.*no layer is left for RKV"):
         make_plan(given, card_of())
     assert slot_size(replace(given, compressor=FullKV())).pool > 0
-
-
-# ---------------------------------------------------------------- what helps
 
 
 def shrunk(given: Job) -> Any:

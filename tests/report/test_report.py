@@ -27,8 +27,6 @@ from sparse_rl_lightning.report.plots import Plot, plots_of_run, plots_of_runs
 from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.text import duration, number, percent, printable, prompt_text, shortened, size, table
 
-# ---------------------------------------------------------------- numbers
-
 
 def test_summary_means_and_peaks() -> None:
     got = record().summary()
@@ -126,9 +124,6 @@ def test_small_formats() -> None:
 def test_smoothing_is_a_mean_of_known_neighbors() -> None:
     assert smoothed([1.0, math.nan, 3.0, 8.0], 1) == [1.0, 2.0, 5.5, 5.5]
     assert math.isnan(smoothed([math.nan], 2)[0])
-
-
-# ---------------------------------------------------------------- page
 
 
 def test_page_is_one_valid_document_with_the_numbers() -> None:

@@ -43,9 +43,6 @@ def write_json(folder: Path, content: dict[str, Any]) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------- reading
-
-
 def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
     run = record(
         worst=[{"rollout": 1, "kinds": ["rejected"], "prompt": "p", "completion": "c", "rejected": True}],
@@ -211,9 +208,6 @@ def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> N
     message = "is not a folder" if make in ("missing", "file") else r"no summary\.json or progress\.json"
     with pytest.raises(ValueError, match=message):
         read_run(folder)
-
-
-# ---------------------------------------------------------------- the command
 
 
 def test_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
