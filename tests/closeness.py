@@ -24,14 +24,10 @@ def assert_same_sums(
     size: float | Tensor | None = None,
     share: float = SHARE,
 ) -> None:
-    """Hold the length of the difference to a share of a size.
+    """Hold the length of the difference, of tensors whose elements count together, to a share of a size.
 
-    Args:
-        got: Tensor, or tensors whose elements count together.
-        want: The same in another order of sums.
-        size: Size of what is summed; default the length of ``want``. A tensor is where ``want`` began: weights that
-            have been trained are apart by a share of how far they have moved.
-        share: Share of the size.
+    The size is that of what is summed, by default the length of ``want``. A tensor is where ``want`` began: weights
+    that have been trained are apart by a share of how far they have moved.
     """
     ours, theirs = (torch.cat([part.detach().flatten().double() for part in listed(side)]) for side in (got, want))
     apart = float((ours - theirs).norm())

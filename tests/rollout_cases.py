@@ -41,9 +41,7 @@ class Case:
     quantization: Any = None
     is_captured: bool = True
     window: int = 0  # of all layers but the first
-    has_ties: bool = (
-        False  # equal tokens have scores that are equal but for rounding: which one dies is up to the device
-    )
+    has_ties: bool = False  # scores of equal tokens that are equal but for rounding: who dies is up to the device
     initializer_range: float = 0.4  # less where attention rounds to 16 bits, which moves tokens of a peaked policy
     close: float = 2e-4  # log-probs of a real GPU to those of a CPU
 

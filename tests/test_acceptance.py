@@ -65,13 +65,8 @@ def test_bounds_enclose_the_exact_acceptance(seed: int, size: int, scale: float,
     assert bool((lower <= exact + 1e-12).all())
     assert bool((exact <= upper + 1e-12).all())
     assert bool((upper <= 1).all())
-
-
-def test_bounds_close_on_the_exact_value_with_the_whole_vocabulary() -> None:
-    dense, sparse = logprobs(0, 9, 2.0), logprobs(1, 9, 2.0)
-    lower, upper = acceptance_bounds(dense, sparse)
-    torch.testing.assert_close(lower, exact_acceptance(dense, sparse))
-    torch.testing.assert_close(upper, lower)
+    for bound in acceptance_bounds(dense, sparse):  # the whole vocabulary
+        torch.testing.assert_close(bound, exact)
 
 
 def test_rounding_never_turns_the_bounds_around_or_leaves_one() -> None:
@@ -91,9 +86,6 @@ def test_the_published_target_under_ones_own_ceiling() -> None:
     assert tail_target(0.945) == pytest.approx(0.86)
     assert tail_target(1.0) == pytest.approx(0.86 / 0.945)
     assert tail_target(0.5, target=0.92) == pytest.approx(0.92 * 0.5 / 0.945)
-
-
-# ---------------------------------------------------------------- rollouts
 
 
 def sampled(compressor: Any, top_logprobs: int, temperature: float = 0.8) -> tuple[Any, Rollout]:
@@ -147,9 +139,6 @@ def test_a_rollout_without_the_samplers_tokens_is_refused() -> None:
     model, rollout = sampled(FullKV(), 0)
     with pytest.raises(ValueError, match="Sample with top_logprobs=20"):
         rollout_acceptance(model, rollout)
-
-
-# ---------------------------------------------------------------- the tail
 
 
 SIZES: dict[str, Any] = {"bin_size": 4, "num_bins": 4}

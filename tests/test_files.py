@@ -113,9 +113,6 @@ def test_lines_are_added_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "head\n\\ud800\n"
 
 
-# ---------------------------------------------------------------- tables
-
-
 def test_a_table_has_the_columns_of_all_rows(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "a.csv"
     append_rows(path, [{"step": 0, "b": "x,\ny"}])
@@ -147,9 +144,6 @@ def test_a_table_in_place_of_a_link_has_nothing_of_what_it_leads_to(tmp_path: Pa
     append_rows(tmp_path / "a.csv", [{"step": 0}])
     assert not (tmp_path / "a.csv").is_symlink()
     assert ((tmp_path / "a.csv").read_text(), (tmp_path / "victim").read_text()) == ("step\n0\n", "mine\n")
-
-
-# ---------------------------------------------------------------- folders
 
 
 def writes(text: str) -> Callable[[Path], object]:

@@ -62,18 +62,12 @@ class Learned(KNorm):
         self._function = (lambda x: x) if power == 1 else (lambda x: x * 2)
 
 
-METHODS: dict[str, tuple[Any, Any]] = {
-    "statistics": (
-        lambda: QFilters(**SIZES, statistics=statistics(0)),
-        lambda: QFilters(**SIZES, statistics=statistics(1)),
-    ),
-    "wrapped": (
-        lambda: Combined([TriAttention(**SIZES, statistics=statistics(0))]),
-        lambda: Combined([TriAttention(**SIZES, statistics=statistics(1))]),
-    ),
-    "a network": (Learned, lambda: Learned(seed=1)),
-    "a network's number": (Learned, lambda: Learned(factor=2.0)),
-    "tensors, arrays, functions": (Learned, lambda: Learned(power=2.0)),
+METHODS: dict[str, Callable[[int], Any]] = {
+    "statistics": lambda number: QFilters(**SIZES, statistics=statistics(number)),
+    "wrapped": lambda number: Combined([TriAttention(**SIZES, statistics=statistics(number))]),
+    "a network": lambda number: Learned(seed=number),
+    "a network's number": lambda number: Learned(factor=1.0 + number),
+    "tensors, arrays, functions": lambda number: Learned(power=1.0 + number),
 }
 
 
@@ -85,13 +79,13 @@ def sweep(policy: Any, folder: Path) -> Sweep:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_calibration_with_another_method_is_refused(name: str, tmp_path: Path) -> None:
-    policy, (make, make_other) = tiny_model(), METHODS[name]
-    assert repr(make()) == repr(make_other())
-    assert sum(fingerprint(method=one) == fingerprint(method=make()) for one in (make(), make_other())) == 1
-    sweep(policy, tmp_path).claim(make())
-    sweep(policy, tmp_path).claim(make().with_budget(20))  # the budget does not count
+    policy, make = tiny_model(), METHODS[name]
+    assert repr(make(0)) == repr(make(1))
+    assert fingerprint(method=make(0)) == fingerprint(method=make(0)) != fingerprint(method=make(1))
+    sweep(policy, tmp_path).claim(make(0))
+    sweep(policy, tmp_path).claim(make(0).with_budget(20))  # the budget does not count
     with pytest.raises(ValueError, match="is of another method"):
-        sweep(policy, tmp_path).claim(make_other())
+        sweep(policy, tmp_path).claim(make(1))
 
 
 def turned(policy: Any) -> None:
@@ -208,11 +202,18 @@ def test_what_shows_a_part_of_itself_is_told_apart_by_all_of_it(name: str) -> No
 
 
 def test_an_address_in_a_text_means_nothing() -> None:
-    """And where a generator of numbers stands changes with every use."""
-    kept = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), threading.Lock()]
-    again = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), threading.Lock()]
-    assert [fingerprint(a=one) for one in kept] == [fingerprint(a=one) for one in again]
+    """And where a generator of numbers stands changes with every use; a built-in method has no module."""
+
+    def unused() -> list[Any]:
+        generators = [np.random.default_rng(0), np.random.RandomState(0), torch.Generator(), random.Random(0)]
+        return [*generators, threading.Lock()]
+
+    kept = unused()
+    kept[0].random(), kept[1].rand(), torch.rand(1, generator=kept[2]), kept[3].random()
+    assert [fingerprint(a=one) for one in kept] == [fingerprint(a=one) for one in unused()]
+    assert describe(kept[:4]) == describe(unused()[:4])
     assert re.search(" at 0x", repr(kept[0]))
+    assert describe([str.strip, partial(str.lower)]) != describe([str.strip, partial(str.upper)])
 
 
 def parsed(share: float) -> Callable[[], Environment]:
@@ -265,10 +266,8 @@ def test_sources_are_the_files_that_count(folder: Path, monkeypatch: pytest.Monk
     (kinds / "late.py").write_text("y = 1\n")
     (kinds / "other.py").write_text("from kinds import own\n")
     Path("top.py").write_text("import missing_here\n")
-    text = (
-        "from .base import Base\n\nclass Own(Base):\n    def f(self):\n        from . import late\n        import top\n"
-    )
-    (kinds / "own.py").write_text(text)
+    text = "from .base import Base\n\nclass Own(Base):\n    def f(self):\n        "
+    (kinds / "own.py").write_text(f"{text}from . import late\n        import top\n")
 
     def found() -> str:
         for name in [name for name in sys.modules if name.partition(".")[0] == "kinds"]:
@@ -331,15 +330,6 @@ def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:
     others = [text.replace("norm(", "amax("), text.replace("-1", "-2"), text.replace("return", "return -")]
     assert fingerprint(a=typed(text)) == fingerprint(a=typed(text))
     assert len({fingerprint(a=typed(one)) for one in (text, *others)}) == 4
-
-
-def test_what_use_changes_is_no_setting() -> None:
-    """Generators of numbers, by where they stand; and built-in methods, which have no module."""
-    made = [random.Random(0), np.random.default_rng(0), np.random.RandomState(0), torch.Generator()]
-    before = describe(made), fingerprint(made=made)
-    made[0].random(), made[1].random(), made[2].rand(), torch.rand(1, generator=made[3])
-    assert (describe(made), fingerprint(made=made)) == before
-    assert describe([str.strip, partial(str.lower)]) != describe([str.strip, partial(str.upper)])
 
 
 def test_a_cell_of_a_notebook_has_a_file_s_name_and_no_file() -> None:

@@ -33,16 +33,18 @@ def batch() -> tuple[Tensor, Tensor]:
     return sequences.masked_fill(index >= lengths, 0), (index >= prompts) & (index < lengths)
 
 
-def plain(model: Qwen2ForCausalLM, sequences: Tensor, mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The same by the book: all logits, one row at a time, no padding."""
-    logprobs, entropy = torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)
+def plain(model: Qwen2ForCausalLM, sequences: Tensor, temperature: float = 1.0) -> Tensor:
+    """(3, 9, V) by the book: all log-probabilities, one row at a time, no padding."""
+    logs = torch.zeros(*sequences.shape, 31, dtype=torch.float64)
     for row, length in enumerate(LENGTHS):
-        full = (model(sequences[row : row + 1, :length]).logits[0] / temperature).log_softmax(-1)
-        for t in range(1, length):
-            if mask[row, t]:
-                logprobs[row, t] = full[t - 1, sequences[row, t]]
-                entropy[row, t] = torch.distributions.Categorical(logits=full[t - 1]).entropy()
-    return logprobs, entropy
+        logits = model(sequences[row : row + 1, :length]).logits[0, :-1]
+        logs[row, 1:length] = (logits / temperature).log_softmax(-1)
+    return logs
+
+
+def of_tokens(logs: Tensor, sequences: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(3, 9) log-probabilities of the tokens, and entropies."""
+    return logs.gather(-1, sequences[..., None])[..., 0] * mask, -(logs.exp() * logs).sum(-1) * mask
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -51,7 +53,7 @@ def test_values_are_those_of_a_plain_forward(temperature: float, chunk_size: int
     model, (sequences, mask) = tiny_model(), batch()
     with torch.no_grad():
         logprobs, entropy = sequence_logprobs(model, sequences, mask, temperature, chunk_size)
-        expected_logprobs, expected_entropy = plain(model, sequences, mask, temperature)
+        expected_logprobs, expected_entropy = of_tokens(plain(model, sequences, temperature), sequences, mask)
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-10, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-10, rtol=0)
     assert bool((logprobs[mask] < 0).all())
@@ -63,10 +65,10 @@ def test_values_are_those_of_a_plain_forward(temperature: float, chunk_size: int
 def test_gradients_are_those_of_a_plain_forward(tied: bool) -> None:
     sequences, mask = batch()
     factors = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    gradients = []
-    for function in (lambda m: sequence_logprobs(m, sequences, mask, 0.7, 4), lambda m: plain(m, sequences, mask, 0.7)):
-        model = tiny_model(tied)
-        logprobs, entropy = function(model)
+    models, gradients = [tiny_model(tied) for _ in range(2)], []
+    ours = sequence_logprobs(models[0], sequences, mask, 0.7, 4)
+    by_the_book = of_tokens(plain(models[1], sequences, 0.7), sequences, mask)
+    for model, (logprobs, entropy) in zip(models, (ours, by_the_book), strict=True):
         (factors * logprobs + factors.flip(1) * entropy).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert min(gradient.abs().max() for gradient in gradients[1].values()) > 1e-3
@@ -163,9 +165,6 @@ def test_bad_input_is_refused(wrong: dict[str, Any], match: str) -> None:
             sequence_logprobs(model, sequences, **{"mask": mask, **wrong})
 
 
-# ---------------------------------------------------------------- at other tokens than those of the sequence
-
-
 def asked(k: int = 5) -> Tensor:
     """(3, 9, K) different tokens for every place."""
     return torch.rand(3, max(LENGTHS), 31, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :k]
@@ -177,13 +176,8 @@ def test_logprobs_at_are_those_of_a_plain_forward(temperature: float, chunk_size
     model, (sequences, mask) = tiny_model(), batch()
     ids = asked()
     found = logprobs_at(model, sequences, ids, mask, temperature, chunk_size)
-    expected = torch.zeros(ids.shape, dtype=torch.float64)
-    for row, length in enumerate(LENGTHS):
-        with torch.no_grad():
-            full = (model(sequences[row : row + 1, :length]).logits[0] / temperature).log_softmax(-1)
-        for t in range(1, length):
-            if mask[row, t]:
-                expected[row, t] = full[t - 1, ids[row, t]]
+    with torch.no_grad():
+        expected = plain(model, sequences, temperature).gather(-1, ids) * mask[..., None]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
     assert not found.requires_grad
     own = logprobs_at(model, sequences, sequences[..., None], mask, temperature, chunk_size)[..., 0]
@@ -199,9 +193,8 @@ def test_logprobs_at_hold_one_chunk_of_logits_and_pass_on_attention() -> None:
     hook.remove()
     assert rows == [5, 5, 3]
     causal = torch.ones(3, 1, max(LENGTHS), max(LENGTHS), dtype=torch.bool).tril()
-    torch.testing.assert_close(
-        logprobs_at(model, sequences, asked(), mask, attention_mask=causal), free, atol=1e-10, rtol=0
-    )
+    same = logprobs_at(model, sequences, asked(), mask, attention_mask=causal)
+    torch.testing.assert_close(same, free, atol=1e-10, rtol=0)
     causal[0, :, 6:, 1] = False
     blind = logprobs_at(model, sequences, asked(), mask, attention_mask=causal)
     assert (blind[0, 7] - free[0, 7]).abs().max() > 1e-4

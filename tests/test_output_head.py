@@ -64,9 +64,8 @@ def results(compute: Callable[..., Any], head: nn.Module, states: Tensor, *rest:
 def assert_same(actual: list[Tensor], expected: list[Tensor], relative: float) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype
-        torch.testing.assert_close(
-            one, other, rtol=0, atol=relative * max([1.0, *other.detach().abs().flatten().tolist()])
-        )
+        largest = max([1.0, *other.detach().abs().flatten().tolist()])
+        torch.testing.assert_close(one, other, rtol=0, atol=relative * largest)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -93,9 +92,8 @@ def test_several_targets_of_a_row_are_plain_autograd_too(kind: type[nn.Linear]) 
     head.__class__ = kind
     several = torch.randint(V, (N, 5), generator=torch.Generator().manual_seed(2))
     several[:, 3] = several[:, 0]
-    assert_same(
-        results(token_logprobs, head, states, several, 0.8, 4), results(plain, head, states, several, 0.8), 1e-12
-    )
+    want = results(plain, head, states, several, 0.8)
+    assert_same(results(token_logprobs, head, states, several, 0.8, 4), want, 1e-12)
 
 
 @pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
@@ -126,10 +124,8 @@ def test_large_logits_lose_nothing() -> None:
     head, states, targets = problem(scale=300.0)  # float32 logits in the thousands
     expected = results(plain, head.double(), states.double(), targets, 1.0)
     exact = [tensor.float() for tensor in expected]
-    ours, theirs = (
-        results(token_logprobs, head.float(), states, targets, 1.0, 4),
-        results(plain, head, states, targets, 1.0),
-    )
+    ours = results(token_logprobs, head.float(), states, targets, 1.0, 4)
+    theirs = results(plain, head, states, targets, 1.0)
     for own, other, truth in zip(ours, theirs, exact, strict=True):
         assert (own - truth).abs().max() <= 2 * (other - truth).abs().max() + 1e-6 * truth.abs().max()
 
@@ -146,9 +142,6 @@ def test_only_gradients_asked_for_are_computed() -> None:
         assert not token_logprobs(head, states, targets)[0].requires_grad
 
 
-# ---------------------------------------------------------------- memory
-
-
 def test_nothing_larger_than_a_chunk_of_logits_or_the_gradients_ever_exists() -> None:
     head = nn.Linear(4, 50)
     states, targets = torch.randn(64, 4, requires_grad=True), torch.randint(50, (64,))
@@ -159,9 +152,6 @@ def test_nothing_larger_than_a_chunk_of_logits_or_the_gradients_ever_exists() ->
     with Largest() as seen:
         plain(head, states, targets, 1.0)
     assert seen.bytes == 4 * 64 * 50
-
-
-# ---------------------------------------------------------------- types
 
 
 def test_bfloat16_with_and_without_the_float32_head() -> None:
@@ -200,9 +190,6 @@ def test_autocast(in_float32: bool) -> None:
     assert_same(found[:2], expected[:2], 1e-6)
     assert_same(found[2:], expected[2:], 1e-6 if in_float32 else 0.02)
     assert {tensor.dtype for tensor in found} == {torch.float32}
-
-
-# ---------------------------------------------------------------- other heads
 
 
 class Adapted(nn.Module):
@@ -259,9 +246,6 @@ def test_a_head_that_returns_its_input_is_not_overwritten() -> None:
     assert torch.equal(states, before)
 
 
-# ---------------------------------------------------------------- logits that a model scales or caps
-
-
 SIZES: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "initializer_range": 0.5, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
@@ -306,9 +290,8 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(family: str, b
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-11, msg=name)
     ids = torch.randint(31, (2, 7, 3))
     found = logprobs_at(model, sequences, ids, mask, 0.7, chunk_size=4)
-    torch.testing.assert_close(
-        found[:, 1:], logs.detach().gather(-1, ids[:, 1:]) * mask[:, 1:, None], rtol=0, atol=1e-12
-    )
+    want = logs.detach().gather(-1, ids[:, 1:]) * mask[:, 1:, None]
+    torch.testing.assert_close(found[:, 1:], want, rtol=0, atol=1e-12)
 
 
 def test_only_what_the_class_declares_counts() -> None:
@@ -316,9 +299,8 @@ def test_only_what_the_class_declares_counts() -> None:
     assert stray.config.logits_scaling == 8.0
     sequences, mask = torch.randint(2, 31, (1, 5)), torch.tensor([[False, True, True, True, True]])
     with torch.no_grad():
-        torch.testing.assert_close(
-            sequence_logprobs(stray, sequences, mask)[0][:, 1:], by_the_model(stray, sequences, mask, 1.0)[1]
-        )
+        logprobs, want = sequence_logprobs(stray, sequences, mask)[0], by_the_model(stray, sequences, mask, 1.0)[1]
+    torch.testing.assert_close(logprobs[:, 1:], want)
     assert LogitScaling.of(stray.config).is_plain
 
 

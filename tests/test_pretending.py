@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pretend_gpu import CUDA, IDLE, DeviceTensor, PretendGPU, host
+from tests.pretend_gpu import CUDA, IDLE, PretendGPU, host
 
 
 @pytest.fixture
@@ -23,17 +23,6 @@ def on_gpu(*values: float) -> Tensor:
 
 def waits(gpu: PretendGPU) -> list[str]:
     return sorted(what for (_, what), count in gpu.waits.items() for _ in range(count))
-
-
-def test_a_tensor_claims_the_device_and_holds_values(gpu: PretendGPU) -> None:
-    tensor = on_gpu(1, 2, 3)
-    assert isinstance(tensor, DeviceTensor)
-    assert (tensor.device, tensor.is_cuda, tensor.is_cpu, tensor.is_meta) == (CUDA, True, False, False)
-    assert tensor.shape == (3,)
-    assert (tensor * 2).sum().item() == 12
-    assert torch.zeros(2, device=tensor.device).device == CUDA
-    assert torch.topk(tensor, 2).indices.tolist() == [2, 1]
-    assert tensor.to("cpu").device.type == "cpu"
 
 
 def test_two_devices_in_one_function_are_refused(gpu: PretendGPU) -> None:
@@ -132,29 +121,20 @@ def test_launches_and_bytes_are_counted_and_views_are_free(gpu: PretendGPU) -> N
     assert sorted(nbytes for _, nbytes in gpu.log) == [4 * (32 + 32), 4 * (32 + 8 + 32)]
 
 
-def test_new_memory_is_poisoned(gpu: PretendGPU) -> None:
+def test_new_memory_and_that_of_a_graph_is_poisoned(gpu: PretendGPU) -> None:
     assert host(torch.empty(3, device="cuda")).isnan().all()
     assert host(torch.empty_like(on_gpu(1, 2))).isnan().all()
     assert host(torch.empty(3, dtype=torch.int64, device="cuda")).max() < -(2**60)
     assert host(torch.empty(3, dtype=torch.float8_e4m3fn, device="cuda")).float().isnan().all()
     assert not host(torch.zeros(3, device="cuda")).any()
-
-
-def test_a_graph_replays_its_ops_without_python(gpu: PretendGPU) -> None:
-    given, out, calls = on_gpu(1, 2), on_gpu(0, 0), []
-    graph = torch.cuda.CUDAGraph()
+    tensor, graph = on_gpu(1, 2), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=None, capture_error_mode="thread_local"):
-        calls.append(1)
-        inside = given * 2
-        out.copy_(inside + inside[:1])
-    assert host(out).tolist() == [0, 0]  # captured, not run
-    for values in ([1.0, 2.0], [10.0, 20.0]):
-        given.copy_(on_gpu(*values))
-        graph.replay()
-        assert host(out).tolist() == [4 * values[0], 2 * values[1] + 2 * values[0]]
-        assert host(inside).isnan().all()  # the graph's own memory
-    assert calls == [1]
-    assert len(graph.nodes) == 3  # type: ignore[attr-defined]
+        inside = tensor * 2
+        tensor.add_(inside)
+    assert host(tensor).tolist() == [1, 2]  # captured, not run
+    graph.replay()
+    assert host(tensor).tolist() == [3, 6]
+    assert host(inside).isnan().all()  # the graph's own memory
 
 
 def test_a_second_device_has_tensors_of_its_own(gpu: PretendGPU) -> None:
@@ -198,11 +178,3 @@ def test_without_values_reads_are_answered() -> None:
         assert tensor[tensor > 1].shape == (5,)
         assert (tensor + 1).to("cpu").is_meta
     assert waits(gpu) == ["a mask as an index", "a number", "copy to host memory", "nonzero"]
-
-
-def test_a_tensor_is_of_no_use_without_its_device() -> None:
-    with PretendGPU():
-        tensor = on_gpu(1, 2)
-    with pytest.raises(AssertionError, match="switched off"):
-        tensor + 1
-    assert host(tensor).tolist() == [1, 2]

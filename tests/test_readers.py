@@ -168,16 +168,13 @@ def test_what_a_shell_makes_of_a_command_is_read(place: str, capsys: pytest.Capt
     assert "seed_everything: 1234" in capsys.readouterr().out
 
 
-def _written(path: Path) -> dict[str, Callable[[Path], Any]]:
-    moments = QueryStatistics(torch.zeros(1, 2, 4), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4))
-    return {"schedule": LengthSchedule([0, 8], [4, 8]).save, "hardware": H200.save, "statistics": moments.save}
+MOMENTS = QueryStatistics(torch.zeros(1, 2, 4), torch.zeros(1, 2, 2), torch.zeros(1, 1, 4))
 
 
-@pytest.mark.parametrize("name", ["schedule", "hardware", "statistics"])
-def test_what_a_user_names_is_written_where_a_link_leads(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [LengthSchedule([0, 8], [4, 8]).save, H200.save, MOMENTS.save])
+def test_what_a_user_names_is_written_where_a_link_leads(save: Callable[[Path], object], tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "file")
-    save = _written(tmp_path)[name]
     save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "disk" / "file").stat().st_size
@@ -193,25 +190,19 @@ def test_an_unknown_option_cannot_steer_a_terminal(capsys: pytest.CaptureFixture
     assert r"\x1b[2J" in said
 
 
-def test_output_file_follows_links_and_refuses_circles(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(UserError, match="cannot be written"):
-        output_file(tmp_path / "a", "--output")
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "file/x", "missing\0"])
+@pytest.mark.parametrize("name", ["x" * 300, "file/x", "missing\0", "circle"])
 def test_output_file_refuses_in_words_what_the_system_cannot_look_at(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("back")
+    (tmp_path / "back").symlink_to("circle")
     with pytest.raises(UserError, match=r"^(folder of )?--output=.* cannot be written: "):
         output_file(tmp_path / name, "--output")
 
 
 def test_a_place_of_somebody_else_is_a_line() -> None:
     """Which any command may meet, where it looks whether there is a file."""
-    assert user_message(PermissionError(13, "Permission denied", "theirs/x")) == (
-        "[Errno 13] Permission denied: 'theirs/x'. Name a place that you may use."
-    )
+    message = user_message(PermissionError(13, "Permission denied", "theirs/x"))
+    assert message == "[Errno 13] Permission denied: 'theirs/x'. Name a place that you may use."
     assert user_message(PermissionError(1, "Operation not permitted")) is None
 
 

@@ -41,51 +41,39 @@ def digits_reward(completions: list[str], **_: Any) -> list[float | None]:
     return [float(sum(int(c) for c in text if c.isdigit())) for text in completions]
 
 
+CONFIG = """
+num_threads: 1
+model:
+  class_path: SparseGRPO
+  init_args:
+    policy: {class_path: TinyPolicy, init_args: {hidden_size: 32, num_layers: 2}}
+    compressor: {class_path: RKV, init_args: {budget: 12, buffer: 4, num_sinks: 1}}
+    reward_funcs: [sparse_rl_lightning.rewards.arithmetic_reward, sparse_rl_lightning.rewards.worked_steps_reward]
+    sampling: {num_generations: 2, max_completion_length: 12}
+    steps_per_generation: 2
+data: {class_path: ArithmeticTasks, init_args: {num_terms: 3, num_train: 16, num_val: 4, prompts_per_rollout: 4}}
+trainer:
+  accelerator: cpu
+  default_root_dir: runs/own
+  max_steps: 4
+  limit_val_batches: 0
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger: {class_path: CSVLogger, init_args: {save_dir: runs, name: own}}
+  callbacks:
+  - class_path: SparsityAwareRejection
+  - class_path: ModelCheckpoint
+    init_args:
+      {dirpath: runs/own/checkpoints, every_n_train_steps: 1, save_last: true, enable_version_counter: false}
+"""
+
+
 def config(**trainer: Any) -> dict[str, Any]:
     """A tiny run with two rollouts of two optimizer steps, written below runs/."""
-    return {
-        "num_threads": 1,
-        "model": {
-            "class_path": "SparseGRPO",
-            "init_args": {
-                "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
-                "compressor": {"class_path": "RKV", "init_args": {"budget": 12, "buffer": 4, "num_sinks": 1}},
-                "reward_funcs": [
-                    "sparse_rl_lightning.rewards.arithmetic_reward",
-                    "sparse_rl_lightning.rewards.worked_steps_reward",
-                ],
-                "sampling": {"num_generations": 2, "max_completion_length": 12},
-                "steps_per_generation": 2,
-            },
-        },
-        "data": {
-            "class_path": "ArithmeticTasks",
-            "init_args": {"num_terms": 3, "num_train": 16, "num_val": 4, "prompts_per_rollout": 4},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "default_root_dir": "runs/own",
-            "max_steps": 4,
-            "limit_val_batches": 0,
-            "log_every_n_steps": 1,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "own"}},
-            "callbacks": [
-                {"class_path": "SparsityAwareRejection"},
-                {
-                    "class_path": "ModelCheckpoint",
-                    "init_args": {
-                        "dirpath": "runs/own/checkpoints",
-                        "every_n_train_steps": 1,
-                        "save_last": True,
-                        "enable_version_counter": False,
-                    },
-                },
-            ],
-            **trainer,
-        },
-    }
+    values: dict[str, Any] = yaml.safe_load(CONFIG)
+    values["trainer"] |= trainer
+    return values
 
 
 def write(values: dict[str, Any], changes: dict[str, Any] | None = None) -> str:

@@ -38,14 +38,8 @@ def test_a_rational_answer_costs_less_than_ten_thousand_steps_of_a_loop() -> Non
 
 def test_conventions_are_compared_on_outputs(tmp_path: Path) -> None:
     """Five outputs of one problem, one strictly right and three leniently, with another grader's verdicts."""
-    written = [
-        (r"\boxed{25}", True),
-        (r"\boxed{20+5=25}", True),
-        (r"\boxed{\sqrt{625}}", True),
-        ("The answer is 25.", False),
-        (r"\boxed{26}", False),
-    ]
-    texts = [json.dumps({"idx": 0, "code": [text], "score": [score]}) for text, score in written]
+    right, wrong = [r"\boxed{25}", r"\boxed{20+5=25}", r"\boxed{\sqrt{625}}"], ["The answer is 25.", r"\boxed{26}"]
+    texts = [json.dumps({"idx": 0, "code": [text], "score": [text in right]}) for text in right + wrong]
     folders = write_benchmarks(tmp_path / "data"), tmp_path / "outputs" / "aime24"
     folders[1].mkdir(parents=True)
     (folders[1] / "test.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")

@@ -20,11 +20,7 @@ from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEvict
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
-SEEN_BY_NAME = {
-    "QueryStatistics",
-    "Compressor",
-    "LearnedScore",
-}  # no methods of their own, or not before training
+SEEN_BY_NAME = {"QueryStatistics", "Compressor", "LearnedScore"}  # no methods of their own, or not before training
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,6 @@ def test_every_shipped_compressor_is_measured(model: Any) -> None:
 
 
 def test_texts_with_prompts_of_different_lengths(model: Any) -> None:
-    """What is forced for one text does not depend on how long the prompts of the others are."""
     texts = torch.randint(2, 128, (3, 24))
     both = forced.forced_logits(model, SnapKV(**SIZES, protect_prompt=True), texts, [3, 6, 4]).logits
     for row, prompt in enumerate((3, 6, 4)):
@@ -95,12 +90,8 @@ def test_numbers_below_random_are_marked() -> None:
     assert cells["Worse"] == ["0.400↓", "0.500↓"]
     assert cells["Equal"] == ["0.500↓", "0.600"]
     assert cells["RandomEviction"] == ["0.500", "0.550"]
-    less_is_better = pages.measure_table(results, pages.PERPLEXITY)
-    assert [list(row[1:]) for row in less_is_better.rows][2:] == [
-        ["9.40", "9.30"],
-        ["9.50↓", "9.40"],
-        ["9.60↓", "9.50↓"],
-    ]
+    less_is_better = [list(row[1:]) for row in pages.measure_table(results, pages.PERPLEXITY).rows]
+    assert less_is_better[2:] == [["9.40", "9.30"], ["9.50↓", "9.40"], ["9.60↓", "9.50↓"]]
     chance = {row[0]: list(row[1:]) for row in pages.chance_table(results).rows}
     assert list(chance) == ["Better", "Equal", "Worse"]  # the best first
     assert chance["Equal"] == ["12 of 12", "0 of 8", "100"]

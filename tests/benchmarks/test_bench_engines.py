@@ -39,19 +39,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(policy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The page of own engines and transformers."""
-    own = [
-        "--policy",
-        str(policy),
-        "--work",
-        str(folder / "work"),
-        "--save",
-        str(folder),
-        "--rivals",
-        "transformers",
-        "--threads",
-        "1",
-    ]
-    monkeypatch.setattr(sys, "argv", ["engines", *own, "--types", "float32", "--tokens", "4", "40", "--rounds", "2"])
+    own = f"--policy {policy} --work {folder}/work --save {folder} --rivals transformers --threads 1"
+    monkeypatch.setattr(sys, "argv", f"engines {own} --types float32 --tokens 4 40 --rounds 2".split())
     command.main()
     return (folder / "engines-cpu.md").read_text()
 

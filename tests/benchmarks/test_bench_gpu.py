@@ -138,9 +138,8 @@ def test_every_call_of_the_page_fits_into_nine_minutes(tmp_path: Path) -> None:
         for word in step.command:
             if word.startswith("tests/"):
                 assert (ROOT / word).exists()
-    calls = re.findall(
-        r"benchmarks\.gpu ([a-z ]+) --minutes ([\d.]+)", (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
-    )
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
+    calls = re.findall(r"benchmarks\.gpu ([a-z ]+) --minutes ([\d.]+)", page)
     assert {piece for pieces, _ in calls for piece in pieces.split()} == set(PIECES)
     for pieces, minutes in calls:
         assert pieces.split()[0] == "build"  # each stands alone

@@ -18,10 +18,8 @@ from benchmarks.reliability import forks, trials
 
 
 def run(folder: Path, faults: int) -> str:
-    arguments = [f"--faults={faults}", f"--work={folder}", f"--save={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.reliability", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    call = f"{sys.executable} -m benchmarks.reliability --faults={faults} --work={folder} --save={folder}".split()
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

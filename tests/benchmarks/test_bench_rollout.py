@@ -95,12 +95,8 @@ def check_speed(rows: Rows) -> None:
 
 
 def check_split(rows: Rows) -> None:
-    """The parts add up to the whole step."""
-    assert [row["part"] for row in rows][-3:] == [
-        "python and other",
-        "whole step, profiled",
-        "whole step, not profiled",
-    ]
+    last = ["python and other", "whole step, profiled", "whole step, not profiled"]
+    assert [row["part"] for row in rows][-3:] == last
     for column in ("sparse float32", "FullKV float32", "sparse bfloat16", "FullKV bfloat16"):
         *parts, whole, _ = (float(row[column].split()[0]) for row in rows)
         assert sum(parts) == pytest.approx(whole, abs=0.05)

@@ -37,7 +37,6 @@ class ByLayer(Compressor):
     needs_layer_index = True
 
     def score(self, layer: LayerState) -> Tensor:
-        """Large or small values, by turns."""
         sign = -1.0 if layer.layer_index % 2 else 1.0
         return sign * layer.values.float().masked_fill(~layer.valid.unsqueeze(-1), 0.0).square().sum(dim=-1)
 
@@ -52,7 +51,6 @@ class LargestValue(SnapKV):
     """A user's method that is derived from one of the library's and scores otherwise."""
 
     def score(self, layer: LayerState) -> Tensor:
-        """The largest element of the value, in the layer's own type."""
         return layer.values.amax(dim=-1)
 
 
@@ -60,7 +58,6 @@ class FirstMore(BudgetRule):
     """A user's rule by which two layers are alike."""
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
-        """Two more for the first layer."""
         return [budget + 2, *[budget - 1] * (num_layers - 1)]
 
 
@@ -118,9 +115,8 @@ class Slots:
         self.compression = Compression(compressor, LAYERS)
         self.trigger = self.compression.trigger
         capacities = self.trigger.capacities(12, 200)
-        self.cache: SlotCache = CacheSize.of(compressor, self.geometry, SLOTS, capacities, 200, 200).allocate(
-            self.geometry
-        )
+        size = CacheSize.of(compressor, self.geometry, SLOTS, capacities, 200, 200)
+        self.cache: SlotCache = size.allocate(self.geometry)
         # of different lengths, so that they are due at different steps; some come together
         self.fed = [5, 9, 5, 7, 9, 5]
         self.evicted = [(0,) * LAYERS] * SLOTS
@@ -162,6 +158,15 @@ class Slots:
                 self.evicted[slot] = self.trigger.evicted(self.fed[slot], self.evicted[slot])
                 self.room[slot] = self.trigger.room(self.fed[slot], self.evicted[slot])
         return due
+
+    def due(self) -> list[int]:
+        """Feed until some slots are due."""
+        while not (due := self.step()):
+            pass
+        return due
+
+    def compress(self, due: list[int]) -> None:
+        self.compression.compress(self.cache, due, [self.fed[s] for s in due], [self.room[s] for s in due])
 
     def rows(self, layer: int, slot: int, head: int) -> Tensor:
         """The pool rows of a head's live entries."""
@@ -239,7 +244,7 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
             for slot in set(range(SLOTS)) - set(due):
                 for head in range(HEADS):
                     want[layer, slot, head] = slots.content(layer, slot, head)
-        slots.compression.compress(cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        slots.compress(due)
         for (layer, slot, head), entries in want.items():
             assert same(slots.content(layer, slot, head), entries), (layer, slot, head)
         assert torch.equal(deaths(cache), death)
@@ -278,9 +283,7 @@ def test_ops_score_where_tokens_are_protected_or_heads_differ(
 ) -> None:
     monkeypatch.setattr(SnapKV, "score", None)  # whoever asks fails
     slots = Slots(method, torch.float32, torch.float32, seed=3)
-    while not (due := slots.step()):
-        pass
-    slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+    slots.compress(slots.due())
     assert (slots.cache.deaths.death != NEVER).any()
 
 
@@ -308,39 +311,32 @@ def test_layers_are_scored_together_unless_their_index_is_asked_for(
     slots = Slots(method, torch.float32, torch.float32, seed=3)
     monkeypatch.setattr(type(method), "score", score)
     for _ in range(2):
-        while not (due := slots.step()):
-            pass
+        due = slots.due()
         rows.clear()
-        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        slots.compress(due)
         assert rows == ([len(due)] * LAYERS if one_by_one else [LAYERS * len(due)])
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        Undeclared(**SIZES),
-        c.Combined([c.RandomEviction(**SIZES), Undeclared(**SIZES)]),  # which is shown one layer at a time
-    ],
-    ids=str,
-)
+MIXTURE = c.Combined([c.RandomEviction(**SIZES), Undeclared(**SIZES)])  # which is shown one layer at a time
+
+
+@pytest.mark.parametrize("method", [Undeclared(**SIZES), MIXTURE], ids=str)
 def test_an_index_that_is_read_undeclared_ends_with_the_class(method: Compressor) -> None:
     slots = Slots(method, torch.float32, torch.float32, seed=3)
-    while not (due := slots.step()):
-        pass
+    due = slots.due()
     with pytest.raises(ValueError, match=r"^Undeclared.score reads .*: write needs_layer_index = True in class Undecl"):
-        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        slots.compress(due)
 
 
 @pytest.mark.parametrize("name", ["rkv", "keydiff", "cur", "combined", "by layer"])
 def test_scores_that_are_nan_name_their_layer(name: str) -> None:
     slots = Slots(COMPRESSORS[name], torch.float32, torch.float32, seed=4)
-    while not (due := slots.step()):
-        pass
+    due = slots.due()
     rows = slots.rows(2, due[0], 1)[5]
     slots.cache.key_pool[rows] = slots.cache.pools.values[rows] = torch.nan
     before = slots.cache.lengths.clone()
     with pytest.raises(ValueError, match=r"score returned NaN for live entries of layer 2. Their keys are NaN"):
-        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
+        slots.compress(due)
     assert torch.equal(slots.cache.lengths, before)  # nothing has moved
 
 
@@ -348,7 +344,6 @@ class Greedy(Adaptive):
     """A user's rule that gives away more than there is."""
 
     def head_budgets(self, scores: Tensor, candidates: Tensor, layer_budget: int | Tensor, minimum: int) -> Tensor:
-        """One entry too many."""
         budgets = super().head_budgets(scores, candidates, layer_budget, minimum)
         return budgets + (torch.arange(HEADS) == 0)
 
@@ -362,13 +357,6 @@ class Greedy(Adaptive):
 )
 def test_what_cannot_be_kept_is_refused(method: Compressor, match: str) -> None:
     slots = Slots(method, torch.float32, torch.float32, seed=5)
-    while not (due := slots.step()):
-        pass
+    due = slots.due()
     with pytest.raises(ValueError, match=match):
-        slots.compression.compress(slots.cache, due, [slots.fed[s] for s in due], [slots.room[s] for s in due])
-
-
-def test_a_method_that_is_derived_from_a_native_one_and_scores_itself_is_asked() -> None:
-    assert RKV(**SIZES).scores_natively
-    assert not LargestValue(**SIZES).scores_natively
-    assert not c.CUR(**SIZES).scores_natively
+        slots.compress(due)

@@ -139,10 +139,8 @@ def test_mixed_precision_rounds_no_sums() -> None:
 @pytest.mark.parametrize("rule", [None, Adaptive(floor=7)], ids=["equal", "adaptive"])
 def test_numbers_move_with_their_entries(rule: Any) -> None:
     """Through compressions, forks, refilled slots, cached prompts, chunked prompts, and slots that are put back."""
-    policy, compressor = (
-        tiny_model(initializer_range=0.2, eos_token_id=[100, 101, 102]),
-        Ledger(**SMALL, budget_rule=rule),
-    )
+    policy = tiny_model(initializer_range=0.2, eos_token_id=[100, 101, 102])
+    compressor = Ledger(**SMALL, budget_rule=rule)
     Ledger.looks = 0
     whole = RolloutSampler(policy, compressor).generate(PROMPTS, PARAMS)
     assert Ledger.looks > 10  # at all layers at once
@@ -190,9 +188,6 @@ def test_attention_that_nobody_writes_down_is_not_kept() -> None:
     sampler = RolloutSampler(tiny_model(eos_token_id=None), Forgetful(**SMALL))
     sampler.generate(PROMPTS, PARAMS)
     assert sampler.cache.probabilities(0, 2) is None
-
-
-# ---------------------------------------------------------------- what it costs
 
 
 class Largest(TorchDispatchMode):

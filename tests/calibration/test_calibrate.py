@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -57,9 +57,6 @@ def sweep(policy: Any, folder: Path, **changes: Any) -> Sweep:
     return Sweep(policy, given.pop("prompts"), given.pop("params"), folder, **given)
 
 
-# ---------------------------------------------------------------- against brute force
-
-
 @torch.no_grad()
 def overlaps_by_hand(policy: Any, compressor: Any) -> list[tuple[int, float]]:
     """Length and overlap of every token drawn: both whole distributions, the sparse one under the replay mask."""
@@ -75,23 +72,17 @@ def overlaps_by_hand(policy: Any, compressor: Any) -> list[tuple[int, float]]:
     return found
 
 
-def tail_by_hand(values: list[float]) -> float:
-    """Linear interpolation between the two nearest of n ordered numbers at 0.05 (n - 1)."""
-    ordered, place = sorted(values), 0.05 * (len(values) - 1)
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
 def test_calibration_picks_what_brute_force_picks(policy: Any, tmp_path: Path) -> None:
     found = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8, monotone=False)
     rising = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS, BINNING, target=0.8)
-    assert found.ceiling == pytest.approx(tail_by_hand([o for _, o in overlaps_by_hand(policy, FullKV())]), abs=1e-5)
+    full = [overlap for _, overlap in overlaps_by_hand(policy, FullKV())]
+    assert found.ceiling == pytest.approx(np.percentile(full, 5), abs=1e-5)
     tails: dict[int, dict[int, float]] = {}
     for budget in BUDGETS:
         overlaps = overlaps_by_hand(policy, METHOD.with_budget(budget))
         bins = {length // 8 for length, _ in overlaps}
         own = {b: [overlap for length, overlap in overlaps if length // 8 == b] for b in bins}
-        tails[budget] = {b: tail_by_hand(values) for b, values in own.items() if len(values) >= 10}
+        tails[budget] = {b: float(np.percentile(values, 5)) for b, values in own.items() if len(values) >= 10}
         for number, cell in enumerate(found.table[budget]):
             assert (cell is None) == (number not in tails[budget])
             if cell is not None:
@@ -115,7 +106,6 @@ def test_calibration_picks_what_brute_force_picks(policy: Any, tmp_path: Path) -
 
 def test_the_default_target_is_the_published_one_scaled_to_the_own_ceiling(policy: Any, tmp_path: Path) -> None:
     found = calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, check=False)
-    assert found.target == pytest.approx(0.86 * found.ceiling / 0.945)
     assert found.target == tail_target(found.ceiling)
     with pytest.raises(ValueError, match=r"target=1\.1000 is above the ceiling: even a dense sampler reaches 1\.0000"):
         calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, target=1.1)
@@ -152,9 +142,6 @@ def test_retrieval_is_calibrated_alike(policy: Any, tmp_path: Path) -> None:
         calibrate(hybrid, method, (18,), BINNING)
 
 
-# ---------------------------------------------------------------- going on
-
-
 def test_a_sweep_goes_on_where_it_was(policy: Any, tmp_path: Path) -> None:
     whole = calibrate(sweep(policy, tmp_path / "whole"), METHOD, BUDGETS[:2], BINNING, target=0.8)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -185,7 +172,6 @@ def test_parts_that_are_damaged_are_made_anew(policy: Any, tmp_path: Path) -> No
 
 def test_parts_of_something_else_are_refused(policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(policy, tmp_path).claim(METHOD)
-    sweep(policy, tmp_path).claim(METHOD.with_budget(20))  # the budget does not count
     other = tiny_model(vocab_size=32, initializer_range=0.2, eos_token_id=None, seed=1)
     for wrong, method, what in [
         (sweep(other, tmp_path), METHOD, "policy"),
@@ -206,9 +192,6 @@ def test_progress_is_told_from_none_to_all(policy: Any, tmp_path: Path) -> None:
     calibrate(sweep(policy, tmp_path), METHOD, (8, 12), BINNING, 0.5, progress=lambda name, done: told.append(done))
     assert told == sorted(told)
     assert told[0] < 1 < told[-1] == 4  # dense, two budgets, the schedule
-
-
-# ---------------------------------------------------------------- what cannot be judged
 
 
 def cell(value: float) -> Cell:
@@ -262,9 +245,6 @@ def test_errors_say_what_to_change(policy: Any, tmp_path: Path) -> None:
     silent = sweep(policy, tmp_path, sampler_options={"end_token_ids": list(range(32))})
     with pytest.raises(ValueError, match=r"dense: all 18 completions are a single token, the end .*chat template"):
         calibrate(silent, METHOD, (8,), BINNING)
-
-
-# ---------------------------------------------------------------- the command line
 
 
 @pytest.fixture
@@ -330,10 +310,8 @@ def test_mistakes_end_with_one_line(
 ) -> None:
     for arguments, message in [
         (["--target=2"], "error: target=2.0000 is above the ceiling"),
-        (["--policy=gone/../away"], "no model at 'gone/../away'"),
         (["--compressor=SnapKv"], "Did you mean 'SnapKV'"),
         (["--compressor=null"], "give a compressor or a retriever"),
-        (["--binning.min_tokens=100000"], "no bin of lengths has enough tokens"),
     ]:
         assert run_console(monkeypatch, "calibrate", "--config", quick, *arguments) in (1, 2)
         err = capsys.readouterr().err
@@ -361,11 +339,8 @@ def test_sweeps_that_keep_everything_take_what_a_gpu_has_free(tmp_path: Path) ->
         for device, limit in (("cpu", None), ("cuda", OF_FULL_CACHE)):
             policy = tiny_model() if device == "cpu" else gpu.copy_of(tiny_model())
             own = Sweep(policy, [[3, 4]], params, tmp_path / device)
-            assert (
-                own._sampler(FullKV()).memory_limit
-                == own._sampler(Centroid(budget=64, num_dense_layers=1)).memory_limit
-                == limit
-            )
+            for method in (FullKV(), Centroid(budget=64, num_dense_layers=1)):
+                assert own._sampler(method).memory_limit == limit
             assert own._sampler(SnapKV(budget=16)).memory_limit is None
 
 
@@ -475,10 +450,10 @@ def test_texts_up_to_the_horizon_teach_nothing() -> None:
     alone, _ = imitate_attention(model, ids, lengths, horizon=4, epochs=1, seed=1)
     beside, _ = imitate_attention(model, longer, torch.cat([lengths, short[1]]), horizon=4, epochs=1, seed=1)
     assert torch.equal(alone.key, beside.key)
-    with pytest.raises(
-        ValueError, match=r"The longest text has 4 tokens, and what LearnedScore learns from begins behind 4"
-    ):
+    with pytest.raises(ValueError, match=r"longest text has 4 tokens, .* LearnedScore learns from begins behind 4"):
         imitate_attention(model, *short, horizon=4)
+    with pytest.raises(ValueError, match="The longest text has 0 tokens"):
+        imitate_attention(model, torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 def test_windows_in_all_layers_count_beyond_their_length() -> None:
@@ -490,11 +465,6 @@ def test_windows_in_all_layers_count_beyond_their_length() -> None:
     assert network.outer.abs().sum(dim=(1, 2)).min() > 0, "a layer has learned nothing"
     with pytest.raises(ValueError, match="no layer is left for LearnedScore"):
         imitate_attention(family("mistral", sliding_window=8), ids, lengths, horizon=4)
-
-
-def test_no_texts_are_refused() -> None:
-    with pytest.raises(ValueError, match="The longest text has 0 tokens"):
-        imitate_attention(tiny_model(), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", ["width", "horizon", "epochs", "batch_size", "learning_rate"])

@@ -57,42 +57,28 @@ def dot(a: Tensor, b: Tensor) -> float:
     return sum(float(x) * float(y) for x, y in zip(a, b, strict=True))
 
 
-# ---------------------------------------------------------------- kvpress
-
-
 @pytest.mark.parametrize(
-    ("name", "compressor", "num_queries", "scored"),
+    ("compressor", "scored"),
     [
-        ("KNorm", KNorm(12), 0, slice(None)),
-        ("KeyDiff", KeyDiff(12), 0, slice(None)),
-        ("LagKV", LagKV(12, buffer=4, num_sinks=2, lag_size=4), 0, slice(2, 10)),  # it gives sinks and tail 1
-        ("CUR", CUR(12, local_window=4), 0, slice(None)),
-        ("TOVA", TOVA(12), 1, slice(0, 13)),  # the last token is pinned by a large score
-        (
-            "SnapKV",
-            SnapKV(12, window=4, kernel_size=5, pooling="avg", group_reduction="mean", variant="original"),
-            4,
-            slice(0, 10),
-        ),
-        ("H2O", H2O(12, age_normalized=True), 0, slice(None)),
+        (KNorm(12), slice(None)),
+        (KeyDiff(12), slice(None)),
+        (LagKV(12, buffer=4, num_sinks=2, lag_size=4), slice(2, 10)),  # it gives sinks and tail 1
+        (CUR(12, local_window=4), slice(None)),
+        (TOVA(12), slice(0, 13)),  # the last token is pinned by a large score
+        (SnapKV(12, window=4, kernel_size=5, pooling="avg", group_reduction="mean", variant="original"), slice(0, 10)),
+        (H2O(12, age_normalized=True), slice(None)),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: type(value).__name__,
 )
-def test_scores_are_those_of_kvpress(name: str, compressor: Compressor, num_queries: int, scored: slice) -> None:
-    keys, values, queries, attention = prompt()
-    layer = whole_prompt(keys, values, queries, num_queries)
+def test_scores_are_those_of_kvpress(compressor: Compressor, scored: slice) -> None:
+    (keys, values, queries, attention), name = prompt(), type(compressor).__name__
+    layer = whole_prompt(keys, values, queries, compressor.num_queries)
     if name == "H2O":
         layer = replace(layer, state={"mass": torch.zeros(layer.valid.shape, dtype=torch.float64)})
         compressor.update_state(update_of(layer, attention.unflatten(1, (2, 2)).sum(dim=2)))
-    scores = compressor.score(layer)
     factor = {"SnapKV": 4, "H2O": 2}.get(name, 1)  # kvpress takes means over the queries, over the group
-    torch.testing.assert_close(
-        scores[0, :, scored].double() / factor, torch.tensor(KVPRESS[name], dtype=torch.float64)[:, scored],
-        rtol=2e-5, atol=0,
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------- keys and values
+    scores = compressor.score(layer)[0, :, scored].double() / factor
+    torch.testing.assert_close(scores, KVPRESS[name][:, scored], rtol=2e-5, atol=0)
 
 
 def test_knorm() -> None:
@@ -100,7 +86,6 @@ def test_knorm() -> None:
     scores = KNorm(**SIZES).score(layer)
     for s, h, n in rows(layer):
         close(scores[s, h, :n], [-math.sqrt(dot(k, k)) for k in layer.keys[s, h, :n]])
-    assert KNorm(**SIZES).score(random_layer(dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_keydiff() -> None:
@@ -179,9 +164,6 @@ def test_lagkv_keeps_the_most_recent_where_it_cannot_score() -> None:
     assert kept[1].int().tolist() == [[1, 1, 0, 0, 1, 1, 1] + [0] * 7, [1, 1, 0, 1, 1, 1] + [0] * 8]
 
 
-# ---------------------------------------------------------------- queries
-
-
 def test_tova_finds_tokens_by_their_positions() -> None:
     layer = layer_of(num_queries=1)
     scores = TOVA(**SIZES).score(layer)
@@ -201,13 +183,6 @@ def test_tova_finds_tokens_by_their_positions() -> None:
             alone += sum(len(p) == 1 for p in held)
     assert shared > 10
     assert alone > 5
-
-
-def test_tova_keeps_the_same_tokens_in_all_heads() -> None:
-    keys, values, queries, _ = prompt()
-    kept = TOVA(budget=8, buffer=6, num_sinks=1, window=2).select(whole_prompt(keys, values, queries, 1))
-    assert kept.sum() == 16
-    assert torch.equal(kept[:, 0], kept[:, 1])
 
 
 def rotation(position: float, inv_freq: Tensor) -> Tensor:
@@ -246,13 +221,6 @@ def test_expected_attention(covariance: Any, value_norm: bool, epsilon: float, n
             share = (shares[0][place] + shares[1][place]) / 2
             norm = math.sqrt(dot(layer.values[s, h, i], layer.values[s, h, i]))
             close(scores[s, h, i], (share + epsilon) * norm if value_norm else share)
-
-
-def test_expected_attention_asks_for_its_queries() -> None:
-    assert ExpectedAttention(20, query_window=17).num_queries == 17
-
-
-# ---------------------------------------------------------------- calibrated
 
 
 def statistics_of(layer: LayerState, seed: int = 0) -> QueryStatistics:
@@ -300,9 +268,6 @@ def test_triattention_is_the_published_series(reduction: Any) -> None:
         close(scores[s, h, :n], both.amax(dim=0) if reduction == "max" else both.mean(dim=0), atol=1e-10)
 
 
-# ---------------------------------------------------------------- running sums
-
-
 @pytest.mark.parametrize("age_normalized", [False, True])
 @pytest.mark.parametrize("value_weighted", [False, True])
 def test_h2o_adds_up_over_a_decode_with_evictions(age_normalized: bool, value_weighted: bool) -> None:
@@ -347,14 +312,9 @@ def one_slot(keys: Tensor, values: Tensor, held: list[int], mass: Tensor) -> Lay
     return replace(layer, positions=positions, valid=valid, lengths=valid.sum(dim=-1), state={"mass": mass})
 
 
-def test_h2o_declares_its_sums() -> None:
-    assert H2O(20).state_fields == ("mass",)
-    assert H2O(20).num_queries == 0
+def test_running_sums_need_update_state() -> None:
     with pytest.raises(NotImplementedError, match="KNorm has state_fields, so it needs update_state"):
         KNorm(20).update_state(update_of(layer_of(), torch.zeros(1, 2, 1, 14)))
-
-
-# ------------------------------ ``recent_attention`` against loops over heads, queries and entries
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, 1e30])

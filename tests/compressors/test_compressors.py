@@ -255,9 +255,6 @@ def test_rkv_evicts_the_older_of_repeated_keys() -> None:
     assert kept[0, 0].nonzero().flatten().tolist() == [2, 3, *range(6, 14)]
 
 
-# ---------------------------------------------------------------- scores that cannot be ranked
-
-
 class WrongShape(Compressor):
     def score(self, layer: LayerState) -> Tensor:
         return layer.keys.norm(dim=-1)[:, :1]

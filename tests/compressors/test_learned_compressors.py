@@ -41,7 +41,6 @@ from sparse_rl_lightning.records import NEVER, LayerState, StateUpdate
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams, replay_logprobs
 from sparse_rl_lightning.testing import (
     ARCHITECTURES,
-    ContractError,
     character_tokenizer,
     check_compressor,
     random_layer,
@@ -109,11 +108,6 @@ METHODS = {
     "CriticalKV of H2O": CriticalKVLike(H2O(**SMALL)),
 }
 every_method = pytest.mark.parametrize("name", METHODS)
-
-
-@every_method
-def test_they_keep_the_contract(name: str) -> None:
-    check_compressor(METHODS[name])
 
 
 @every_method
@@ -227,16 +221,6 @@ def test_who_asks_for_nothing_pays_nothing() -> None:
         assert bool(sampler.cache._probabilities.nbytes) == isinstance(method, H2O)
 
 
-class Unasked(H2O):
-    needs_attention = False
-
-
-def test_what_is_read_must_be_asked_for() -> None:
-    policy = tiny_model()
-    with pytest.raises(ValueError, match=r"update_state reads mass, .* does not ask for: needs_attention = True"):
-        RolloutSampler(policy, Unasked(**SMALL)).generate(PROMPTS, PARAMS)
-
-
 class Recorder(KNorm):
     """The sum of a token's hidden state, and the norms of the first group."""
 
@@ -248,9 +232,6 @@ class Recorder(KNorm):
         norms = update.output_norms[:, :1] + 10 * update.output_norms[:, 1:2]
         update.state["hidden"].scatter_(2, update.entries, hidden)
         update.state["norms"].scatter_(2, update.entries, norms.expand_as(update.entries))
-
-
-# ---------------------------------------------------------------- networks and check_compressor
 
 
 class Learned(Compressor):
@@ -269,29 +250,13 @@ class Learned(Compressor):
         return self.activation(self.net.to(both.device)(both).squeeze(-1)) * self.scale[0]
 
 
-class Counts(Learned):
-    def score(self, layer: LayerState) -> Tensor:
-        self.net[1].calls = getattr(self.net[1], "calls", 0) + 1
-        return super().score(layer)
-
-
-def test_a_compressor_may_hold_networks_and_tensors() -> None:
-    check_compressor(Learned)
-
-
-def test_but_not_change_them() -> None:
-    with pytest.raises(
-        ContractError, match=r"(?s)breaks the rule '(no state|determinism)'.*(score changed self.net|again)"
-    ):
-        check_compressor(Counts)
-
-
 SIZES: dict[str, Any] = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
+SOUND = [*METHODS.values(), Learned, learned_score(**SIZES), Combined([learned_score(**SIZES), KeyDiff(**SIZES)])]
 
 
-def test_it_keeps_the_contract() -> None:
-    check_compressor(learned_score(**SIZES))
-    check_compressor(Combined([learned_score(**SIZES), KeyDiff(**SIZES)]))
+@pytest.mark.parametrize("method", SOUND, ids=lambda method: repr(method)[:30])
+def test_they_keep_the_contract(method: Compressor | type[Compressor]) -> None:
+    check_compressor(method)
 
 
 def test_a_worth_is_that_of_the_formula() -> None:
@@ -305,19 +270,16 @@ def test_a_worth_is_that_of_the_formula() -> None:
     parts = [t.double() / (t.double().square().mean().sqrt()) for t in (keys[1, 0, 3], values[1, 0, 3], hidden[1, 3])]
     inner = torch.cat([network.key[1, 0], network.value[1, 0], network.hidden[1, 0]]).double()
     units = torch.tanh(torch.cat(parts) @ inner + network.bias[1, 0].double())
-    assert float(found[1, 0, 3].detach()) == pytest.approx(
-        float((units @ network.outer[1, 0].double()).detach()), abs=1e-5
-    )
+    want = float((units @ network.outer[1, 0].double()).detach())
+    assert float(found[1, 0, 3].detach()) == pytest.approx(want, abs=1e-5)
 
 
-def test_replay_is_exact_and_other_weights_evict_something_else() -> None:
+def test_other_weights_evict_something_else() -> None:
     policy = tiny_model(initializer_range=0.3, eos_token_id=None)
     params, deaths = SamplingParams(num_generations=2, max_completion_length=30, seed=1), []
     for seed in (0, 20):
         rollout = RolloutSampler(policy, learned_score(seed, **SIZES)).generate([list(range(5, 20)), [3, 4, 5]], params)
         assert rollout.evictions is not None
-        with torch.no_grad():
-            torch.testing.assert_close(replay_logprobs(policy, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
         deaths.append(rollout.evictions.death[..., :20])
     assert not torch.equal(*deaths)
 
@@ -357,9 +319,8 @@ def test_rotation_is_that_of_transformers() -> None:
     torch.testing.assert_close(rotate(turned, -positions[:, None], INV_FREQ), vectors)
     ahead = torch.tensor([1, 5, 30])
     each = torch.stack([rotate(vectors, positions[:, None] + a, INV_FREQ) for a in ahead])
-    torch.testing.assert_close(
-        rotate_to_mean(vectors, positions[:, None], ahead, INV_FREQ), each.mean(dim=0), rtol=1e-4, atol=1e-4
-    )
+    mean = rotate_to_mean(vectors, positions[:, None], ahead, INV_FREQ)
+    torch.testing.assert_close(mean, each.mean(dim=0), rtol=1e-4, atol=1e-4)
 
 
 def test_moments_are_means_and_singular_vectors() -> None:
@@ -421,9 +382,6 @@ def test_a_file_gives_the_same_scores(tmp_path: Path) -> None:
     for method in (QFilters, TriAttention):
         ours = method(**TINY_SIZES, statistics=statistics).score(layer)
         torch.testing.assert_close(method(**TINY_SIZES, statistics=str(path)).score(layer), ours, equal_nan=True)
-
-
-# ---------------------------------------------------------------- the command and its mistakes
 
 
 @pytest.fixture

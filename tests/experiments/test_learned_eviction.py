@@ -88,9 +88,6 @@ def scored_rollout(grpo: Any) -> Rollout:
     return rollout
 
 
-# ---------------------------------------------------------------- draws
-
-
 def test_ordered_draws_have_the_probabilities_of_drawing_one_after_the_other() -> None:
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits[4] = -torch.inf
@@ -177,9 +174,6 @@ def test_the_learner_finds_what_was_drawn(name: str, monkeypatch: pytest.MonkeyP
     assert slope.abs().max() > 0
 
 
-# ---------------------------------------------------------------- the estimator
-
-
 def by_hand(policy: Any, tokens: Tensor, gone: tuple[int, ...], step: int, temperature: float) -> tuple[Tensor, Tensor]:
     """One layer, one head: log-probs (T, V) of the next token, and KeyDiff's logits (step,) of going at ``step``."""
     layer = policy.model.layers[0]
@@ -262,9 +256,6 @@ def test_estimator_is_the_gradient_of_the_expected_reward() -> None:
     bias = (torch.cat([g.flatten() for g in alone]) - want).norm()
     assert bias > 0.01 * want.norm()
     assert bias > 1000 * (got - want).norm()
-
-
-# ---------------------------------------------------------------- the loss
 
 
 @pytest.mark.parametrize(("weight", "loss_type"), [(1.0, "grpo"), (0.3, "dapo"), (0.0, "dr_grpo")])
@@ -370,9 +361,6 @@ def network_pair() -> Drawn:
 def test_what_cannot_be_learned_is_refused(build: Callable[[], dict[str, Any]], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         loaded(**RULE | build())
-
-
-# ---------------------------------------------------------------- a network
 
 
 def test_the_network_learns_with_the_policy_at_its_own_rate() -> None:

@@ -89,41 +89,33 @@ def test_torch_attention_and_its_gradients(masked: bool, width: int) -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 3, 300, 5000])
 @pytest.mark.parametrize(("count", "total"), [(7, 7), (1, 9), (600, 600), (300, 700)])
-def test_prompts_are_read_in_windows_and_beside_sinks(count: int, total: int, window: int, has_sinks: bool) -> None:
+def test_prompts_are_read_in_windows_and_beside_sinks(
+    count: int, total: int, window: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last tokens of a prompt see all before them, or a window; masks of long prompts are made in parts."""
     query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
     sinks = 2 * torch.randn(4) if has_sinks else None
     last, index = torch.arange(total - count, total)[:, None], torch.arange(total)
     seen = (index <= last) & (index > last - (window or total))
-    logits = torch.full((4,), -torch.inf) if sinks is None else sinks
+    logits, sizes = torch.full((4,), -torch.inf) if sinks is None else sinks, list[int]()
     want, probs = brute_force(*(t.transpose(0, 1) for t in (query, key, value)), seen, logits)
-    got = causal_attention(query, key, value, SCALE, window, sinks)
-    torch.testing.assert_close(got.double(), want.transpose(0, 1), atol=2e-6, rtol=1e-5)
-    if sinks is not None and not window:  # what compressors read of it
-        paid = _paid(query, key, SCALE, sinks)[0]
-        torch.testing.assert_close(paid.double(), probs.unflatten(0, (2, 2)).sum(1), atol=2e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 3, 300])
-@pytest.mark.parametrize(("count", "total"), [(1, 9), (600, 600), (300, 700)])
-def test_masks_of_long_prompts_are_made_in_parts(
-    count: int, total: int, window: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is attended is the same: the last tokens of a prompt see all before them, or a window."""
-    query, key, value = (torch.randn(n, heads, 4) for n, heads in ((count, 4), (total, 2), (total, 2)))
-    sinks = 2 * torch.randn(4) if has_sinks else None
-    want, sizes = causal_attention(query, key, value, SCALE, window, sinks), list[int]()
+    proper = F.scaled_dot_product_attention
 
     def attend(*args: Any, attn_mask: Tensor | None, **options: Any) -> Tensor:
         sizes.append(0 if attn_mask is None else attn_mask.numel())
         return proper(*args, attn_mask=attn_mask, **options)
 
-    proper = F.scaled_dot_product_attention
-    monkeypatch.setattr(attention, "MASK_SIZE", 10_000)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    torch.testing.assert_close(causal_attention(query, key, value, SCALE, window, sinks), want, atol=2e-6, rtol=1e-5)
-    assert max(sizes) <= 10_000
-    assert (len(sizes) > 1) == (count > 1 and bool(window or count < total))
+    for most in (attention.MASK_SIZE, 10_000):
+        sizes.clear()
+        monkeypatch.setattr(attention, "MASK_SIZE", most)
+        got = causal_attention(query, key, value, SCALE, window, sinks)
+        torch.testing.assert_close(got.double(), want.transpose(0, 1), atol=2e-6, rtol=1e-5)
+        assert max(sizes) <= most
+    assert (len(sizes) > 1) == (count > 7 and (0 < window < total or count < total))
+    if sinks is not None and not window:  # what compressors read of it
+        paid = _paid(query, key, SCALE, sinks)[0]
+        torch.testing.assert_close(paid.double(), probs.unflatten(0, (2, 2)).sum(1), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from native_cases import (
     EMULATED,
     assert_attended,
-    copy,
-    cpu_complaints,
     dtypes_for,
     exclude_keys,
     kernel,
@@ -19,7 +17,6 @@ from native_cases import (
     pick_slots,
     reference,
     same_bits,
-    same_pools,
     shape_for,
     shapes,
     tolerance,
@@ -209,19 +206,6 @@ def test_results_round_to_the_nearest_even(device: str) -> None:
     assert native[8][:, 1, 7].tolist() == [1, 1 + 2 * unit, 1 + 2 * unit, 1 + 2 * unit, 1 + unit]
 
 
-@without_kernels
-def test_a_row_does_not_depend_on_the_batch() -> None:
-    g = torch.Generator().manual_seed(2)
-    pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
-        0
-    )
-    query = torch.randn(6, 10, 64, generator=g).bfloat16()
-    slots = torch.tensor([3, 1, 5, 0, 2, 4])
-    together = ops.decode_attention(pools, slots, query, 0.1, 300)
-    for b in range(6):
-        assert same_bits(ops.decode_attention(pools, slots[b : b + 1], query[b : b + 1], 0.1, 512), together[b : b + 1])
-
-
 LONG = [0, 1, MAX_SPLIT - 1, MAX_SPLIT, MAX_SPLIT + 1, 2 * MAX_SPLIT, 2 * MAX_SPLIT + 1, 1700]
 
 
@@ -297,22 +281,6 @@ def test_memory_for_splits_of_another_head_size_is_refused() -> None:
     args = [query, pools.keys, pools.values, slots, pools.offsets, pools.lengths, 1.0, 800, query.clone(), None, None]
     with pytest.raises(RuntimeError, match=r"partials has shape \(1, 1, 2, 9\), expected \(1, 1, any, 10\)"):
         kernel("decode_attention")(*args, torch.zeros(1, 1, 2, 9))
-
-
-@cpu_complaints
-def test_a_full_slot_is_refused_and_nothing_is_written() -> None:
-    g = torch.Generator().manual_seed(0)
-    shape = {"layers": 1, "slots": 2, "heads": 2, "dim": 8, "capacity": 4, "dtype": torch.float32, "kind": "random"}
-    pools = make_pools(g, **shape, full=True).layer(0)
-    pools.lengths[0] -= 1
-    before = copy(pools)
-    x = torch.zeros(2, 2, 8)
-    with pytest.raises(RuntimeError, match="slot 1, KV head 0 is full"):
-        ops.append(pools, torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64), torch.cat([x, x, x], dim=1))
-    assert same_pools(pools, before)
-
-
-# ---------------------------------------------------------------- rms_norm and silu_mul
 
 
 TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]

@@ -15,7 +15,6 @@ from native_cases import CASES, EMULATED, POOLED, Case, copy, kernel, no_kernels
 from sparse_rl_lightning import ops
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.ops.pools import FAULTS, OPS, fault
-from sparse_rl_lightning.ops.schemas import SCHEMAS
 from sparse_rl_lightning.rollout import Progress, RolloutSampler, SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 from tests.gpus import RealGPU
@@ -129,8 +128,7 @@ def test_slots_that_are_not_there_are_skipped(device: str, name: str) -> None:
 
 @pytest.mark.gpu
 def test_the_cuda_library_is_loaded() -> None:
-    assert ops.MISSING["cuda"] == ""
-    assert [name for name in SCHEMAS if not ops.has_kernel(name, "cuda")] == []
+    assert ops.MISSING["cuda"] == ""  # that it has all kernels, see test_cuda_build
 
 
 @on_cuda_kernels
@@ -171,9 +169,6 @@ def test_captured_in_a_cuda_graph(name: str, gpu: RealGPU) -> None:
         torch.cuda.synchronize()
         assert result is want is None or same_bits(got, want)
         assert all(same_bits(a, b) for a, b in zip(captured.tensors(), eager.tensors(), strict=True))
-
-
-# ---------------------------------------------------------------- the word of a fault
 
 
 SMALL = {"budget": 12, "buffer": 5, "num_sinks": 2, "window": 4}

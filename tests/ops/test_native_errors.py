@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -80,7 +81,9 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("fork", "destinations", lambda t: t[:1], "destinations has shape"),
     ("draw", "steps", lambda t: t[:1], "steps has shape"),
     ("draw", "drawn_from", lambda t: t.bfloat16(), "drawn_from is torch.bfloat16"),
+    ("draw", "drawn_from", lambda t: t[:, 1:].contiguous(), "drawn_from has shape"),
     ("draw", "logits", lambda t: t[:, :2].contiguous(), "the vocabulary has 2 tokens"),
+    ("draw", "logits", lambda t: t.mT.contiguous().mT, "logits is not contiguous"),
 ]
 
 
@@ -165,26 +168,29 @@ def test_slots_that_are_not_there_are_refused(name: str, slot: int, way: Way, mo
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("name", "spoil", "match"),
+    ("name", "field", "value", "match"),
     [
-        ("append", lambda case: case.pools.lengths.copy_(case.pools.capacities), "full"),
-        ("append", lambda case: case.seen.neg_(), "negative"),
-        ("evict", lambda case: case.budgets.fill_(-1), "a budget is -1"),
-        ("evict", lambda case: case.pools.positions.fill_(10**6), "death record"),
-        ("evict", lambda case: case.event_steps.fill_(20), "number"),
-        ("evict from a source", lambda case: (case.budgets.fill_(9), case.pools.capacities.fill_(1)), "capacity"),
-        ("fork", lambda case: case.pools.capacities[:, 1].fill_(1), "capacity|destination"),
-        ("select_pages", lambda case: case.limits.fill_(-1), "limits"),
+        ("append", "pools.capacities", 2, "slot 2, KV head 0 is full|a slot is full"),
+        ("append", "seen", -1, "negative"),
+        ("evict", "budgets", -1, "a budget is -1"),
+        ("evict", "pools.positions", 36, "the death record (of 36 tokens|is 36, expected 0 to 35)"),
+        ("evict", "pools.positions", -3, "the death record (of 36 tokens|is -3, expected 0 to 35)"),
+        ("evict", "event_steps", 20, "number"),
+        ("evict from a source", "pools.capacities", 0, "holds 1 entries, .* its capacity = 0|exceeds the capacity"),
+        ("fork", "pools.capacities", [[9], [1], [9]], "2 entries, .* destination's capacity = 1|fewer entries than"),
+        ("select_pages", "limits", -1, "limits"),
     ],
 )
 def test_numbers_out_of_range_are_refused(
-    name: str, spoil: Callable[[Case], Any], match: str, way: Way, monkeypatch: pytest.MonkeyPatch
+    name: str, field: str, value: Any, match: str, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case()
     case.pools.lengths.fill_(2)
-    spoil(case)
+    attrgetter(field)(case).copy_(torch.tensor(value))
+    args, before = recorded(name, case, monkeypatch), copy(case.pools)
     with pytest.raises(RuntimeError, match=match):
-        way(name)(*recorded(name, case, monkeypatch))
+        way(name)(*args)
+    assert same_pools(case.pools, before) or match.startswith(("the death record", "number"))  # found on the way
 
 
 def test_pools_that_do_not_fit_together_are_refused() -> None:
@@ -258,6 +264,7 @@ def test_heads_too_large_for_the_kernels_are_refused() -> None:
     [
         ("append", 4, None, "both cos and sin"),
         ("append", 4, torch.zeros(SLOTS, 4), "sin has shape"),
+        ("append", 4, torch.zeros(SLOTS, DIM + 2), "cos has 18 columns, expected an even number up to 16"),
         ("append", 3, -1.0, "epsilon is -1"),
         ("append", 0, torch.zeros(SLOTS, 9, DIM), "projected has shape"),
         ("rms_norm", 3, -1.0, "epsilon is -1"),
@@ -293,14 +300,6 @@ def test_kernels_check_what_the_typed_functions_check(
 
 
 @pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
-def test_angles_wider_than_a_head_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = [*recorded("append", Case(), monkeypatch)]
-    args[4] = args[5] = torch.zeros(SLOTS, DIM + 2)
-    with pytest.raises(RuntimeError, match="cos has 18 columns, expected an even number up to 16"):
-        kernel("append")(*args)
-
-
-@pytest.mark.skipif(not ops.HAS_NATIVE, reason="no compiled kernels")
 def test_a_capacity_beyond_the_pool_is_refused() -> None:
     pools = uniform_pools((2, 1), 4, 8, torch.float32)
     pools.lengths.fill_(4)
@@ -318,9 +317,6 @@ def test_a_slot_listed_twice_does_not_grow_into_its_neighbor() -> None:
     ops.append(pools, torch.tensor([0, 0]), torch.tensor([1, 1]), x)
     assert pools.lengths.tolist() == [[2], [1]]
     assert (pools.keys[2:] == 0).all()
-
-
-# ---------------------------------------------------------------- opcheck, torch.compile, other types, other threads
 
 
 def test_every_op_has_a_case() -> None:

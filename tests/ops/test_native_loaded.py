@@ -44,11 +44,9 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_the_kernels_can_be_switched_off() -> None:
-    code = (
-        "from sparse_rl_lightning import ops; "
-        "print(ops.HAS_NATIVE, ops.has_kernel('append', 'cpu'), ops.MISSING['cpu'])"
-    )
-    assert run(code, SPARSE_RL_NATIVE="0") == "False False switched off by SPARSE_RL_NATIVE=0"
+    shown = "ops.HAS_NATIVE, ops.has_kernel('append', 'cpu'), ops.MISSING['cpu']"
+    printed = run(f"from sparse_rl_lightning import ops; print({shown})", SPARSE_RL_NATIVE="0")
+    assert printed == "False False switched off by SPARSE_RL_NATIVE=0"
 
 
 def test_a_stale_or_broken_library_is_left_out(tmp_path: os.PathLike, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +92,6 @@ def test_a_gpu_that_no_kernel_has_code_for_runs_the_reference_and_says_so_once(
     assert found == {not told}
     assert [told in str(one.message) for one in caught] == [True] * bool(told)
     assert library.has_kernel("append", "cpu")
-
-
-# ---------------------------------------------------------------- which code of a CUDA library a card runs
 
 
 ROOT = Path(__file__).resolve().parents[2]

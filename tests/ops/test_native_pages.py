@@ -175,9 +175,8 @@ def test_all_pages_are_everything(device: str, dim: int, group: int, page_size: 
 @without_kernels
 def test_a_row_does_not_depend_on_the_batch() -> None:
     g = torch.Generator().manual_seed(2)
-    pools = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random").layer(
-        0
-    )
+    whole = make_pools(g, layers=1, slots=6, heads=2, dim=64, capacity=300, dtype=torch.bfloat16, kind="random")
+    pools = whole.layer(0)
     query = torch.randn(6, 10, 64, generator=g).bfloat16()
     slots = torch.tensor([3, 1, 5, 0, 2, 4])
     summaries = make_summaries(g, pools.lengths, 8, 2, 64).bfloat16()

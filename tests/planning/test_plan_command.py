@@ -68,9 +68,6 @@ def written(tiny: str, proposal: str) -> str:
     return "proposed.yaml"
 
 
-# ---------------------------------------------------------------- predicting
-
-
 def test_a_proposal_parses_and_has_the_plan_at_its_head(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = main(["--config", written, "--memory", "1.5GB"])
     shown = capsys.readouterr().out.strip()
@@ -101,22 +98,13 @@ def test_what_does_not_fit_ends_with_status_1_and_a_setting_that_helps(
 def test_every_knob_of_the_command_line_is_one(written: str) -> None:
     """Applied as an override, a setting gives the job that was predicted."""
     card = card_of(memory="24GB")
-    given = [
-        "--config",
-        written,
-        "--model.loss.beta=0.1",
-        "--model.compressor.budget=1024",
-        "--model.rollout.keep_pool=true",
-    ]
+    changed = ("loss.beta=0.1", "compressor.budget=1024", "rollout.keep_pool=true")
+    given = ["--config", written, *(f"--model.{setting}" for setting in changed)]
     start = configured(given)
     settings = {change.setting: make_plan(change.job, card).peak for change in changes(start)}
     by_key = [setting for setting in settings if " " not in setting]
-    assert {setting.partition("=")[0].split(".")[-1] for setting in by_key} >= {
-        "num_slots",
-        "budget",
-        "beta",
-        "foreach",
-    }
+    names = {setting.partition("=")[0].rpartition(".")[2] for setting in by_key}
+    assert names >= {"num_slots", "budget", "beta", "foreach"}
     for setting in by_key:
         other = configured([*given, f"--{setting}"])
         assert make_plan(other, card).peak == settings[setting], setting
@@ -301,9 +289,8 @@ def test_the_hours_of_the_whole_run(written: str, capsys: pytest.CaptureFixture[
     plan = main(["--config", written, "--memory", "1.5GB", "--trainer.max_steps=1000000"])
     hours = 1_000_000 * sum(plan.seconds.values()) / plan.job.block.optimizer_steps / 3600
     assert plan.job.block.optimizer_steps == 2
-    assert (
-        f"{hours:.1f} hours for all 1000000, in 500,000 rollout(s). Predicted, not measured." in capsys.readouterr().out
-    )
+    line = f"{hours:.1f} hours for all 1000000, in 500,000 rollout(s). Predicted, not measured."
+    assert line in capsys.readouterr().out
 
 
 def test_what_takes_time_is_told_beside_the_answer(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,9 +304,6 @@ def test_what_takes_time_is_told_beside_the_answer(tiny: str, capsys: pytest.Cap
     assert "Counting tiny" in more.err
     assert "Trying model." in more.err
     assert "Trying" not in told.out + more.out
-
-
-# ---------------------------------------------------------------- proposing
 
 
 def test_what_costs_least_is_given_up_first(tiny: str) -> None:
@@ -377,7 +361,7 @@ def test_names_are_quoted_where_they_would_read_as_something_else() -> None:
     ("changed", "expected"),
     [
         ({"hidden_size": 1e9}, "config.json.hidden_size must be at least 1 and at most 16777216"),
-        ({"num_hidden_layers": 200_000, "layer_types": None}, "num_hidden_layers must be at least 1 and at most 1000"),
+        ({"num_hidden_layers": 1001, "layer_types": None}, "num_hidden_layers must be at least 1 and at most 1000"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
@@ -429,7 +413,6 @@ def test_lengths_that_nothing_has_are_refused(length: int, tiny: str) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--prompt=0"], "--prompt must be at least 1, got --prompt=0"),
         (["--prompt=99999999999999"], "counts up to 16,777,216 tokens of the longest sequence, got"),
         (["--model.sampling.max_completion_length=99999999999999"], "tokens of the longest sequence, got"),
         (["--data.prompts_per_rollout=16000000000"], "tokens of the sequences of a rollout, got"),
@@ -449,9 +432,6 @@ def test_help_tells_both_ways(args: list[str], capsys: pytest.CaptureFixture[str
     assert not args or all(word in told for word in ("--config", "--prompt", "--memory", "--output", "--card"))
 
 
-# ---------------------------------------------------------------- models and cards
-
-
 def test_sizes_of_known_models() -> None:
     """Parameters as the model cards have them, in billions."""
     published = {
@@ -467,9 +447,7 @@ def test_sizes_of_known_models() -> None:
 
 def test_folders_are_read_and_unknown_names_refused(tiny: str) -> None:
     assert read_config(tiny).num_hidden_layers == 3
-    with pytest.raises(
-        UserError, match=r"the sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"
-    ):
+    with pytest.raises(UserError, match=r"sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"):
         read_config("nobody/unknown")
 
 

@@ -49,9 +49,6 @@ def layered(name: str, path: Path, **changed: Any) -> Job:
     return job(str(path))
 
 
-# ---------------------------------------------------------------- fewer bits
-
-
 @pytest.mark.parametrize("adapters", [INT8, NF4], ids=["int8", "nf4"])
 def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters: Any) -> None:
     given = job(folder, blueprint=Blueprint(folder, "bfloat16", adapters))
@@ -67,9 +64,8 @@ def test_a_matrix_is_made_for_products_and_none_is_copied(folder: str, adapters:
 @pytest.mark.parametrize("adapters", [INT8, NF4], ids=["int8", "nf4"])
 @pytest.mark.parametrize("how", [False, "selective", True])
 def test_the_learner_over_a_quantized_base(folder: str, adapters: Any, how: Checkpointing) -> None:
-    given = job(
-        folder, blueprint=Blueprint(folder, "float32", adapters), learner=LearnerOptions(gradient_checkpointing=how)
-    )
+    options = LearnerOptions(gradient_checkpointing=how)
+    given = job(folder, blueprint=Blueprint(folder, "float32", adapters), learner=options)
     bookkeeping = 8 * given.micro_batch.rows * given.micro_batch.length
     assert learner(given).peak == pytest.approx(live_pass(real(given), given), abs=bookkeeping)
 
@@ -82,9 +78,6 @@ def test_packed_weights_are_read_and_whole_ones_written_and_read(folder: str) ->
         seconds[adapters] = rollout_seconds(given, card, given.sequences)
     per_byte = (seconds[INT8] - seconds[LORA]) / 3
     assert (seconds[NF4] - seconds[LORA]) / per_byte == pytest.approx(2.5625)
-
-
-# ---------------------------------------------------------------- forms of checkpointing
 
 
 def parts_pass(given: Job) -> int:
@@ -140,9 +133,6 @@ def test_selective_does_not_attend_again(folder: str) -> None:
     assert found[1] - found[0] == pytest.approx(attention_flops(job(folder)) / forward_flops(job(folder)))
 
 
-# ---------------------------------------------------------------- the rollout
-
-
 def test_the_record_of_evictions_is_that_of_a_real_rollout(folder: str) -> None:
     """All but the tokens that stay, at most 24 of 40 in each head, twice when a rollout ends."""
     given = job(folder)
@@ -163,9 +153,6 @@ def test_sequences_that_are_drawn_and_not_trained_on_count_in_the_rollout(folder
     assert given.sequences == 3 * 6
     assert given.micro_batch == job(folder).micro_batch
     assert make_plan(given, card_of()).slots == 18
-
-
-# ---------------------------------------------------------------- other layers
 
 
 @pytest.mark.parametrize("name", LAYERED)
@@ -192,9 +179,8 @@ def test_experts_are_counted_in_16_bits_and_refused_in_words_otherwise(tmp_path:
     with pytest.raises(UserError, match=r"pass over 'qwen3_moe' cannot be counted .* give the policy dtype: bfloat16"):
         make_plan(given, card_of())
     given = replace(given, blueprint=Blueprint(str(tmp_path), "bfloat16"))
-    plain, recorded = (
-        make_plan(replace(given, rollout=RolloutOptions(record_routing=on)), card_of()) for on in (False, True)
-    )
+    both = (replace(given, rollout=RolloutOptions(record_routing=on)) for on in (False, True))
+    plain, recorded = (make_plan(each, card_of()) for each in both)
     layers, chosen = 2, 2
     tokens = given.sequences * given.length
     assert recorded.of("token buffers") - plain.of("token buffers") == layers * chosen * tokens
@@ -207,9 +193,6 @@ def test_windows_without_a_layer_to_evict_from_are_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"sliding window in every layer.*no layer is left for RKV"):
         make_plan(given, card_of())
     assert slot_size(replace(given, compressor=FullKV())).pool > 0
-
-
-# ---------------------------------------------------------------- what helps
 
 
 def shrunk(given: Job) -> Any:

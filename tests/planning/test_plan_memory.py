@@ -112,9 +112,6 @@ def test_experts_of_mixtral_are_as_wide_as_a_layer(folder: str, tmp_path: Path) 
     assert both - single == 2 * (LENGTH - COMPLETION) * 3 * 64 * 4
 
 
-# ---------------------------------------------------------------- what is trained
-
-
 @pytest.mark.parametrize("adapters", [None, LORA, INT8, NF4, SOME], ids=["all weights", "LoRA", "int8", "nf4", "some"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_those_of_a_real_optimizer(folder: str, name: str, adapters: Any) -> None:
@@ -226,9 +223,6 @@ def test_types_by_precision(folder: str, precision: str, loaded: str, weights: A
         assert replace(given, sharding=Sharding(2, 2)).dtype == computed
 
 
-# ---------------------------------------------------------------- the rollout
-
-
 @pytest.mark.parametrize("compressor", [RKV(budget=16, buffer=8), FullKV()], ids=repr)
 def test_slots_are_those_of_the_sampler(folder: str, compressor: Any) -> None:
     given = job(folder, compressor=compressor)
@@ -254,9 +248,6 @@ def test_a_memory_limit_chooses_the_slots(folder: str) -> None:
     assert make_plan(given, card_of()).slots == 3
     assert make_plan(job(folder, rollout=RolloutOptions(memory_limit=float(slot.of(3)))), card_of()).slots == 3
     assert make_plan(job(folder, rollout=RolloutOptions(memory_limit=0.5)), card_of()).slots == given.sequences
-
-
-# ---------------------------------------------------------------- the learner
 
 
 @pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "LoRA"])

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_same_logprobs
 from largest import Largest
 from pretend_gpu import DeviceTensor, PretendGPU
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from sparse_rl_lightning.compressors import RKV, SnapKV
+from sparse_rl_lightning.compressors import RKV
 from sparse_rl_lightning.learner.checkpointing import enable_checkpointing
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.records import NEVER
@@ -134,9 +133,8 @@ def test_compiled_flex_attention_and_its_gradients(batch: int, has_sinks: bool, 
     given = [t.detach().float().cpu().requires_grad_() for t in there]  # rounded as these are
     want = sdpa_death_attention(*given[:3], death, SCALE, sinks=given[3] if has_sinks else None)
     with torch.autocast(device, torch.bfloat16, enabled=kind == "mixed"):
-        got = flex_death_attention(
-            *there[:3], death.to(device), SCALE, compiled=True, sinks=there[3] if has_sinks else None
-        )
+        sinks = there[3] if has_sinks else None
+        got = flex_death_attention(*there[:3], death.to(device), SCALE, compiled=True, sinks=sinks)
     # rounded to 16 bits are probabilities, results and gradients
     close = 2e-3 if kind == "float32" else 5e-2
     torch.testing.assert_close(got.float().cpu(), want, atol=close, rtol=close)
@@ -165,11 +163,8 @@ KINDS = [(torch.bfloat16, True, False), (torch.float32, True, True), (torch.bflo
 
 @pytest.mark.parametrize(
     ("first", "most"),
-    [
-        pytest.param(0, 2, id="plain"),
-        pytest.param(2, 3, id="as many blocks", marks=pytest.mark.slow),
-        pytest.param(4, 2, id="as many heads", marks=pytest.mark.slow),
-    ],
+    [(0, 2), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ids=["plain", "as many blocks", "as many heads"],
 )
 def test_ordinary_shapes_take_few_kernels(first: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind of pass one for a single sequence and one for more; the first may not be as many as their blocks."""
@@ -288,12 +283,3 @@ def test_gradient_checkpointing_changes_no_gradient_and_no_sample(use_reentrant:
         assert model.config._attn_implementation == "sdpa"
     scale = gradients[0].abs().max()
     torch.testing.assert_close(gradients[1] / scale, gradients[0] / scale, atol=1e-6, rtol=0)
-
-
-def test_replay_of_one_sequence_does_not_depend_on_the_others() -> None:
-    model = tiny_model(initializer_range=0.2, eos_token_id=None)
-    sampler = RolloutSampler(model, SnapKV(budget=12, buffer=5, num_sinks=1, window=3))
-    rollout = sampler.generate([list(range(3, 3 + n)) for n in (30, 2, 17)], SamplingParams(max_completion_length=20))
-    together = replay_logprobs(model, rollout)
-    for row in range(3):
-        assert_same_logprobs(replay_logprobs(model, rollout[row : row + 1])[0], together[row])

@@ -27,8 +27,6 @@ from sparse_rl_lightning.report.plots import Plot, plots_of_run, plots_of_runs
 from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.text import duration, number, percent, printable, prompt_text, shortened, size, table
 
-# ---------------------------------------------------------------- numbers
-
 
 def test_summary_means_and_peaks() -> None:
     got = record().summary()
@@ -42,12 +40,8 @@ def test_summary_means_and_peaks() -> None:
 
 def test_one_rollout_does_not_decide_what_is_typical() -> None:
     """A KL of 41 among 180 rollouts made 0.26 of a typical 0.02, where below 0.05 is healthy; a pause is as far off."""
-    keys = (
-        "mismatch/kl_k3",
-        ROUNDING,
-        "time/tokens_per_second",
-        *(f"time/{s}" for s in ("rollout", "rescoring", "update")),
-    )
+    stages = ("rollout", "rescoring", "update", "tokens_per_second")
+    keys = ("mismatch/kl_k3", ROUNDING, *(f"time/{stage}" for stage in stages))
     run = record(history=[row(i, **dict.fromkeys(keys, 41.0 if i == 3 else 0.02)) for i in range(9)])
     labels = {m.label: m for m in MEASURES if "median" in m.label}
     assert len(labels) == 7
@@ -130,9 +124,6 @@ def test_small_formats() -> None:
 def test_smoothing_is_a_mean_of_known_neighbors() -> None:
     assert smoothed([1.0, math.nan, 3.0, 8.0], 1) == [1.0, 2.0, 5.5, 5.5]
     assert math.isnan(smoothed([math.nan], 2)[0])
-
-
-# ---------------------------------------------------------------- page
 
 
 def test_page_is_one_valid_document_with_the_numbers() -> None:
@@ -315,9 +306,8 @@ def test_policy_allows_our_style_only() -> None:
 
 def test_megabytes_are_cut() -> None:
     long = {"prompt": "p" * 3_000_000, "completion": "<" * 3_000_000, "answer": "a" * 10**6, "reward": 0.0}
-    html = page(
-        record(samples=[{"cache": "dense", **long}], worst=[{**long, "kinds": ["rejected"], "rollout": 0}] * 200)
-    )
+    worst = [{**long, "kinds": ["rejected"], "rollout": 0}] * 200
+    html = page(record(samples=[{"cache": "dense", **long}], worst=worst))
     assert len(html) < 800_000
     assert "2,997,800 characters left out" in html
 
@@ -348,9 +338,8 @@ def test_without_matplotlib_the_page_has_its_tables_and_says_what_to_install(mon
 
 def two_runs() -> list[tuple[str, RunRecord]]:
     first = record(config={"a": "1", "b": "2", "trainer.default_root_dir": "x"})
-    history = [
-        row(i, rejection_rate=0.2, **{"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0}) for i in range(4)
-    ]
+    slower = {"kv/peak_bytes": 2.0**22, "time/tokens_per_second": 750.0, "rejection_rate": 0.2}
+    history = [row(i, **slower) for i in range(4)]
     second = record(
         history=history, after={"dense": 0.375}, seconds=150.0, title="Other",
         config={"a": "1", "b": "3", "c": "new", "trainer.default_root_dir": "y"},

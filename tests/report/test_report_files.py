@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 from report_runs import HOSTILE, Parser, record, row, text_of
+from tiny_run import run_console
 
-from sparse_rl_lightning.cli import console
 from sparse_rl_lightning.cli.report import main
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.report import PROGRESS, SUMMARY, RunRecord, comparison, page, picture, read_run
@@ -41,9 +41,6 @@ def write_run(folder: Path, run: RunRecord, name: str = SUMMARY) -> Path:
 def write_json(folder: Path, content: dict[str, Any]) -> Path:
     (folder / SUMMARY).write_text(json.dumps(content), encoding="utf-8")
     return folder
-
-
-# ---------------------------------------------------------------- reading
 
 
 def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -213,9 +210,6 @@ def test_a_folder_without_a_run_is_a_clear_error(make: str, tmp_path: Path) -> N
         read_run(folder)
 
 
-# ---------------------------------------------------------------- the command
-
-
 def test_command_writes_the_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", record(title="A run"))
     assert main([str(tmp_path / "a")]) == tmp_path / "a" / "report.html"
@@ -282,31 +276,15 @@ def test_full_disk_is_a_line(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nothing"], "'nothing' is not a folder. Give the folder of a run"),
-        (["a", "a"], "at least two runs, each under a name of its own"),
-        (["a", "--output", "a"], "is a folder. Give the file to write"),
-        (["a", "--output", "a/summary.json/x.html"], "summary.json' cannot be written"),
-        (
-            ["a", "--output", "/dev/null"],
-            "--output='/dev/null' is a pipe, a socket or a device. Give the file to write",
-        ),
-        (["a", "--output", "circle"], "--output='circle' cannot be written"),
+        (["a", "--output", "/dev/null"], "--output='/dev/null' is a pipe, a socket or a device. Give the file to"),
         (["\x1b[31ma"], r"'\x1b[31ma' is not a folder"),
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "a", record())
-    (tmp_path / "circle").symlink_to("circle")
-    monkeypatch.setattr("sys.argv", ["sparse-rl", "report", *arguments])
-    with pytest.raises(SystemExit) as end:
-        console()
-    assert end.value.code == 1
+    write_run(folder / "a", record())
+    assert run_console(monkeypatch, "report", *arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -365,11 +343,6 @@ def test_chart_shows_the_numbers() -> None:
     assert list(sequences.get_ydata()) == [0.0, 10.0, 0.0]  # percent
     assert list(tokens.get_ydata()) == [10.0] * 3
     assert ax.get_ylim()[0] == 0
-
-
-def test_chart_of_a_long_run_has_few_points() -> None:
-    ax = drawn(record(history=[row(i) for i in range(20_000)]), "Reward")
-    assert {len(line.get_xdata()) for line in ax.get_lines()} == {400}
 
 
 def test_tail_keeps_its_values_on_whole_decades() -> None:
@@ -461,14 +434,8 @@ def long_words() -> str:
     history = [
         row(i, reward=-1234567.0 * i, **{"mismatch/kl_k3": 1e-9 * i, "guard/budget": 123456.0}) for i in range(30)
     ]
-    sample = {
-        "cache": "sparse",
-        "prompt": word,
-        "completion": word,
-        "answer": word,
-        "reward": 0.0,
-        "kinds": ["rejected"],
-    }
+    texts = dict.fromkeys(("prompt", "completion", "answer"), word)
+    sample = {"cache": "sparse", **texts, "reward": 0.0, "kinds": ["rejected"]}
     return page(
         record(
             history=history, samples=[sample], worst=[sample] * 3, title=word, config={word: word}, state=word,

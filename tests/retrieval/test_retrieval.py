@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
-from sparse_rl_lightning.compressors import H2O, FullKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.compressors import H2O, SnapKV, StreamingLLM
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.select_pages import page_scores
 from sparse_rl_lightning.ops.summarize_pages import page_means
@@ -277,11 +277,6 @@ def test_what_cannot_be_combined_is_refused_by_name(options: dict[str, Any], mat
         RolloutSampler(model(), **{"retriever": Centroid(**SMALL), **options})
 
 
-def test_full_kv_is_the_default() -> None:
-    assert isinstance(RolloutSampler(model()).compressor, FullKV)
-    assert "Quest(budget=16, page_size=4" in repr(Quest(**SMALL))
-
-
 def test_a_schedule_that_is_raised_between_rollouts_is_followed() -> None:
     retriever = Centroid(**SMALL)
     sampler = RolloutSampler(model(), retriever=retriever, num_slots=4)
@@ -317,10 +312,8 @@ def test_usage_with_and_without_retrieval_is_joined() -> None:
 
 def test_layers_share_the_budget(chosen: ChosenPages) -> None:
     """Pyramid: more pages for the first of the layers that retrieve, fewer for the last, as many in all."""
-    rule = Pyramid(beta=2)
-    retriever = Centroid(
-        budget=16, page_size=4, num_first_pages=0, num_last_pages=1, num_dense_layers=1, budget_rule=rule
-    )
+    pages = {"num_first_pages": 0, "num_last_pages": 1, "num_dense_layers": 1}
+    retriever = Centroid(budget=16, page_size=4, **pages, budget_rule=Pyramid(beta=2))
     assert retriever.layer_pages(3, 16) == [6, 4, 2]
     limits = retriever.page_limits(3, "cpu")(torch.tensor([5, 40]))
     assert limits.tolist() == [[6, 6], [4, 4], [2, 2]]

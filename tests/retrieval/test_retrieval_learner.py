@@ -153,9 +153,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
         retrieval_logprobs(policy, both, retriever)
 
 
-# ---------------------------------------------------------------- in training modules
-
-
 def test_rollouts_of_a_fit_read_pages() -> None:
     retriever, recorder = Quest(6, page_size=2, num_dense_layers=1), Recorder()
     grpo = module(compressor=FullKV(), retriever=retriever)
