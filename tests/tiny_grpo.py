@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback
@@ -81,6 +82,18 @@ def loaded(**options: Any) -> SparseGRPO:
     return grpo
 
 
+def quiet(max_steps: int = -1, **options: Any) -> Trainer:
+    """A trainer that shows and keeps nothing."""
+    silent = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
+    return Trainer(max_steps=max_steps, **{"accelerator": "cpu"} | silent | options)
+
+
+def every_step(folder: Any, **options: Any) -> ModelCheckpoint:
+    """A checkpoint after every optimizer step, of which the last one stays."""
+    options = {"every_n_train_steps": 1, "save_last": True, "enable_version_counter": False} | options
+    return ModelCheckpoint(folder, **options)
+
+
 def fit(
     grpo: SparseGRPO,
     steps: int = 4,
@@ -89,11 +102,8 @@ def fit(
     ckpt_path: Any = None,
     **trainer_args: Any,
 ) -> Trainer:
-    trainer = Trainer(
-        max_steps=steps, enable_model_summary=False, callbacks=callbacks,
-        **{"accelerator": "cpu", "limit_val_batches": 0, "enable_checkpointing": False, "logger": False,
-           "enable_progress_bar": False, "num_sanity_val_steps": 0, **trainer_args},
-    )  # fmt: skip
+    options = {"limit_val_batches": 0, "num_sanity_val_steps": 0} | trainer_args
+    trainer = quiet(steps, callbacks=callbacks, **options)
     trainer.fit(grpo, datamodule=data or Rows(prompts_per_rollout=4), ckpt_path=ckpt_path)
     return trainer
 

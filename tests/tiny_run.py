@@ -29,10 +29,6 @@ class Careless(Compressor):
         raise ValueError("a bug of the user's")
 
 
-def nan_reward(completions: list[str], **_: Any) -> list[float | None]:
-    return [0.5] * 3 + [float("nan")] + [0.5] * (len(completions) - 4)
-
-
 def broken_reward(completions: list[str], **_: Any) -> list[float | None]:
     return [1 / len(text) for text in ["", *completions]]
 

@@ -134,10 +134,8 @@ def test_partial_rollouts_are_measured_where_one_policy_drew_all(tmp_path: Path)
     mixed = [scored.rollout for scored in recorder.scored if scored.rollout.policy_versions.max() > 1]
     assert mixed
     assert all(scored.rollout.topk_ids is None for scored in recorder.scored)  # dropped before training
-    resumed = fit(
-        sharp(**options), 7, [AcceptanceMonitor(every_n_rollouts=2, top_k=4)], ckpt_path=tmp_path / "last.ckpt"
-    )
-    assert resumed.global_step == 7
+    again = AcceptanceMonitor(every_n_rollouts=2, top_k=4)
+    assert fit(sharp(**options), 7, [again], ckpt_path=tmp_path / "last.ckpt").global_step == 7
 
 
 def test_an_adapter_of_the_sampler_counts_but_not_in_the_ceiling() -> None:

@@ -10,21 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from tiny_grpo import module
+from tiny_grpo import module, quiet
 from torch import Tensor
 
 from sparse_rl_lightning import callbacks
-from sparse_rl_lightning.callbacks import (
-    CIS,
-    AcceptanceMonitor,
-    CompletionsTable,
-    ExportPolicy,
-    MismatchSplit,
-    RolloutProgress,
-    SparsityAwareRejection,
-    StepGuard,
-    TailGuard,
-)
 from sparse_rl_lightning.callbacks.outputs.completions import completion_columns
 from sparse_rl_lightning.checkpoints import exports
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
@@ -62,10 +51,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 
 def quiet_trainer(folder: Path, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, **options,
-    )  # fmt: skip
+    return quiet(default_root_dir=folder, **options)
 
 
 # ---------------------------------------------------------------- completions
@@ -76,7 +62,7 @@ def test_completions_are_printed_without_control_characters(
 ) -> None:
     scored = scored_rollout()
     scored.rollout.keep[1] = False
-    CompletionsTable(parquet=False).on_rollout_scored(trainer, LightningModule(), scored)
+    callbacks.CompletionsTable(parquet=False).on_rollout_scored(trainer, LightningModule(), scored)
     shown = capsys.readouterr().out
     assert all(c.isprintable() or c == "\n" for c in shown)
     lines = [line.split() for line in shown.strip().splitlines()]
@@ -93,13 +79,13 @@ def test_a_terminal_that_cannot_spell_gets_escapes(trainer: Trainer, monkeypatch
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
     scored = scored_rollout()
     scored.completions[0] = "é∑"
-    CompletionsTable(parquet=False).on_rollout_scored(trainer, LightningModule(), scored)
+    callbacks.CompletionsTable(parquet=False).on_rollout_scored(trainer, LightningModule(), scored)
     assert rb"\xe9\u2211" in raw.getvalue()
 
 
 def test_parquet_has_every_completion_and_survives_lone_surrogates(trainer: Trainer, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    table = CompletionsTable(every_n_rollouts=5, console=False)
+    table = callbacks.CompletionsTable(every_n_rollouts=5, console=False)
     table.setup(trainer, LightningModule(), "fit")
     for index in (10, 11, 15):
         scored = scored_rollout()
@@ -158,7 +144,7 @@ def test_export_replaces_an_export_whole(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "merges.txt").write_text("of an earlier run")
-    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[ExportPolicy(folder)])
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[callbacks.ExportPolicy(folder)])
     fit(trainer)
     assert [p.name for p in folder.parent.iterdir()] == ["policy"]
     assert not (folder / "merges.txt").exists()
@@ -169,9 +155,9 @@ def test_export_replaces_an_export_whole(tmp_path: Path) -> None:
 
 
 def test_export_leaves_other_folders_and_trial_runs_alone(tmp_path: Path) -> None:
-    fit(quiet_trainer(tmp_path, fast_dev_run=True, callbacks=[ExportPolicy(tmp_path / "policy")]))
+    fit(quiet_trainer(tmp_path, fast_dev_run=True, callbacks=[callbacks.ExportPolicy(tmp_path / "policy")]))
     with pytest.raises(ValueError, match="no export"):
-        ExportPolicy(tmp_path / "policy").setup(quiet_trainer(tmp_path), LightningModule(), "fit")
+        callbacks.ExportPolicy(tmp_path / "policy").setup(quiet_trainer(tmp_path), LightningModule(), "fit")
     assert not list(tmp_path.iterdir())
 
 
@@ -189,11 +175,14 @@ def test_what_an_export_s_link_leads_to_is_checked_before_training(
 
     with monkeypatch.context() as patch:
         patch.setattr(exports, "writable_folder", writable)
-        for use in (lambda: ExportPolicy(link).setup(quiet_trainer(tmp_path), Exports(), "fit"), command(link)):
+        for use in (
+            lambda: callbacks.ExportPolicy(link).setup(quiet_trainer(tmp_path), Exports(), "fit"),
+            command(link),
+        ):
             with pytest.raises(UserError, match="folder's parent"):
                 use()
     assert asked == [scratch, scratch]
-    fit(quiet_trainer(tmp_path, max_steps=1, callbacks=[ExportPolicy(link)]))
+    fit(quiet_trainer(tmp_path, max_steps=1, callbacks=[callbacks.ExportPolicy(link)]))
     assert link.is_symlink()
     assert (scratch / "me" / "config.json").is_file()
     assert [path.name for path in scratch.iterdir()] == ["me"]
@@ -219,7 +208,7 @@ def test_an_export_is_not_put_in_place_of_what_cannot_be_renamed(tmp_path: Path)
     (tmp_path / "disk").symlink_to("/dev/shm")
     for name, match in {"a": "cannot be written", "disk": "is a disk of its own"}.items():
         with pytest.raises(UserError, match=f"^ExportPolicy: folder=.*{match}"):
-            ExportPolicy(tmp_path / name).setup(quiet_trainer(tmp_path), Exports(), "fit")
+            callbacks.ExportPolicy(tmp_path / name).setup(quiet_trainer(tmp_path), Exports(), "fit")
 
 
 def test_files_are_written_whole(tmp_path: Path) -> None:
@@ -232,35 +221,35 @@ def test_files_are_written_whole(tmp_path: Path) -> None:
 NAN, INF = float("nan"), float("inf")
 COUNTS = ("every_n_rollouts", "top_k", "bin_size", "num_bins", "ceiling_every_n_rollouts")
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: SparsityAwareRejection(low=2.0, high=1.0), r"low=2\.0, high=1\.0"),
-    (lambda: SparsityAwareRejection(threshold=None), "threshold, low and high are all null"),
-    (lambda: SparsityAwareRejection(level="geometric"), "give low or high"),
-    (lambda: CIS(threshold=-1.0), "threshold must be at least 0"),
-    (lambda: CIS(floor=-1.0), "floor must be at least 0"),
+    (lambda: callbacks.SparsityAwareRejection(low=2.0, high=1.0), r"low=2\.0, high=1\.0"),
+    (lambda: callbacks.SparsityAwareRejection(threshold=None), "threshold, low and high are all null"),
+    (lambda: callbacks.SparsityAwareRejection(level="geometric"), "give low or high"),
+    (lambda: callbacks.CIS(threshold=-1.0), "threshold must be at least 0"),
+    (lambda: callbacks.CIS(floor=-1.0), "floor must be at least 0"),
     (lambda: GRPOLoss(off_policy_delta=-1.0), r"loss\.off_policy_delta must be at least 0"),
     (lambda: GRPOLoss(off_policy_reference="dense"), r"loss\.off_policy_reference must be"),  # type: ignore[arg-type]
     (lambda: module(reward_timeout=NAN), "reward_timeout must be"),
     (lambda: module(reward_timeout=INF), "reward_timeout must be"),
-    (lambda: CompletionsTable(width=3), "width=3"),
-    (lambda: RolloutProgress(line_seconds=-1), "line_seconds=-1"),
+    (lambda: callbacks.CompletionsTable(width=3), "width=3"),
+    (lambda: callbacks.RolloutProgress(line_seconds=-1), "line_seconds=-1"),
     *[
-        (lambda name=name: AcceptanceMonitor(**{name: 0}), f"{name} must be at least 1, got {name}=0")
+        (lambda name=name: callbacks.AcceptanceMonitor(**{name: 0}), f"{name} must be at least 1, got {name}=0")
         for name in COUNTS
     ],
-    (lambda: AcceptanceMonitor().on_fit_start(None, warmup()), "SupervisedWarmup does not roll out"),
-    (lambda: MismatchSplit(every_n_rollouts=0), "every_n_rollouts must be at least 1, got"),
-    (lambda: MismatchSplit(tolerance=0.0), "tolerance must be above 0, got"),
-    (lambda: StepGuard(max_staleness_ratio=0.5), "StepGuard: max_staleness_ratio must be at least 1"),
-    (lambda: StepGuard(spike_factor=0.5), "StepGuard: spike_factor must be at least 1"),
-    (lambda: TailGuard(True), "mode must be one of off, warn, raise, stop, got mode=True"),  # type: ignore[arg-type]
-    (lambda: TailGuard("loud"), "mode='loud'"),  # type: ignore[arg-type]
-    (lambda: TailGuard(target=1.5), "target=1.5"),
-    (lambda: TailGuard(max_raises=-1), "max_raises=-1"),
-    (lambda: TailGuard(max_rejection_rate=0.0), "max_rejection_rate=0.0"),
-    (lambda: TailGuard(length_drop=1.2), "length_drop=1.2"),
-    (lambda: TailGuard(min_tokens=0), "min_tokens=0"),
-    (lambda: TailGuard(window=0), "window=0"),
-    (lambda: TailGuard(patience=0), "patience=0"),
+    (lambda: callbacks.AcceptanceMonitor().on_fit_start(None, warmup()), "SupervisedWarmup does not roll out"),
+    (lambda: callbacks.MismatchSplit(every_n_rollouts=0), "every_n_rollouts must be at least 1, got"),
+    (lambda: callbacks.MismatchSplit(tolerance=0.0), "tolerance must be above 0, got"),
+    (lambda: callbacks.StepGuard(max_staleness_ratio=0.5), "StepGuard: max_staleness_ratio must be at least 1"),
+    (lambda: callbacks.StepGuard(spike_factor=0.5), "StepGuard: spike_factor must be at least 1"),
+    (lambda: callbacks.TailGuard(True), "mode must be one of off, warn, raise, stop, got mode=True"),  # type: ignore[arg-type]
+    (lambda: callbacks.TailGuard("loud"), "mode='loud'"),  # type: ignore[arg-type]
+    (lambda: callbacks.TailGuard(target=1.5), "target=1.5"),
+    (lambda: callbacks.TailGuard(max_raises=-1), "max_raises=-1"),
+    (lambda: callbacks.TailGuard(max_rejection_rate=0.0), "max_rejection_rate=0.0"),
+    (lambda: callbacks.TailGuard(length_drop=1.2), "length_drop=1.2"),
+    (lambda: callbacks.TailGuard(min_tokens=0), "min_tokens=0"),
+    (lambda: callbacks.TailGuard(window=0), "window=0"),
+    (lambda: callbacks.TailGuard(patience=0), "patience=0"),
 ]
 
 

@@ -15,16 +15,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from tiny_grpo import Rows, module, weights
+from tiny_grpo import Rows, module, quiet, weights
 
-from sparse_rl_lightning.callbacks import (
-    CompletionsTable,
-    ExportPolicy,
-    ImportanceReweighting,
-    RolloutProgress,
-    RunSummary,
-    SparsityAwareRejection,
-)
+import sparse_rl_lightning.callbacks as library
 from sparse_rl_lightning.compressors import Compressor, FullKV, StreamingLLM
 from sparse_rl_lightning.modules import SparseGRPO
 from sparse_rl_lightning.rollout import SamplingParams
@@ -52,9 +45,9 @@ def fit(
     grpo = module(has_answer, compressor, **sizes)
     source: Any = grpo.policy_source
     source.model = tiny_model(vocab_size=len(source.tokenizer), hidden_size=32, initializer_range=0.4)
-    shown = any(isinstance(callback, RolloutProgress) for callback in callbacks)
+    shown = any(isinstance(callback, library.RolloutProgress) for callback in callbacks)
     return tiny_grpo.fit(
-        grpo, steps, [SparsityAwareRejection(), ImportanceReweighting(), *callbacks],
+        grpo, steps, [library.SparsityAwareRejection(), library.ImportanceReweighting(), *callbacks],
         data or Prompts(prompts_per_rollout=2), default_root_dir=folder, log_every_n_steps=1,
         enable_progress_bar=shown, enable_checkpointing="ckpt_path" in options, **options,
     )  # fmt: skip
@@ -64,7 +57,7 @@ def forget_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
 
 
-class Unwritten(RunSummary):
+class Unwritten(library.RunSummary):
     """A summary that spares the test the time for pictures."""
 
     def _write(self, folder: Path) -> None:
@@ -75,8 +68,8 @@ class Unwritten(RunSummary):
 
 
 def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = RunSummary(num_problems=5, num_samples=2, batch_size=2)
-    with_summary = fit(tmp_path, [summary, CompletionsTable(every_n_rollouts=1, console=False)])
+    summary = library.RunSummary(num_problems=5, num_samples=2, batch_size=2)
+    with_summary = fit(tmp_path, [summary, library.CompletionsTable(every_n_rollouts=1, console=False)])
     shown = capsys.readouterr().out
     random_state = torch.get_rng_state()
     torch.manual_seed(0)  # as before the first run
@@ -98,9 +91,8 @@ def test_summary_reports_the_run_and_leaves_it_as_it_was(tmp_path: Path, capsys:
 
     grpo = with_summary.lightning_module
     assert grpo.generator.sampler().cache is None  # evaluation gave its memory back
-    dense, sparse = (
-        grpo.generator.generate(Prompts().val_rows()[:5], grpo.val_sampling, dense=d) for d in (True, False)
-    )
+    rows = Prompts().val_rows()[:5]
+    dense, sparse = (grpo.generator.generate(rows, grpo.val_sampling, dense=d) for d in (True, False))
     assert numbers["summary"]["after"]["dense"] == pytest.approx(float(grpo.rewards(dense).mean()))
     assert [s["completion"] for s in numbers["samples"]] == sparse.completions[:2] != dense.completions[:2]
 
@@ -150,17 +142,14 @@ def test_dense_runs_and_runs_without_held_out_problems(tmp_path: Path) -> None:
     assert len(none.record.history) == 1
 
 
-def test_missing_validation_rows_are_warned_of(tmp_path: Path) -> None:
-    class NoValidation(Prompts):
-        def val_rows(self) -> list[dict[str, Any]]:
-            return []
-
+def test_missing_validation_rows_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prompts, "val_rows", lambda data: [])
     with pytest.warns(UserWarning, match="no validation rows"):
-        fit(tmp_path, [Unwritten()], steps=1, data=NoValidation(prompts_per_rollout=2))
+        fit(tmp_path, [Unwritten()], steps=1)
 
 
 def test_a_trial_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(tmp_path, [RunSummary(num_problems=1)], fast_dev_run=True)
+    fit(tmp_path, [library.RunSummary(num_problems=1)], fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "greedy" in capsys.readouterr().out
 
@@ -168,7 +157,7 @@ def test_a_trial_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_unwritable_folder_is_an_error_before_the_first_rollout(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"RunSummary: folder=.*cannot be written"):
-        fit(tmp_path, [RunSummary(folder=tmp_path / "file")])
+        fit(tmp_path, [library.RunSummary(folder=tmp_path / "file")])
 
 
 # ---------------------------------------------------------------- progress
@@ -184,7 +173,7 @@ class Terminal(io.StringIO):
 def test_progress_in_a_terminal_is_one_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "200")
-    callback = RolloutProgress(refresh_seconds=0)
+    callback = library.RolloutProgress(refresh_seconds=0)
     trainer = fit(tmp_path, [callback])
     assert trainer.progress_bar_callback is callback
     shown = sys.stdout.getvalue()
@@ -203,12 +192,12 @@ def test_progress_in_a_terminal_is_one_bar(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(tmp_path, [RolloutProgress(line_seconds=3600)])
+    fit(tmp_path, [library.RolloutProgress(line_seconds=3600)])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert len(lines) == 2  # at once, and at the end
     assert re.match(r"step 0/4: rollout \d/8, [\d,]+ tokens/s$", lines[0])
     assert lines[1].startswith("step 4/4: trained; reward ")
-    fit(tmp_path, [RolloutProgress(line_seconds=0)])
+    fit(tmp_path, [library.RolloutProgress(line_seconds=0)])
     assert len(capsys.readouterr().out.splitlines()) > 20
 
 
@@ -254,13 +243,10 @@ def place(grpo: Watched) -> str:
 def fit_watched(folder: Path, accelerator: str, **options: Any) -> SparseGRPO:
     grpo = module(kind=Watched, **options)
     grpo.accelerator = accelerator  # type: ignore[attr-defined]
-    callbacks = [RunSummary(num_problems=2, folder=folder), ExportPolicy(folder / "policy")]
+    callbacks = [library.RunSummary(num_problems=2, folder=folder), library.ExportPolicy(folder / "policy")]
     strategy: Any = Elsewhere(torch.device("cpu")) if accelerator == "cpu" else "auto"
-    trainer = Trainer(
-        accelerator=accelerator, devices=1, max_steps=1, logger=False, enable_checkpointing=False, strategy=strategy,
-        enable_model_summary=False, enable_progress_bar=False, callbacks=callbacks, default_root_dir=folder,
-    )  # fmt: skip
-    trainer.fit(grpo, datamodule=Rows())
+    options = {"accelerator": accelerator, "devices": 1, "strategy": strategy, "default_root_dir": folder}
+    quiet(1, callbacks=callbacks, **options).fit(grpo, datamodule=Rows())
     return grpo
 
 

@@ -198,12 +198,10 @@ class Spoil(Callback):
 def test_weights_that_are_not_finite_never_replace_those_that_are(heals: bool, kind: Any, tmp_path: Path) -> None:
     """They were saved, the last good ones were removed, and nothing could be resumed from them."""
     saves = RolloutCheckpoint(tmp_path, every_n_train_steps=1, save_last=kind)
-    good, ends = (
-        ("4", does_not_raise()) if heals else ("2", pytest.raises(UserError, match=r"^export: 1 weights hold NaN"))
-    )
+    good, refused = ("4" if heals else "2"), pytest.raises(UserError, match=r"^export: 1 weights hold NaN")
     said = r"could not be saved: step 3: 1 weights hold NaN or infinity, for example '\S*norm\S*'\. The run goes on"
     own = [Spoil(3, heals), ExportPolicy(tmp_path / "policy"), saves]
-    with ends, pytest.warns(UserWarning, match=said):
+    with does_not_raise() if heals else refused, pytest.warns(UserWarning, match=said):
         run(tmp_path, 4 if heals else 3, own, module(steps_per_generation=2))
     assert [path.name for path in tmp_path.glob("epoch*.ckpt")] == [f"epoch=0-step={good}.ckpt"]
     for path in (tmp_path / "last.ckpt", next(tmp_path.glob("epoch*.ckpt"))):
@@ -232,9 +230,8 @@ def test_a_folder_that_is_full_is_not_forgotten_for_another(tmp_path: Path) -> N
 def test_a_remote_last_checkpoint_has_its_address(tmp_path: Path) -> None:
     trainer = Trainer(callbacks=[RolloutCheckpoint("memory://here/run")], logger=False, accelerator="cpu")
     assert last_path(trainer) == "memory://here/run/last.ckpt"
-    folder = Namespace(
-        class_path="sparse_rl_lightning.callbacks.RolloutCheckpoint", init_args=Namespace(dirpath="memory://here/run")
-    )
+    arguments = Namespace(dirpath="memory://here/run")
+    folder = Namespace(class_path="sparse_rl_lightning.callbacks.RolloutCheckpoint", init_args=arguments)
     given = Namespace(trainer=Namespace(callbacks=[folder], default_root_dir=None), ckpt_path="last")
     for subcommand, says in {
         "fit": r"--ckpt_path=memory://here/run/last\.ckpt, or leave ckpt_path out to start anew\.$",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from tiny_grpo import Recorder, Rows, fit, module, weights
+from tiny_grpo import Recorder, Rows, fit, loaded, module, quiet, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,11 +25,10 @@ from sparse_rl_lightning.callbacks import (
 from sparse_rl_lightning.callbacks.guards.dry_run import oldest_go
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, StreamingLLM
 from sparse_rl_lightning.modules import GRPOLoss, ReplayGRPO, SparseGRPO, SupervisedWarmup
-from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import NEVER, LayerState, LossOutput, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
-from sparse_rl_lightning.testing import character_tokenizer, tiny_model
+from sparse_rl_lightning.testing import tiny_model
 
 LONGEST = 17  # tokens of the longest prompt of Rows
 
@@ -46,13 +45,11 @@ def noisy(completions: list[str], **_: Any) -> list[float | None]:
     return [text.count("a") + float(torch.rand(())) for text in completions]
 
 
+WHOLE_PROMPTS = RKV(budget=8, buffer=3, num_sinks=0, window=2, compress_prompt=False)
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparse": {"beta": 0.1, "steps_per_generation": 2},
     "full, pool freed": {"compressor": FullKV(), "keep_pool": False},
-    "few slots, whole prompts": {
-        "compressor": RKV(budget=8, buffer=3, num_sinks=0, window=2, compress_prompt=False),
-        "num_slots": 3,
-    },
+    "few slots, whole prompts": {"compressor": WHOLE_PROMPTS, "num_slots": 3},
     "partial": {"num_slots": 6, "partial_rollout_steps": 4},
     "oversampling": {"oversampling": 2.0},
     "replay": {"kind": ReplayGRPO, "replay_objective": "mixed", "beta": 0.1},
@@ -86,8 +83,8 @@ def test_a_run_is_bitwise_the_same_with_it_and_without(name: str) -> None:
     results, states = [], []
     for enabled in (True, False):
         torch.manual_seed(0)
-        grpo = module(noisy, optimizer=adam, lr_scheduler=schedule, disable_dropout=False, **SETTINGS[name])
-        grpo.configure_model()
+        settings: dict[str, Any] = {"optimizer": adam, "lr_scheduler": schedule, "disable_dropout": False}
+        grpo = loaded(reward=noisy, **settings, **SETTINGS[name])
         for layer in grpo.policy.model.layers:  # draws from torch's generator in the learner; a replay refuses it
             layer.self_attn.attention_dropout = 0.0 if name == "replay" else 0.1
         callbacks = [DryRun(enabled=enabled), SparsityAwareRejection(), ImportanceReweighting()]
@@ -253,9 +250,8 @@ def test_it_does_the_worst_case_and_says_what_it_took(num_slots: int | None, cap
     assert trace.left == {"gradients": [], "optimizer": {}, "cache": None, "rollouts": 0}
     (told,) = [record.getMessage() for record in caplog.records if "Dry run" in record.getMessage()]
     assert "optimizer step of " in told
-    assert (
-        f"rollout in {slots} slots (budget 20 and buffer 4, decoder native) with a prompt of {LONGEST} tokens: " in told
-    )
+    rollout = f"rollout in {slots} slots (budget 20 and buffer 4, decoder native) with a prompt of {LONGEST} tokens: "
+    assert rollout in told
     assert f"update on 4 sequences of {LONGEST + 30} tokens: " in told
     assert told.count(" s, peak ") == 3
 
@@ -272,12 +268,10 @@ def test_a_rollout_that_does_not_fit_ends_before_it_begins() -> None:
     """Petabytes, which no allocator promises; a slot is never larger than the longest sequence, so that is long too."""
     recorder = Recorder()
     compressor = RKV(budget=2_000_000_000, buffer=3)
-    grpo = module(compressor=compressor, num_generations=2048, max_completion_length=10**10)
-    grpo.configure_model()
+    grpo = loaded(compressor=compressor, num_generations=2048, max_completion_length=10**10)
     grpo.policy.config.max_position_embeddings = 2 * 10**10
-    with pytest.raises(
-        ValueError, match="DryRun: out of memory on cpu in the worst case, rollout in 8192 slots"
-    ) as found:
+    told = "DryRun: out of memory on cpu in the worst case, rollout in 8192 slots"
+    with pytest.raises(ValueError, match=told) as found:
         fit(grpo, 1, [DryRun(enabled=True), recorder])
     for part in ("budget 2000000000", "prompt of 17 tokens", "GiB", "Lower model.rollout.num_slots (now null: 8192)"):
         assert part in str(found.value)
@@ -326,13 +320,8 @@ def test_a_resumed_optimizer_keeps_its_state(tmp_path: Any) -> None:
 
 
 def test_where_it_cannot_work_it_says_so() -> None:
-    tokenizer = character_tokenizer("0123456789abcdef")
-    warmup = SupervisedWarmup(LoadedPolicy(tiny_model(vocab_size=len(tokenizer)), tokenizer))
     with pytest.raises(ValueError, match="DryRun: SupervisedWarmup does not roll out"):
-        fit(warmup, 1, [DryRun()])
-    trainer = Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[DryRun(True)]
-    )
+        fit(SupervisedWarmup(module().policy_source), 1, [DryRun()])
     loader = DataLoader(Rows().train_rows(), batch_sampler=[[0, 1], [2, 3]], collate_fn=list)  # no batch size
     with pytest.warns(UserWarning, match="DryRun: skipped"):
-        trainer.fit(module(), loader)
+        quiet(1, callbacks=[DryRun(True)]).fit(module(), loader)

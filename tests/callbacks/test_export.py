@@ -15,10 +15,10 @@ import pytest
 import torch
 from disks import file_size_limit
 from killed import killed_at_rename
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
-from tiny_grpo import loaded, module
+from tiny_grpo import loaded, module, quiet
 from tiny_run import config, run_console, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -180,10 +180,8 @@ def test_what_a_run_needs_is_not_replaced(place: str, said: str | None, adapts: 
     source: Any = PretrainedPolicy(str(tmp_path / "pol"))
     callback, grpo = ExportPolicy(tmp_path / place), module()
     grpo.policy_source = LoraPolicy(source) if adapts else source
-    trainer = Trainer(
-        accelerator="cpu", default_root_dir=tmp_path / "run", callbacks=[callback, RolloutCheckpoint()],
-        logger=CSVLogger(tmp_path, "run"), enable_progress_bar=False,
-    )  # fmt: skip
+    used: dict[str, Any] = {"callbacks": [callback, RolloutCheckpoint()], "logger": CSVLogger(tmp_path, "run")}
+    trainer = quiet(default_root_dir=tmp_path / "run", enable_checkpointing=True, **used)
     if said is None:
         callback.setup(trainer, grpo, "fit")
     else:
@@ -281,13 +279,9 @@ def test_the_slurm_script_goes_on_from_what_is_left(left: str | None, named: str
     (tmp_path / "srun").chmod(0o755)
     if left is not None:
         (tmp_path / ("run" if "dirpath" in named else "checkpoints") / left).mkdir(parents=True)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_NNODES": "2",
-        "SLURM_CPUS_PER_TASK": "8",
-    }
+    job = {"SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "docs" / "slurm.sh"), str(tmp_path / "config.yaml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | job, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--trainer.num_nodes=2" in done.stdout
     assert done.stdout.startswith("--cpus-per-task=8 ")  # which srun does not take from the job

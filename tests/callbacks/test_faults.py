@@ -140,9 +140,8 @@ def test_float16_looking_for_its_scale_is_not_a_row_of_bad_steps(tmp_path: Path)
 def test_rejecting_everything_is_counted_and_told_once() -> None:
     """The loss is a zero: without momentum nothing moves."""
     seen = Weights()
-    with pytest.warns(
-        UserWarning, match=r"loss saw no token of each of the last 2 rollouts.*Rejection takes.*raise"
-    ) as told:
+    said = r"loss saw no token of each of the last 2 rollouts.*Rejection takes.*raise"
+    with pytest.warns(UserWarning, match=said) as told:
         trainer = fit(module(), 4, [RejectAll(), EmptyRollouts(warn_after=2), seen])
     assert float(trainer.callback_metrics["empty_rollouts"]) == 4
     assert sum("saw no token" in str(warning.message) for warning in told) == 1
@@ -150,6 +149,7 @@ def test_rejecting_everything_is_counted_and_told_once() -> None:
 
 
 ALL = 16
+EQUAL = [0.25] * ALL
 TOLD: list[tuple[dict[str, Any], int, str]] = [  # of three rollouts: how many are empty, and what is told once
     ({}, 0, ""),
     ({"kept": 0}, 3, "The loss saw no token of each of the last 2 rollouts.*Rejection takes.*raise"),
@@ -160,11 +160,7 @@ TOLD: list[tuple[dict[str, Any], int, str]] = [  # of three rollouts: how many a
     ({"finished": 2}, 0, ""),
     ({"finished": 0, "masked": True}, 3, "The loss saw no token of .* cut off, .*max_completion_length"),
     ({"finished": 1, "masked": True}, 0, "The loss saw less than .* cut off, .*max_completion_length"),
-    (
-        {"rewards": [0.25] * ALL},
-        0,
-        "in each of the last 2 rollouts, 0.25 on average in the last one, .* no policy gradient",
-    ),
+    ({"rewards": EQUAL}, 0, "in each of the last 2 rollouts, 0.25 on average in the last one, .* no policy gradient"),
     ({"rewards": [0.25] * 8 + [0.5] * 8}, 0, "no policy gradient"),
 ]
 
@@ -277,18 +273,10 @@ def test_strangers_neither_block_nor_kill_rank_zero(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_one_rank_dies_and_the_other_says_which_and_stops(dead: int, moment: str, tmp_path: Path) -> None:
-    (tmp_path / "victim.py").write_text(VICTIM.format(dead=dead, moment=moment))
-    processes = start([sys.executable, str(tmp_path / "victim.py")], tmp_path, 2)
-    try:
-        for process in processes:
-            process.wait(280)
-    finally:
-        for process in processes:
-            process.kill()
-    text = (tmp_path / f"rank{1 - dead}.txt").read_text()
-    assert processes[dead].returncode == -signal.SIGKILL
-    assert processes[1 - dead].returncode == STATUS, text
-    assert f"Rank {dead} has died. Rank {1 - dead} stops as well" in text
+    statuses, texts = end(VICTIM.format(dead=dead, moment=moment), tmp_path)
+    assert statuses[dead] == -signal.SIGKILL
+    assert statuses[1 - dead] == STATUS, texts
+    assert f"Rank {dead} has died. Rank {1 - dead} stops as well" in texts[1 - dead]
 
 
 SLOW = """
@@ -314,12 +302,11 @@ fit(module(), 1, data=SlowRows(prompts_per_rollout=2), devices=2, strategy="ddp"
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_may_take_long_over_its_data(late: int, tmp_path: Path) -> None:
     """Six times the patience that ranks have with each other's connections."""
-    (tmp_path / "slow.py").write_text(SLOW.format(late=late))
-    processes = start([sys.executable, str(tmp_path / "slow.py")], tmp_path, 2)
-    assert [process.wait(280) for process in processes] == [0, 0], (tmp_path / "rank0.txt").read_text()
-    assert "has died" not in "".join((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    statuses, texts = end(SLOW.format(late=late), tmp_path)
+    assert statuses == [0, 0], texts
+    assert "has died" not in "".join(texts)
     # a group that outlives the interpreter's modules may abort a process that has finished well
-    assert all("GROUP False" in (tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert all("GROUP False" in text for text in texts)
 
 
 STEERING, SHOWN = "bad completion \x1b]0;owned\x07\x1b[2J", r"bad completion \x1b]0;owned\x07\x1b[2J"
@@ -364,8 +351,6 @@ class Fault(Callback):
 
 fit(module(slow_on_one), 5, [Fault()], data=Rows(prompts_per_rollout=2), devices=2, strategy="ddp")
 """
-
-
 LATE = """
 import os, signal, torch
 from tiny_grpo import Rows, fit, likes_a, module
@@ -387,7 +372,7 @@ def end(script: str, folder: Path) -> tuple[list[int], list[str]]:
     (folder / "script.py").write_text(script)
     processes = start([sys.executable, str(folder / "script.py")], folder, 2)
     try:
-        statuses = [process.wait(180) for process in processes]
+        statuses = [process.wait(280) for process in processes]
     except subprocess.TimeoutExpired:
         pytest.fail("the ranks wait for each other")
     finally:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from tiny_grpo import Rows, fit, module
+from tiny_grpo import Rows, fit, module, quiet
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.errors import UserError
@@ -27,9 +27,8 @@ from sparse_rl_lightning.errors import UserError
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_do_not_act_are_refused(callback: Callback, said: str) -> None:
-    with pytest.raises(
-        UserError, match=f"trainer.callbacks: {type(callback).__name__} {'.*' if said[0] == 'w' else ''}"
-    ):
+    named = f"trainer.callbacks: {type(callback).__name__} {'.*' if said[0] == 'w' else ''}"
+    with pytest.raises(UserError, match=named):
         fit(module(), 1, [callback], enable_checkpointing=True)
 
 
@@ -62,9 +61,8 @@ def test_what_is_saved_within_a_step_is_refused(tmp_path: Path) -> None:
 def test_batches_of_a_loader_that_are_never_drawn_for_are_told_of() -> None:
     rows = Rows().train_rows()
     loader = DataLoader(rows, batch_size=4, collate_fn=list)  # type: ignore[arg-type]
-    trainer = Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.warns(UserWarning, match="A rollout takes 4 batches of the training loader"):
-        trainer.fit(module(steps_per_generation=4), loader)
+        quiet(1).fit(module(steps_per_generation=4), loader)
 
 
 def test_a_fused_optimizer_skips_an_overflow_of_float16_itself() -> None:

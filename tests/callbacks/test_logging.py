@@ -62,12 +62,8 @@ def run(logger: Logger) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     recorder, seen = Recorder(), Seen()
     table = CompletionsTable(every_n_rollouts=2, console=False, parquet=False)
     fit(module(), 4, [table, recorder], logger=[logger, seen], log_every_n_steps=1)
-    rows = [
-        {"step": index, "completion": text}
-        for index in (0, 2)
-        for text in recorder.scored[index].completions
-    ]  # fmt: skip
-    return rows, seen.steps
+    texts = [(index, text) for index in (0, 2) for text in recorder.scored[index].completions]
+    return [{"step": index, "completion": text} for index, text in texts], seen.steps
 
 
 class Seen(DummyLogger):
@@ -95,9 +91,8 @@ def test_tensorboard_has_completions_and_metrics(tmp_path: Path) -> None:
     assert [text.step for text in texts] == [0, 2]
     assert [{"step": int(row[0]), "completion": row[2]} for row in cells] == rows
     for name in logged[0].keys() - {"epoch"}:
-        assert [event.value for event in events.Scalars(name)] == pytest.approx(
-            [step[name] for step in logged], nan_ok=True
-        )
+        values = [event.value for event in events.Scalars(name)]
+        assert values == pytest.approx([step[name] for step in logged], nan_ok=True)
 
 
 class LikeWandb(DummyLogger):

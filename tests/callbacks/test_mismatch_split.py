@@ -56,9 +56,8 @@ def test_in_float32_all_of_it_is_compression(kind: Any) -> None:
 
 def test_noise_is_measured_and_warned_about_once() -> None:
     callbacks = [MismatchSplit(1), Noise(0.5)]
-    with pytest.warns(
-        UserWarning, match=r"rounding moves the sampler by k3 = 0.1\d nats.*replay_objective='dense'"
-    ) as w:
+    told = r"rounding moves the sampler by k3 = 0.1\d nats.*replay_objective='dense'"
+    with pytest.warns(UserWarning, match=told) as w:
         trainer = fit(sparse_module(), 2, callbacks)
     assert sum("MismatchSplit" in str(warning.message) for warning in w) == 1
     values = metrics(trainer)

@@ -58,7 +58,7 @@ NAIVE: dict[str, dict[str, Any]] = {
 }
 ACCOUNTED: dict[str, dict[str, Any]] = {
     "full cache": {"compressor": FullKV()},
-    "replay": {"kind": ReplayGRPO},
+    "replay": {"kind": ReplayGRPO, "replay_objective": "sparse"},
     "mixed": {"kind": ReplayGRPO, "replay_objective": "mixed"},
 }
 

@@ -17,21 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from disks import FullDisk, file_size_limit
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
-from test_files import file_size_limit
-from tiny_grpo import fit, module, weights
+from test_faults import Poison
+from tiny_grpo import every_step, fit, module, weights
 from tiny_run import config, run_console, write
 
-from sparse_rl_lightning.callbacks import (
-    CompletionsTable,
-    RolloutCallback,
-    RolloutCheckpoint,
-    RunSummary,
-    StepGuard,
-)
+from sparse_rl_lightning.callbacks import CompletionsTable, RolloutCheckpoint, RunSummary, StepGuard
 from sparse_rl_lightning.callbacks.guards.log_guard import save_metrics
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock, lock, lock_file
 
@@ -61,17 +55,13 @@ def another_process(folder: Path) -> Iterator[int]:
         os.close(writer)
 
 
-def saves(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, enable_version_counter=False)
-
-
 def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     with another_process(folder) as child:
         with pytest.raises(ValueError, match=rf"{folder} is in use by a run that has not ended \(process {child} on "):
-            fit(module(), 1, [saves(folder)], enable_checkpointing=True)
+            fit(module(), 1, [every_step(folder)], enable_checkpointing=True)
         assert not folder.exists()
-    fit(module(), 1, [saves(folder)], enable_checkpointing=True)  # killed: nothing is left of its lock
+    fit(module(), 1, [every_step(folder)], enable_checkpointing=True)  # killed: nothing is left of its lock
     with another_process(folder):
         pass  # the run that has ended let go of it
 
@@ -96,7 +86,7 @@ def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
-        fit(module(), 1, [saves(tmp_path / "run"), Fail()], enable_checkpointing=True)
+        fit(module(), 1, [every_step(tmp_path / "run"), Fail()], enable_checkpointing=True)
     with another_process(tmp_path / "run"):
         pass
 
@@ -121,35 +111,10 @@ def test_a_lock_is_no_way_to_write_elsewhere(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the end
 
 
-class FullDisk(Callback):
-    """Has the system refuse files from an optimizer step on: all of them, or those above a size."""
-
-    def __init__(self, size: int = 4096, first: int = 1, last: int = 99) -> None:
-        self.size, self.first, self.last, self.limit = size, first, last, None
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.lift()
-        if self.first <= trainer.global_step <= self.last:
-            self.limit = file_size_limit(self.size)
-            self.limit.__enter__()
-
-    def on_fit_end(self, *_: Any) -> None:
-        self.lift()
-
-    def on_exception(self, *_: Any) -> None:
-        self.lift()
-
-    def lift(self) -> None:
-        if self.limit is not None:
-            self.limit.__exit__(None, None, None)
-            self.limit = None
-
-
 @pytest.fixture
 def full_disk() -> Iterator[FullDisk]:
-    disk = FullDisk()
-    yield disk
-    disk.lift()
+    with FullDisk() as disk:
+        yield disk
 
 
 def test_a_run_without_its_last_checkpoint_does_not_end_well(tmp_path: Path, full_disk: FullDisk) -> None:
@@ -161,7 +126,7 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(tmp_path: Path, ful
 
     with pytest.warns(UserWarning, match="after optimizer step 3, but its last checkpoint could not be saved"):
         with pytest.raises(SystemExit) as end:
-            fit(module(), 3, [full_disk, AtTheEnd(), saves(tmp_path)], enable_checkpointing=True)
+            fit(module(), 3, [full_disk, AtTheEnd(), every_step(tmp_path)], enable_checkpointing=True)
     assert end.value.code == 75
     assert ended == ["reported"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
@@ -172,12 +137,12 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(tmp_path: Path, ful
 
 def test_a_checkpoint_that_fails_leaves_the_weights_beside_the_last_one(tmp_path: Path, full_disk: FullDisk) -> None:
     """The weights alone would fit."""
-    fit(module(), 1, [saves(tmp_path / "whole")], enable_checkpointing=True)
+    fit(module(), 1, [every_step(tmp_path / "whole")], enable_checkpointing=True)
     sizes = [(tmp_path / "whole" / name).stat().st_size for name in ("last.ckpt", "weights/last.safetensors")]
     full_disk.size = sum(sizes) // 2
     assert sizes[1] < full_disk.size < sizes[0]
     with pytest.raises(SystemExit):
-        fit(module(), 2, [full_disk, saves(tmp_path / "run")], enable_checkpointing=True)
+        fit(module(), 2, [full_disk, every_step(tmp_path / "run")], enable_checkpointing=True)
     with safe_open(tmp_path / "run" / "weights" / "last.safetensors", "pt") as file:
         assert file.metadata()["global_step"] == "1"
     assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == 1
@@ -201,11 +166,8 @@ def test_a_full_disk_costs_tables_logs_and_reports(tmp_path: Path, full_disk: Fu
     with pytest.warns(UserWarning, match="The log of CSVLogger cannot be written: .*File too large") as told:
         fit(grpo, 4, own, logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
     said = [str(warning.message) for warning in told if "The run goes on" in str(warning.message)]
-    assert sorted(text.split(" cannot be written")[0] for text in said) == [
-        "CompletionsTable: a table",
-        "RunSummary: the record of the run",
-        "The log of CSVLogger",
-    ]
+    lost = sorted(text.split(" cannot be written")[0] for text in said)
+    assert lost == ["CompletionsTable: a table", "RunSummary: the record of the run", "The log of CSVLogger"]
     with (tmp_path / "log" / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["grad_norm"]]
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 3]
@@ -226,12 +188,10 @@ def test_folders_that_are_removed_or_replaced_cost_nothing_else(tmp_path: Path) 
 
     logger = CSVLogger(tmp_path / "run", name="", version="log", flush_logs_every_n_steps=1)
     summary = RunSummary(num_problems=0, progress_seconds=0)
-    own = [CompletionsTable(1, 0), summary, Remove(), saves(tmp_path / "run" / "checkpoints")]
+    own = [CompletionsTable(1, 0), summary, Remove(), every_step(tmp_path / "run" / "checkpoints")]
+    options: dict[str, Any] = {"default_root_dir": tmp_path / "run", "enable_checkpointing": True}
     with pytest.warns(UserWarning, match="could not be saved"), pytest.raises(SystemExit):
-        fit(
-            module(), 4, own, logger=logger, log_every_n_steps=1, default_root_dir=tmp_path / "run",
-            enable_checkpointing=True,
-        )  # fmt: skip
+        fit(module(), 4, own, logger=logger, log_every_n_steps=1, **options)
     assert (tmp_path / "run").read_text() == "a file"
 
 
@@ -249,13 +209,9 @@ def test_a_log_gets_new_columns_whole(tmp_path: Path) -> None:
 
 
 def test_a_guard_that_stops_a_run_says_so_on_a_full_disk(tmp_path: Path, full_disk: FullDisk) -> None:
-    class Poison(RolloutCallback):
-        def correct(self, trainer: Any, module: Any, part: Any) -> None:
-            part.weights = part.completion_mask * float("nan")
-
     full_disk.size, full_disk.first = 0, 0
     with pytest.raises(ValueError, match=r"could not be written \(.*File too large\)\. Lower the learning rate"):
-        fit(module(), 3, [Poison(), full_disk, StepGuard(1)], default_root_dir=tmp_path)
+        fit(module(), 3, [Poison(0), full_disk, StepGuard(1)], default_root_dir=tmp_path)
 
 
 def test_a_run_writes_into_its_own_folder_alone(

@@ -155,12 +155,9 @@ def test_a_folder_that_goes_away_costs_the_record_and_not_the_run(tmp_path: Path
 
 def test_progress_gives_way_to_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "time", SimpleNamespace(monotonic=lambda: 0.0))  # nothing takes any time
-
     states: list[tuple[str, int]] = []
-    looks = LambdaCallback(
-        on_train_batch_end=lambda *_: states.append((read_run(tmp_path).state, len(read_run(tmp_path).history)))
-    )
-    fit(tmp_path, [Quick(), looks], steps=4)
+    look = lambda *_: states.append((read_run(tmp_path).state, len(read_run(tmp_path).history)))  # noqa: E731
+    fit(tmp_path, [Quick(), LambdaCallback(on_train_batch_end=look)], steps=4)
     assert states == [("running", 0), ("running", 0), ("running", 1), ("running", 1)]
     assert not (tmp_path / PROGRESS).exists()
     run = read_run(tmp_path)

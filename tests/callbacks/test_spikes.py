@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_naive_training import ACCOUNTED, NAIVE
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection, StepGuard
 from sparse_rl_lightning.callbacks.guards import step_guard
 from sparse_rl_lightning.callbacks.guards.step_guard import BEHIND, SpikeWatch, long_step_advice
-from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.losses import policy_loss, top_token_share
-from sparse_rl_lightning.modules import ReplayGRPO
-from sparse_rl_lightning.retrievers import Centroid
 from tests.tiny_grpo import Stale, fit, module
 
 
@@ -32,9 +30,8 @@ def test_spike_is_a_multiple_of_the_median_and_told_of_once_in_a_while() -> None
 
 def test_cause_is_tokens_only_if_they_are_moved_far() -> None:
     found = long_step_advice(590.0, 0.35, can_correct=True, can_bound=True)
-    assert found.startswith(
-        "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
-    )
+    told = "Its largest staleness ratio is 5.9e+02, and ten tokens carry 35% of its micro-batch: tokens"
+    assert found.startswith(told)
     replay = "ReplayGRPO with replay_objective: sparse (no replay follows a retriever)"
     assert f"ImportanceReweighting with clip_max: 1.5, or {replay}; then fewer optimizer steps per rollout" in found
     done = long_step_advice(590.0, 0.35, can_correct=False, can_bound=True)  # or none is needed
@@ -93,10 +90,8 @@ def test_what_is_told_is_of_the_micro_batch_with_the_largest_ratio() -> None:
 def test_exploding_ratio_is_told_of_before_the_reward_shows_it() -> None:
     guard = StepGuard()
     guard.watch.least = 3
-    with pytest.warns(
-        UserWarning,
-        match=r"optimizer step 5 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta",
-    ):
+    told = r"optimizer step 5 is .* times as long .*staleness ratio is 1.6e\+05.*: ImportanceReweighting.*delta"
+    with pytest.warns(UserWarning, match=told):
         trainer = fit(module(lr=1e-4, steps_per_generation=2), 5, [guard, Stale(first=4)], accumulate_grad_batches=2)
     assert guard.watch.spikes == 1
     assert guard.has_warned_of_ratio  # with the long step, and not again
@@ -130,28 +125,18 @@ def test_ratio_is_told_of_once_where_the_loss_keeps_the_step_short() -> None:
         assert again.has_warned_of_ratio  # a run that goes on does not say it again
 
 
-UNACCOUNTED: dict[str, dict[str, Any]] = {
-    "pages": {"compressor": FullKV(), "retriever": Centroid(budget=8, page_size=2, num_dense_layers=0)},
-    "replayed for nothing": {"kind": ReplayGRPO, "replay_objective": "dense"},
-    "nothing is rejected": {"kind": ReplayGRPO, "replay_objective": "rejected"},
-}
-
-
-@pytest.mark.parametrize("kind", UNACCOUNTED)
+@pytest.mark.parametrize("kind", ["pages", "replayed for nothing", "nothing is rejected"])
 def test_ratio_is_told_of_wherever_training_is_naive(kind: str) -> None:
     """As the start of the run says: one definition."""
     with pytest.warns(UserWarning, match=r"ratio of optimizer step \d+ is .*ReplayGRPO with replay_objective: sparse"):
-        guard, _ = watched([], **UNACCOUNTED[kind])
+        guard, _ = watched([], **NAIVE[kind])
     assert guard.has_warned_of_ratio
 
 
-@pytest.mark.parametrize("kind", ["weights", "replay", "mixed", "full cache"])
+@pytest.mark.parametrize("kind", ["weights", *ACCOUNTED])
 def test_ratio_is_not_told_of_where_evictions_are_accounted_for_or_none(kind: str) -> None:
     callbacks = [ImportanceReweighting(clip_max=1.5)] if kind == "weights" else []
-    options: dict[str, Any] = {"compressor": FullKV()} if kind == "full cache" else {}
-    if kind in ("replay", "mixed"):
-        options = {"kind": ReplayGRPO, "replay_objective": "sparse" if kind == "replay" else "mixed"}
-    guard, ratio = watched(callbacks, **options)
+    guard, ratio = watched(callbacks, **ACCOUNTED.get(kind, {}))
     assert not guard.has_warned_of_ratio
     assert ratio > 100
 

@@ -17,11 +17,7 @@ from tiny_run import config, write
 
 from sparse_rl_lightning.acceptance import tail_target
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.callbacks import (
-    AcceptanceMonitor,
-    RolloutCallback,
-    TailGuard,
-)
+from sparse_rl_lightning.callbacks import AcceptanceMonitor, RolloutCallback, TailGuard
 from sparse_rl_lightning.callbacks.guards.tail_guard import Limits, TailWatch
 from sparse_rl_lightning.callbacks.monitors.acceptance import TailReport
 from sparse_rl_lightning.cli import main
@@ -90,10 +86,8 @@ def test_rejection_is_a_mean_over_a_whole_window() -> None:
 
 def test_the_worst_bin_with_enough_tokens_counts() -> None:
     watch = TailWatch(Limits(min_tokens=50, patience=2))
-    tail, tokens = (
-        {"0-2000": 0.9, "2000-4000": 0.8, "4000-6000": 0.1},
-        {"0-2000": 500, "2000-4000": 50, "4000-6000": 49},
-    )
+    tail = {"0-2000": 0.9, "2000-4000": 0.8, "4000-6000": 0.1}
+    tokens = {"0-2000": 500, "2000-4000": 50, "4000-6000": 49}
     assert watch.see_tail(tail, tokens, 0.85) == ("2000-4000", pytest.approx(-0.05))
     assert watch.alarms == []
     assert watch.see_tail({"4000-6000": 0.1}, tokens, 0.85) is None  # judges nothing, forgives nothing
@@ -118,9 +112,7 @@ def test_the_state_goes_on_where_it_was() -> None:
 def test_a_rise_of_rejection_is_seen_below_the_limit() -> None:
     """A spiral goes from 1 to 9 %: a rise, though still below the limit; 1 to 4 % and an even 9 % are none."""
     limits = Limits(window=2, patience=2)
-    rates: dict[str, list[float]] = {
-        "spiral": [0.01, 0.01, 0.05, 0.09, 0.09, 0.09], "small": [0.01] * 3 + [0.04] * 3, "even": [0.09] * 6
-    }  # fmt: skip
+    rates = {"spiral": [0.01, 0.01, 0.05, 0.09, 0.09, 0.09], "small": [0.01] * 3 + [0.04] * 3, "even": [0.09] * 6}
     found = {}
     for name, each in rates.items():
         watch = TailWatch(limits)
@@ -307,12 +299,6 @@ def test_the_run_stops_at_an_optimizer_step_with_a_checkpoint(tmp_path: Path) ->
 
 
 # ---------------------------------------------------------------- settings
-
-
-@pytest.mark.filterwarnings("error:TailGuard")
-def test_off_watches_nothing_and_needs_nothing() -> None:
-    trainer = fit(sharp(), 2, [TailGuard(False, **EAGER)])  # as YAML reads off
-    assert not [name for name in trainer.callback_metrics if name.startswith("guard/")]
 
 
 def test_what_cannot_be_watched_or_acted_on_is_refused_at_the_start() -> None:

@@ -96,9 +96,8 @@ def test_an_optimizer_that_starts_anew_is_where_its_schedule_is(tmp_path: Path) 
     """Weights alone are taken from another sharding, here one that is only said to be."""
     job(tmp_path / "run", 2, decays=True)
     last = changed(tmp_path / "run" / "last.ckpt", sharding="ZeRO-2")
-    with pytest.warns(
-        UserWarning, match="with ZeRO-2, this run has 1 with FSDP2: the weights are taken, the optimizer"
-    ):
+    said = "with ZeRO-2, this run has 1 with FSDP2: the weights are taken, the optimizer"
+    with pytest.warns(UserWarning, match=said):
         rest = job(tmp_path / "rest", 3, decays=True, ckpt_path=str(last))
     assert rest["rate"] == pytest.approx(0.01 * 0.1**3)
     assert rest["moments"][0] == {}

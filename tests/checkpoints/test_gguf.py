@@ -329,9 +329,8 @@ def test_two_roundings_of_one_matrix_are_tied_and_others_not(
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied is model.config.tie_word_embeddings is (kept is not None)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    for name, layer in {
-        "token_embd.weight": model.get_input_embeddings(), "output.weight": model.get_output_embeddings(),
-    }.items():  # fmt: skip
+    outer = {"token_embd.weight": model.get_input_embeddings(), "output.weight": model.get_output_embeddings()}
+    for name, layer in outer.items():
         values = gguf.quants.dequantize(stored[kept or name].data, stored[kept or name].tensor_type)
         assert torch.equal(layer.weight, torch.from_numpy(np.array(values)))
 

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_grpo import fit, module, weights
+from tiny_grpo import every_step, fit, loaded, module, weights
 from tiny_run import config, write
 
 from sparse_rl_lightning.checkpoints.plain import readable
@@ -155,16 +154,14 @@ def test_a_run_with_numbers_of_numpy_goes_on(name: str, tmp_path: Path) -> None:
     options, callbacks = GOES_ON[name]
 
     def run(folder: Path, steps: int, ckpt_path: Path | None = None) -> torch.Tensor:
-        saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, enable_version_counter=False)
         grpo = module(**options)
-        fit(grpo, steps, [saves, *callbacks], enable_checkpointing=True, ckpt_path=ckpt_path)
+        fit(grpo, steps, [every_step(folder), *callbacks], enable_checkpointing=True, ckpt_path=ckpt_path)
         return weights(grpo)
 
     whole = run(tmp_path / "whole", 3)
     run(tmp_path / "cut", 1)
     assert torch.equal(run(tmp_path / "cut", 3, tmp_path / "cut" / "last.ckpt"), whole)
-    exported = module(**options)
-    exported.configure_model()
+    exported = loaded(**options)
     load_policy(exported, tmp_path / "cut" / "last.ckpt")
     assert torch.equal(weights(exported), whole)
 
@@ -180,10 +177,9 @@ def test_a_run_with_numbers_of_numpy_goes_on(name: str, tmp_path: Path) -> None:
 def test_the_first_save_refuses_what_it_could_not_read(
     options: dict[str, Any], callback: Callback, said: str, tmp_path: Path
 ) -> None:
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     grpo = module(**options)
     with pytest.raises(ValueError, match=f"cannot be saved so that it could go on: {said}"):
-        fit(grpo, 3, [saves, callback], enable_checkpointing=True)
+        fit(grpo, 3, [every_step(tmp_path), callback], enable_checkpointing=True)
     assert grpo.trainer.global_step == 1
     assert not list(tmp_path.rglob("*.ckpt"))
 

@@ -17,7 +17,7 @@ from disks import file_size_limit
 from rank_runs import TRAINER as OPTIONS
 from rank_runs import train
 from safetensors.torch import load_file
-from tiny_grpo import module
+from tiny_grpo import loaded
 from tiny_run import contents
 
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
@@ -40,10 +40,8 @@ def deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def job(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
-    return train(
-        {"name": "own", "strategy": "zero2", "checkpoints": str(folder), "trainer": {"max_steps": steps}, **options},
-        1, folder,
-    )  # fmt: skip
+    run = {"name": "own", "strategy": "zero2", "checkpoints": str(folder), "trainer": {"max_steps": steps}}
+    return train(run | options, 1, folder)
 
 
 def end_from_a_folder(job: Callable[..., dict[str, Any]], folder: Path, shards: list[str], sharding: str) -> Any:
@@ -100,8 +98,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SparseRLDe
     from safetensors.torch import save_file
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    strategy, grpo, folder = SparseRLDeepSpeed(stage=2), module(), tmp_path / "last.ckpt"
-    grpo.configure_model()
+    strategy, grpo, folder = SparseRLDeepSpeed(stage=2), loaded(), tmp_path / "last.ckpt"
     strategy._lightning_module = grpo
     folder.mkdir()
     save_file({name: value.detach() + 1 for name, value in grpo.policy.named_parameters()}, folder / WEIGHTS)
@@ -111,9 +108,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SparseRLDe
 
 
 def sign(folder: Path) -> None:
-    write_manifest(
-        folder, {name: digest(folder / name) for name in (TRAINER, WEIGHTS)}, world_size=2, sharding="ZeRO-3"
-    )
+    digests = {name: digest(folder / name) for name in (TRAINER, WEIGHTS)}
+    write_manifest(folder, digests, world_size=2, sharding="ZeRO-3")
 
 
 def test_weights_alone_are_read_where_nothing_is_trained(written: tuple[SparseRLDeepSpeed, Path]) -> None:
@@ -121,12 +117,10 @@ def test_weights_alone_are_read_where_nothing_is_trained(written: tuple[SparseRL
     want = {name: value.detach() + 1 for name, value in strategy.lightning_module.policy.named_parameters()}
     state, read_weights = load_sharded(strategy, strategy.shards, folder, with_optimizer=False)
     assert state == {"global_step": 7}
-    assert not any(
-        torch.equal(value, want[name]) for name, value in strategy.lightning_module.policy.named_parameters()
-    )
+    weights = dict(strategy.lightning_module.policy.named_parameters())
+    assert not any(torch.equal(value, want[name]) for name, value in weights.items())
     read_weights()
-    for name, value in strategy.lightning_module.policy.named_parameters():
-        assert torch.equal(value, want[name])
+    assert all(torch.equal(value, want[name]) for name, value in weights.items())
 
 
 def test_on_other_ranks_the_optimizer_starts_anew(written: tuple[SparseRLDeepSpeed, Path]) -> None:

@@ -25,19 +25,8 @@ from cases.case import Answer, Case, answer, row, shortened
 from tiny_grpo import grouped
 from tiny_run import contents
 
-from sparse_rl_lightning import ReplayGRPO, RolloutSampler, SamplingParams, SparseGRPO
+from sparse_rl_lightning import ReplayGRPO, RolloutSampler, SamplingParams, SparseGRPO, callbacks
 from sparse_rl_lightning.advantages import group_advantages
-from sparse_rl_lightning.callbacks import (
-    CompletionsTable,
-    EmptyRollouts,
-    ImportanceReweighting,
-    RankWatch,
-    RolloutProgress,
-    RunSummary,
-    SparsityAwareRejection,
-    StepGuard,
-    ZeroSharding,
-)
 from sparse_rl_lightning.compressors import RKV, SnapKV, StreamingLLM
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
 from sparse_rl_lightning.learner.block import BlockPlan
@@ -172,14 +161,9 @@ def message(source: str) -> str:
     """What the evaluation of an input is answered with."""
     model = tiny_model()
     sampler = RolloutSampler(model, RKV(budget=24, buffer=8))
-    names = {
-        "model": model,
-        "sampler": sampler,
-        "mask": torch.ones(2, 3, dtype=torch.bool),
-        "logprobs": torch.zeros(2, 3),
-    }
+    mask, logprobs = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
     try:
-        eval(source, globals() | names)
+        eval(source, vars(callbacks) | globals() | locals())
     except ValueError as error:
         return " ".join(str(error).split())
     raise AssertionError(f"{source} was accepted")

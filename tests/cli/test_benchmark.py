@@ -144,10 +144,8 @@ def test_a_cell_against_independent_numbers(tiny: Any, policy: str, own: Path) -
     right = sum(len([c for c in text if c in "0123456789"]) % 2 == 0 for text in texts)
     assert 0 < right < PROBLEMS
     share, z = right / PROBLEMS, 1.959964
-    center, spread = (
-        share + z**2 / (2 * PROBLEMS),
-        z * math.sqrt(share * (1 - share) / PROBLEMS + (z / PROBLEMS / 2) ** 2),
-    )
+    center = share + z**2 / (2 * PROBLEMS)
+    spread = z * math.sqrt(share * (1 - share) / PROBLEMS + (z / PROBLEMS / 2) ** 2)
     bounds = [(center + sign * spread) / (1 + z**2 / PROBLEMS) for sign in (-1, 1)]
     assert [cell.accuracy, cell.low, cell.high] == pytest.approx([share, *bounds], abs=1e-6)
 
@@ -248,10 +246,8 @@ def test_own_classes_from_the_working_directory(
     assert "–" not in large[2:]
     assert lag == ["LagKV", "16", *["–"] * 10]
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Raises, budget 16: Raises raised an error while the rule 'shape' was checked. Found: KeyError: 'no such"
-        in said
-    )
+    wrong = "Raises, budget 16: Raises raised an error while the rule 'shape' was checked. Found: KeyError: 'no such"
+    assert wrong in said
     assert "Grows, budget 16: Grows breaks the rule" in said
     assert "LagKV, budget 16: LagKV: lag_size must be from 2 to 9" in said
     before = stored()

@@ -59,10 +59,8 @@ def test_the_console_script_finds_a_class_in_the_working_directory(
     script = tmp_path / "bin" / "sparse-rl"  # its own folder, not the working directory, is on the path of Python
     script.parent.mkdir()
     script.write_text("from sparse_rl_lightning.cli import console; console()")
-    done = subprocess.run(
-        [sys.executable, str(script), "fit", "--config", own_class],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command, environment = [sys.executable, str(script), "fit", "--config", own_class], {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folder / "runs/own/checkpoints/last.ckpt").is_file()
     saved = yaml.safe_load((folder / "runs/own/version_0/run_config.yaml").read_text())
@@ -324,13 +322,6 @@ def test_a_mistake_of_a_light_command_is_told_without_anything_heavy(tmp_path: P
     assert said.strip().startswith("error: ")
 
 
-def test_doctor_refuses_what_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_console(monkeypatch, "doctor", "--verbose") == 2
-    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
-
-
 def test_options_may_stand_before_a_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
     """``sparse-rl -c FILE fit``, as jsonargparse has it."""
     seen: list[list[str]] = []
@@ -356,15 +347,18 @@ def test_every_op_has_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert ("Nothing is missing for CPUs, and no GPU was found." in text) == complete
 
 
+def diagnosis(**variables: str) -> str:
+    """What doctor says under these variables."""
+    command, environment = [sys.executable, "-m", "sparse_rl_lightning.cli.doctor"], os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
 def test_without_kernels_the_cure_is_told() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sparse_rl_lightning.cli.doctor"], capture_output=True, text=True, check=True,
-        env={**os.environ, "SPARSE_RL_NATIVE": "0"},
-    )  # fmt: skip
-    assert f"{'append':<20} reference" in done.stdout
-    assert "missing for CPU: switched off by SPARSE_RL_NATIVE=0" in done.stdout
+    said = diagnosis(SPARSE_RL_NATIVE="0")
+    assert f"{'append':<20} reference" in said
+    assert "missing for CPU: switched off by SPARSE_RL_NATIVE=0" in said
     checkout = (doctor.PACKAGE.parent / "setup.py").exists()
-    assert ("pip install --no-build-isolation -e ." in done.stdout) == checkout
+    assert ("pip install --no-build-isolation -e ." in said) == checkout
 
 
 def fake_smi(folder: Path, text: str, status: int = 0) -> str:
@@ -378,14 +372,11 @@ def fake_smi(folder: Path, text: str, status: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is no CPU build")
 def test_a_cpu_build_of_torch_beside_a_gpu_is_told(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sparse_rl_lightning.cli.doctor"], capture_output=True, text=True, check=True,
-        env={**os.environ, "PATH": fake_smi(tmp_path, "NVIDIA L40S")},
-    )  # fmt: skip
-    assert "GPU: NVIDIA L40S, which torch cannot use" in done.stdout
-    assert "There is a GPU, but this torch is a CPU build: pip install --force-reinstall torch==" in done.stdout
-    assert "+cpu from PyPI" not in done.stdout
-    assert "Nothing is missing" not in done.stdout
+    said = diagnosis(PATH=fake_smi(tmp_path, "NVIDIA L40S"))
+    assert "GPU: NVIDIA L40S, which torch cannot use" in said
+    assert "There is a GPU, but this torch is a CPU build: pip install --force-reinstall torch==" in said
+    assert "+cpu from PyPI" not in said
+    assert "Nothing is missing" not in said
 
 
 def test_a_cuda_build_of_torch_that_cannot_use_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,8 @@ def test_errors_in_a_users_code_keep_their_traceback(folder: Path, monkeypatch: 
 def test_only_errors_meant_for_users_count_as_messages(
     module: str, code: str, expected: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "sparse_rl_lightning.cli.main", lambda: exec(code, {"__name__": module, "UserError": UserError})
-    )
+    names = {"__name__": module, "UserError": UserError}
+    monkeypatch.setattr("sparse_rl_lightning.cli.main", lambda: exec(code, names))
     if expected:
         assert run_console(monkeypatch, "fit") == 1
         assert capsys.readouterr().err == "error: budget\n"
@@ -90,18 +89,14 @@ def test_a_logger_that_is_added_does_not_take_the_place_of_the_first(
 
 
 def test_messages_of_the_parser_lose_their_noise() -> None:
-    message = "\n".join(
-        [
-            'Parser key "model":',
-            "  Does not validate against any of the Union subtypes",
-            "  Subtypes: [<class 'Model'>, <class 'NoneType'>]",
-            "  Errors:",
-            "    - Expected a <class 'int'>",
-            "    - Expected a <class 'NoneType'>",
-            "  Given value type: <class 'str'>",
-            "  Given value: three",
-        ]
-    )
+    message = """Parser key "model":
+  Does not validate against any of the Union subtypes
+  Subtypes: [<class 'Model'>, <class 'NoneType'>]
+  Errors:
+    - Expected a <class 'int'>
+    - Expected a <class 'NoneType'>
+  Given value type: <class 'str'>
+  Given value: three"""
     assert explain(message) == "Parser key \"model\":\n    - Expected a <class 'int'>\n  Given value: three"
 
 

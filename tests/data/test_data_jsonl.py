@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,9 @@ BAD_LINES = [  # the second of a file
     ({"prompt": ["hi"], "answer": "1"}, "line 2: the prompt .* must be text or a list"),
     ({"prompt": "a", "answer": ["1"]}, "line 2: the answer in column 'answer' must be text or a number"),
     ({"prompt": "a", "answer": True}, "line 2: the answer .* got True"),
-    (
-        {"prompt": "a", "gold": "1"},
-        r"line 2 has no column 'answer' \(answer_column\). Its columns are: 'prompt', 'gold'",
-    ),
+    ({"prompt": "a", "gold": "1"}, r"line 2 has no column 'answer' .*. Its columns are: 'prompt', 'gold'"),
     ({"question": "a", "answer": "1"}, r"line 2 has no column 'prompt' \(prompt_column\)"),
+    ({"prompt": "a"}, r"line 2 has no column 'answer' \(answer_column\)"),
 ]
 BAD_FILES = [
     ("a.json", '[{"prompt": "1"}, 2]', "a.json, row 1 holds a JSON int; expected an object"),
@@ -108,18 +105,16 @@ def test_a_file_that_is_no_table_is_named(name: str, content: str | bytes | None
 
 
 def test_a_missing_hub_dataset_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"datasets could not load 'nobody/nothing' .*split 'train'.*\.jsonl, \.json, \.csv, \.parquet"
-    ):
+    told = r"datasets could not load 'nobody/nothing' .*split 'train'.*\.jsonl, \.json, \.csv, \.parquet"
+    with pytest.raises(ValueError, match=told):
         rows("nobody/nothing")
 
 
 def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> None:
     answers = ["1", "", None, " ", float("nan"), 0, 27.0]
     path = write(tmp_path, *({"prompt": f"q{i}", "answer": answer} for i, answer in enumerate(answers)))
-    with pytest.warns(
-        UserWarning, match="dropped 4 of 7 rows with an empty answer .*: line 2, line 3, line 4, line 5$"
-    ):
+    told = "dropped 4 of 7 rows with an empty answer .*: line 2, line 3, line 4, line 5$"
+    with pytest.warns(UserWarning, match=told):
         kept = rows(path)
     assert [(row["prompt"], row["answer"]) for row in kept] == [("q0", "1"), ("q5", "0"), ("q6", "27")]
 
@@ -169,18 +164,14 @@ def test_text_as_chat(tmp_path: Path) -> None:
 
 
 def test_validation_file(tmp_path: Path) -> None:
-    train = write(tmp_path, {"prompt": "a", "answer": "1"}, name="train.jsonl")
+    """A limit on validation is none on predictions, for which all rows stand in where none were held out."""
+    train = write(tmp_path, *({"prompt": f"p{i}", "answer": "1"} for i in range(3)), name="train.jsonl")
     val = write(tmp_path, *({"prompt": f"v{i}", "answer": "1"} for i in range(3)), name="val.json")
     data = JsonlPrompts(train, val_path=val, max_val_prompts=2)
     for loader in (data.val_dataloader(), data.predict_dataloader()):
         assert [[row["prompt"] for row in batch] for batch in loader] == [["v0", "v1"]]
-    assert JsonlPrompts(train).val_rows() == []
-
-
-def test_without_held_out_rows_all_rows_are_completed(tmp_path: Path) -> None:
-    """A limit on validation is none on predictions."""
-    path = write(tmp_path, *({"prompt": f"p{i}", "answer": "1"} for i in range(3)))
-    data = JsonlPrompts(path, max_val_prompts=2)
+    data = JsonlPrompts(train, max_val_prompts=2)
+    assert data.val_rows() == []
     assert [row["prompt"] for batch in data.predict_dataloader() for row in batch] == ["p0", "p1", "p2"]
 
 
@@ -282,17 +273,11 @@ def test_without_an_answer_column_the_answer_of_the_file_is_handed_on(tmp_path: 
     assert (first["answer"], second["answer"]) == (answer, "")
 
 
-def quietly(path: Path, **arguments: Any) -> list[Row]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return rows(str(path), **arguments)
-
-
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("file", "count"), [("gsm8k_train.jsonl", 7473), ("gsm8k_test.jsonl", 1319)])
 def test_gsm8k(data_dir: Path, file: str, count: int) -> None:
-    data = quietly(
-        data_dir / file, prompt_column="question", answer_pattern="gsm8k", prompt_template=ADVICE, as_chat=True
-    )
+    columns = {"prompt_column": "question", "answer_pattern": "gsm8k"}
+    data = rows(str(data_dir / file), **columns, prompt_template=ADVICE, as_chat=True)
     assert len(data) == count
     assert all(row["answer"].removeprefix("-").replace(".", "", 1).isdigit() for row in data)
     assert all(row["prompt"][0]["content"].endswith("within \\boxed{}.") for row in data)
@@ -312,13 +297,11 @@ def test_simplerl(data_dir: Path, file: str) -> None:
 
 
 def test_answers_that_cannot_be_checked_are_dropped_where_asked(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    answers = ["5", "", "}{", "1" * 600, r"\\sqrt2"]
-    path.write_text("".join(f'{{"prompt": "p", "answer": "{answer}"}}\n' for answer in answers), encoding="utf-8")
+    path = write(tmp_path, *({"prompt": "p", "answer": answer} for answer in ["5", "", "}{", "1" * 600, r"\sqrt2"]))
     with pytest.warns(UserWarning, match=r"dropped 1 of 5 rows with an empty answer \(column.*line 2$"):
-        assert len(JsonlPrompts(str(path)).train_rows()) == 4
+        assert len(rows(path)) == 4
     with pytest.warns(UserWarning, match=r"dropped 3 of 5 rows with an empty answer or one that cannot be checked"):
-        assert [row["answer"] for row in JsonlPrompts(str(path), math_answers=True).train_rows()] == ["5", r"\sqrt2"]
+        assert [row["answer"] for row in rows(path, math_answers=True)] == ["5", r"\sqrt2"]
 
 
 # ---------------------------------------------------------------- chats that end with the assistant
@@ -342,8 +325,6 @@ def test_a_whole_conversation_is_refused_by_file_and_line(tmp_path: Path) -> Non
     message = r"data.jsonl, line 1: the prompt in column 'messages' ends with a message of the assistant, 'It is 42.'"
     with pytest.raises(ValueError, match=message):
         rows(path, prompt_column="messages")
-    with pytest.raises(ValueError, match=r"set data\.final_assistant to drop"):
-        rows(chat(tmp_path, USER, ANSWER), final_assistant="error")
     assert rows(chat(tmp_path, USER, column="messages"), prompt_column="messages")[0]["prompt"] == [USER]
 
 
@@ -360,6 +341,7 @@ def test_its_answer_is_taken_off_by_a_key(tmp_path: Path) -> None:
     ("messages", "arguments", "message"),
     [
         ([ANSWER], {"final_assistant": "drop"}, "line 1: the prompt in column 'prompt' is empty"),
+        ([USER, ANSWER], {"final_assistant": "error"}, r"set data\.final_assistant to drop"),
         ([USER, ANSWER, ANSWER], {"final_assistant": "drop"}, "ends with a message of the assistant"),
         ([{"role": "system", "content": "x"}], {"prompt_template": "{prompt}!"}, "has no message of the user, which"),
         ([USER, {"role": "assistant", "content": " "}], {}, "line 1: the prompt in column 'prompt' is empty"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tiny_grpo import module
-from torch.utils.data import DistributedSampler
+from tiny_grpo import module, quiet
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from exact_answers.arithmetic import evaluate_expression
@@ -61,15 +60,7 @@ class Recorder(LightningModule):
 
 
 def trainer(max_steps: int, callbacks: list[Callback] | None = None, **arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return Trainer(
-        max_steps=max_steps,
-        max_epochs=-1,
-        callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
-        **quiet,
-        **arguments,
-    )
+    return quiet(max_steps, max_epochs=-1, callbacks=callbacks, enable_checkpointing=bool(callbacks), **arguments)
 
 
 def fit(steps: int, data: Letters | None = None, resume: Path | None = None, **arguments: Any) -> Batches:
@@ -86,9 +77,7 @@ def test_each_block_is_yielded_so_often_in_succession() -> None:
     indices = list(sampler())
     assert len(indices) == len(sampler()) == 3 * 3 * 2
     blocks = [tuple(indices[i : i + 2]) for i in range(0, 18, 2)]
-    assert blocks[0] == blocks[1] == blocks[2]
-    assert blocks[3] == blocks[4] == blocks[5]
-    assert blocks[6] == blocks[7] == blocks[8]
+    assert all(len(set(blocks[first : first + 3])) == 1 for first in (0, 3, 6))
     assert Counter(indices).most_common() == [(index, 3) for index in dict.fromkeys(indices)]
     assert len(set(indices)) == 6
 
@@ -138,9 +127,8 @@ def test_ranks_get_prompts_of_like_lengths() -> None:
         block = [[lengths[index] for index in part[start : start + 4]] for part in parts]
         assert all(own == sorted(own, reverse=True) for own in block)
         assert max(map(sum, block)) - min(map(sum, block)) <= max(map(max, block)) - min(map(min, block))
-    spread, without = (
-        sum(max(sums) - min(sums) for sums in by_block(indices, lengths)) for indices in (parts, shuffled)
-    )
+    sums = (by_block(indices, lengths) for indices in (parts, shuffled))
+    spread, without = (sum(max(block) - min(block) for block in blocks) for blocks in sums)
     assert spread < without / 2
 
 
@@ -167,10 +155,6 @@ def test_other_repetitions_go_on_with_the_next_block(repeats: int) -> None:
     saved.position = 12  # two blocks of 2, three times over
     other.load_state_dict(saved.state_dict())
     assert other.epoch_indices(0)[other.position :][: 2 * repeats] == saved.epoch_indices(0)[12:14] * repeats
-
-
-def test_lightning_leaves_it_alone() -> None:
-    assert isinstance(sampler(), DistributedSampler)
 
 
 def test_a_place_in_other_data_is_refused() -> None:
@@ -284,14 +268,12 @@ def reward(row: Row, completion: str) -> float | None:
 @pytest.mark.parametrize("task", TASKS)
 def test_questions_look_as_documented(task: str) -> None:
     pattern = {
-        "sum": r"\d\d\+\d\d\+\d\d\+\d\d=",
-        "product": r"\d\d\*\d\d\*\d\d\*\d\d=",
-        "modulo": r"\(\d\d\+\d\d\+\d\d\+\d\d\)%\d\d=",
-        "reduction": r"\(\d\d\+\d\d\+\d\d\+\d\d\)=",
-        "countdown": r"\d\d,\d\d,\d\d,\d\d>\d+=",
-        "calculator": r"\d\d([-+*]\d\d){3};",
-        "calculator_restated": r"\d\d([-+*]\d\d){3};",
-    }[task]
+        "sum": r"\d\d(\+\d\d){3}=",
+        "product": r"\d\d(\*\d\d){3}=",
+        "modulo": r"\(\d\d(\+\d\d){3}\)%\d\d=",
+        "reduction": r"\(\d\d(\+\d\d){3}\)=",
+        "countdown": r"\d\d(,\d\d){3}>\d+=",
+    }.get(task, r"\d\d([-+*]\d\d){3};")
     for row in rows(task):
         assert re.fullmatch(pattern, row["prompt"])
         assert set(row) == {"prompt", "answer", "solution", "task"}
@@ -367,12 +349,8 @@ def test_every_turn_of_a_calculation_follows_from_the_last_answer_and_the_prompt
 
 
 def test_a_question_worked_out_by_hand() -> None:
-    assert rows()[0] == {
-        "prompt": "64+88+54+47=",
-        "answer": "253",
-        "solution": "64+88=152;152+54=206;206+47=253#253",
-        "task": "sum",
-    }
+    solution = "64+88=152;152+54=206;206+47=253#253"
+    assert rows()[0] == {"prompt": "64+88+54+47=", "answer": "253", "solution": solution, "task": "sum"}
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -432,6 +410,5 @@ def test_digits_and_terms(digits: int) -> None:
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_nothing_to_evaluate_on_is_an_error(command: str) -> None:
     """Asked for by name, silence would look like success; in training there need be none."""
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"ArithmeticTasks has no validation rows.*data\.num_val"):
-        getattr(trainer, command)(module(), datamodule=ArithmeticTasks(num_train=20, num_val=0))
+        getattr(quiet(), command)(module(), datamodule=ArithmeticTasks(num_train=20, num_val=0))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tiny_grpo import ALPHABET, Recorder, Rows, fit, module
+from tiny_grpo import ALPHABET, Recorder, Rows, fit, module, quiet
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data import ArithmeticTasks, JsonlPrompts, MathBenchmarks, RepeatedBlockSampler
@@ -30,13 +30,6 @@ def jsonl(folder: Path, *rows: dict[str, Any]) -> str:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def quiet(steps: int) -> Trainer:
-    return Trainer(
-        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
 
 
 def drawn(trainer_steps: int = 4, data: Any = None, **options: Any) -> tuple[list[str], list[int]]:

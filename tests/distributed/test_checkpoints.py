@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,14 +11,14 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from disks import file_size_limit
+from disks import FullDisk, file_size_limit
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from rank_runs import Terminate
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_grpo import fit, module, weights
+from tiny_grpo import every_step, fit, loaded, module, weights
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -39,6 +36,7 @@ from sparse_rl_lightning.files import incomplete, recover, replaced, write_files
 from sparse_rl_lightning.policies.sharding import ShadowPolicy, own_bytes
 
 BIG = {"numbers": torch.arange(100_000)}
+REFUSED = "could not be saved: .*File too large"
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
@@ -113,18 +111,6 @@ def test_manifest_finds_changes_and_strangers(tmp_path: Path, monkeypatch: pytes
         read_manifest(folder)
 
 
-class FullDisk(Callback):
-    """Makes the disk refuse files from one batch to another."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        size = 4096 if self.first <= batch_idx <= self.last else self.limits[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
-
-
 @pytest.mark.parametrize("name", ["last.ckpt", "elsewhere"])
 def test_a_file_takes_the_name_of_an_earlier_runs_folder(name: str, tmp_path: Path) -> None:
     path, folder, plain = tmp_path / "last.ckpt", tmp_path / name, DurableCheckpointIO()
@@ -132,7 +118,7 @@ def test_a_file_takes_the_name_of_an_earlier_runs_folder(name: str, tmp_path: Pa
     (folder / "shard").write_text("of DeepSpeed")
     if folder != path:
         path.symlink_to(name)  # which leads nowhere from another folder
-    with file_size_limit(4096), pytest.warns(UserWarning, match="could not be saved: .*File too large"):
+    with file_size_limit(4096), pytest.warns(UserWarning, match=REFUSED):
         plain.save_checkpoint(BIG, path)
     assert (path / "shard").read_text() == "of DeepSpeed"
     plain.save_checkpoint({"global_step": 7}, path)
@@ -159,13 +145,8 @@ def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
             steps = [torch.load(path, weights_only=True)["global_step"] for path in sorted(tmp_path.glob("*.ckpt"))]
             kept.append((trainer.global_step, steps))
 
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
-    disk = FullDisk(2, 3)
-    try:
-        with pytest.warns(UserWarning, match="could not be saved: .*File too large.*The run goes on") as told:
-            fit(grpo, 6, [Look(), disk, checkpoints], enable_checkpointing=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    with FullDisk(first=2, last=3) as disk, pytest.warns(UserWarning, match=f"{REFUSED}.*The run goes on") as told:
+        fit(grpo, 6, [Look(), disk, every_step(tmp_path)], enable_checkpointing=True)
     assert sum("could not be saved" in str(warning.message) for warning in told) == 1
     assert kept == [(0, []), (1, [1, 1]), (2, [2, 2]), (3, [2, 2]), (4, [2, 2]), (5, [5, 5])]
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "epoch=1-step=6.ckpt"}
@@ -174,31 +155,17 @@ def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     assert torch.equal(weights(grpo), weights(other))
 
 
-class Terminate(Callback):
-    """The scheduler's signal, in the third batch."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_preemption_claims_no_checkpoint_that_a_full_disk_refused(tmp_path: Path) -> None:
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
-    disk = FullDisk(2, 9)
-    try:
+    with FullDisk(first=2) as disk, pytest.raises(SystemExit) as end:
         with pytest.warns(UserWarning, match="SIGTERM after optimizer step 3, which could not be saved"):
-            with pytest.raises(SystemExit) as end:
-                fit(module(), 6, [disk, Terminate(), checkpoints], enable_checkpointing=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+            fit(module(), 6, [disk, Terminate(0), every_step(tmp_path)], enable_checkpointing=True)
     assert end.value.code == 75
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
 def test_weights_beside_are_hugging_face_s(tmp_path: Path) -> None:
     grpo = module()
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
-    fit(grpo, 2, [checkpoints], enable_checkpointing=True)
+    fit(grpo, 2, [every_step(tmp_path)], enable_checkpointing=True)
     beside = {path.name for path in (tmp_path / "weights").glob("*.safetensors")}
     assert beside == {"last.safetensors", "epoch=0-step=2.safetensors"}, "those of removed checkpoints are gone"
     with safe_open(tmp_path / "weights" / "last.safetensors", "pt") as file:
@@ -217,17 +184,9 @@ def test_tensors_without_elements_are_no_copies_of_each_other(tmp_path: Path) ->
 
 def test_a_checkpoint_io_of_the_user_s_own_stays(tmp_path: Path) -> None:
     own = DurableCheckpointIO(weights=False)
-    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    trainer = fit(module(), 1, [checkpoints], enable_checkpointing=True, plugins=[own])
+    trainer = fit(module(), 1, [every_step(tmp_path)], enable_checkpointing=True, plugins=[own])
     assert trainer.strategy.checkpoint_io is own
     assert not (tmp_path / "weights").exists()
-
-
-def test_checkpoints_with_pickled_objects_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    torch.save({"state_dict": {}, "surprise": Path("x")}, path)
-    with pytest.raises(ValueError, match=r"holds pickled objects \(pathlib.PosixPath\), .*is not read"):
-        fit(module(), 1, ckpt_path=path)
 
 
 def test_a_small_file_of_many_numbers_is_not_unpacked(tmp_path: Path) -> None:
@@ -257,9 +216,8 @@ def test_folders_are_told_of_on_one_device(file: str, said: str, tmp_path: Path)
 
 @pytest.mark.parametrize("left", ["last.ckpt", ".replaced/last.ckpt"])
 def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path) -> None:
-    callback = Namespace(
-        class_path="lightning.pytorch.callbacks.ModelCheckpoint", init_args=Namespace(dirpath=str(tmp_path))
-    )
+    kept = Namespace(dirpath=str(tmp_path))
+    callback = Namespace(class_path="lightning.pytorch.callbacks.ModelCheckpoint", init_args=kept)
     config = Namespace(ckpt_path=None, trainer=Namespace(fast_dev_run=False, callbacks=[callback]))
     (tmp_path / left).mkdir(parents=True)
     with pytest.warns(UserWarning, match="holds checkpoints of an earlier run"):
@@ -269,8 +227,7 @@ def test_a_new_run_is_told_of_what_an_earlier_one_left(left: str, tmp_path: Path
 def test_a_shadow_has_the_exact_positions_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning halves them with the weights, and the module restores them after its callbacks."""
     monkeypatch.setattr("sparse_rl_lightning.callbacks.sharding.is_sharded", lambda policy: True)
-    grpo = module()
-    grpo.configure_model()
+    grpo = loaded()
     exact = dict(grpo.policy.named_buffers())
     grpo.policy.to(torch.bfloat16)
     ZeroSharding().on_fit_start(Trainer(), grpo)
@@ -283,8 +240,7 @@ def test_a_shadow_has_the_exact_positions_of_the_policy(monkeypatch: pytest.Monk
 
 
 def test_a_shadow_filled_by_a_monitor_is_freed_too() -> None:
-    grpo = module()
-    grpo.configure_model()
+    grpo = loaded()
     grpo.generator.shadow = shadow = ShadowPolicy(grpo.policy)
     for keeps in (True, False):
         shadow.fill(1)
@@ -328,8 +284,7 @@ def test_parts_of_tensors_are_counted() -> None:
 
 
 def test_weights_loaded_at_the_same_step_reach_the_shadow() -> None:
-    grpo = module()
-    grpo.configure_model()
+    grpo = loaded()
     own = next(iter(grpo.policy.parameters()))
     grpo.generator.shadow = shadow = ShadowPolicy(grpo.policy)
     copy = next(iter(shadow.model.parameters()))

@@ -187,9 +187,7 @@ def test_only_sharded_weights_are_gathered(strategies: list[str], together: Outc
         # of FSDP2 a step is inside the outermost unit, whose weights are whole then
         assert metrics["sharding/parameter_bytes"] == pytest.approx(whole / 2 if sharded else whole, rel=0.05)
         assert metrics["sharding/wait_seconds"] >= 0
-        assert metrics["sharding/optimizer_bytes"] == (
-            whole / 2 if name.startswith("zero") else 0
-        )  # SGD has no state of its own
+        assert metrics["sharding/optimizer_bytes"] == (whole / 2 if name.startswith("zero") else 0)  # SGD has none
     assert together["zero3"]["metrics"]["sharding/shadow_bytes"] == whole
     assert together["zero3"]["metrics"]["sharding/gather_seconds"] > 0
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from rank_runs import STEPS, run, statuses_of, train
-from test_ranks import STRATEGIES, uneven
+from test_ranks import STRATEGIES, Outcomes, text, uneven
 
 from sparse_rl_lightning.callbacks.guards.rank_watch import STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # more than the processes that all tests share may take
-Outcomes = dict[str, dict[str, Any]]
 SHARDING = [name for name in STRATEGIES if name != "ddp"]
 THIRDS: dict[str, Any] = {  # three micro-batches to an optimizer step
     "settings": {"num_generations": 6, "steps_per_generation": 3},
@@ -119,7 +118,3 @@ def test_a_full_disk_of_one_rank_costs_checkpoints_and_nothing_else(name: str, t
     assert torch.load(folder / "last.ckpt" / "trainer.pt", weights_only=True)["global_step"] == 2
     assert not list((folder / ".incomplete").iterdir())
     assert f"{folder}/epoch=0-step=3.ckpt could not be saved: rank 1: [Errno 27] File too large" in text(together)
-
-
-def text(together: Outcomes) -> str:
-    return (Path(together["folder"]["path"]) / "rank0.txt").read_text()

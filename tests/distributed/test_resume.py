@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_run
 import torch
 import yaml
 from lightning.pytorch import Callback, Trainer
@@ -21,59 +23,32 @@ from lightning.pytorch import Callback, Trainer
 from sparse_rl_lightning.cli import main
 
 STEPS = 10
-
-
 PARTIAL: dict[str, object] = {"rollout": {"num_slots": 3, "partial_rollout_steps": 2, "end_tokens": ["5", "="]}}
 
 
-def config(folder: Path, model: dict[str, object] | None = None, **trainer: object) -> Path:
+def config(
+    folder: Path,
+    model: dict[str, object] | None = None,
+    learner: str = "SparseGRPO",
+    every: int = 1,
+    callback: dict[str, Any] | None = None,
+    **trainer: object,
+) -> Path:
     """A tiny run: 3 optimizer steps per rollout, 6 per epoch and validation, random numbers drawn in all of them."""
-    values = {
-        "seed_everything": 7,
-        "num_threads": 1,
-        "model": {
-            "class_path": "SparseGRPO",
-            "init_args": {
-                "policy": {"class_path": "TinyPolicy", "init_args": {"hidden_size": 32, "num_layers": 2}},
-                "compressor": {"class_path": "RKV", "init_args": {"budget": 12, "buffer": 4, "num_sinks": 1}},
-                "reward_funcs": "tests.distributed.test_resume.noisy_reward",
-                "sampling": {"num_generations": 2, "max_completion_length": 12},
-                "steps_per_generation": 2,
-                "num_iterations": 3,
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
-                **(model or {}),
-            },
-        },
-        "data": {
-            "class_path": "ArithmeticTasks",
-            "init_args": {"num_terms": 3, "num_train": 8, "num_val": 2, "prompts_per_rollout": 4},
-        },
-        "trainer": {
-            "accelerator": "cpu",
-            "default_root_dir": str(folder),
-            "max_steps": STEPS,
-            "accumulate_grad_batches": 2,
-            "num_sanity_val_steps": 0,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": [
-                {"class_path": "SparsityAwareRejection"},
-                {"class_path": "ImportanceReweighting"},
-                {
-                    "class_path": "ModelCheckpoint",
-                    "init_args": {
-                        "dirpath": str(folder / "checkpoints"),
-                        "every_n_train_steps": 1,
-                        "save_top_k": -1,
-                        "save_last": True,
-                        "enable_version_counter": False,
-                    },
-                },
-            ],
-            **trainer,
-        },
+    trainer = {"default_root_dir": str(folder), "max_steps": STEPS, "logger": False, **trainer}
+    values = tiny_run.config(accumulate_grad_batches=2, num_sanity_val_steps=0, limit_val_batches=1.0, **trainer)
+    checkpoints = {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": every, "save_top_k": -1}
+    values["trainer"]["callbacks"][-1]["init_args"] |= checkpoints
+    values["trainer"]["callbacks"] += [{"class_path": "ImportanceReweighting"}, *([callback] if callback else [])]
+    values["data"]["init_args"] |= {"num_train": 8, "num_val": 2}
+    values["model"]["class_path"] = learner
+    values["model"]["init_args"] |= {
+        "reward_funcs": "tests.distributed.test_resume.noisy_reward",
+        "num_iterations": 3,
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+        **(model or {}),
     }
+    values["seed_everything"] = 7
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -141,11 +116,7 @@ def test_resume_is_bitwise_with_replay(tmp_path: Path) -> None:
     """The checkpoint holds the record of evictions that the second half of the block is replayed under."""
     results = []
     for name, stops in (("whole", [STEPS]), ("resumed", [1, STEPS])):
-        path = config(tmp_path / name)
-        values = yaml.safe_load(path.read_text())
-        values["model"]["class_path"] = "ReplayGRPO"
-        values["model"]["init_args"] |= {"replay_objective": "mixed", "alpha": 0.25}
-        path.write_text(yaml.safe_dump(values))
+        path = config(tmp_path / name, {"replay_objective": "mixed", "alpha": 0.25}, "ReplayGRPO")
         for index, stop in enumerate(stops):
             resume = ["--ckpt_path", "last"] if index else []
             main(["fit", "--config", str(path), "--trainer.max_steps", str(stop), *resume])
@@ -153,22 +124,12 @@ def test_resume_is_bitwise_with_replay(tmp_path: Path) -> None:
     assert_equal(*results)
 
 
-def test_resume_from_a_named_checkpoint(tmp_path: Path, uninterrupted: dict[str, torch.Tensor]) -> None:
-    path = config(tmp_path)
-    main(["fit", "--config", str(path), "--trainer.max_steps", "6"])
-    (middle,) = (tmp_path / "checkpoints").glob("*step=5.ckpt")
-    main(["fit", "--config", str(path), "--ckpt_path", str(middle)])
-    assert_equal(final_weights(tmp_path), uninterrupted)
-
-
 @pytest.mark.parametrize("batches", [4, 12])  # validation in the middle of an epoch, and at its end
 def test_resume_from_a_checkpoint_that_a_validation_chose(batches: int, tmp_path: Path) -> None:
     """It is written before the validation is over, which drew random numbers of its own."""
-    path = config(tmp_path, val_check_interval=batches)
-    values = yaml.safe_load(path.read_text())
     best = {"dirpath": str(tmp_path / "best"), "filename": "{step}", "monitor": "val/reward_sparse", "save_top_k": -1}
-    values["trainer"]["callbacks"].append({"class_path": "ModelCheckpoint", "init_args": best})
-    path.write_text(yaml.safe_dump(values))
+    saves = {"class_path": "ModelCheckpoint", "init_args": best}
+    path = config(tmp_path, callback=saves, val_check_interval=batches)
     main(["fit", "--config", str(path)])
     whole = final_weights(tmp_path)
     chosen = tmp_path / "best" / f"step={batches // 2}.ckpt"
@@ -198,7 +159,8 @@ console()
 def process_of(folder: Path, *program: str) -> Iterator[subprocess.Popen[bytes]]:
     """A real process of a run; what is left of it is resumed in another."""
     arguments = ["fit", "--config", str(config(folder))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", str(Path(__file__).parents[2])])}
+    paths = os.pathsep.join(["", *(str(Path(__file__).parents[n]) for n in (1, 2))])
+    environment = {**os.environ, "PYTHONPATH": paths}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, *program, *arguments], env=environment, **quiet) as process:
         yield process
@@ -233,12 +195,11 @@ def test_preempted_run_saves_and_ends_well(
     number: signal.Signals, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
     """Checkpoints are rare here, so that the one to go on from is the signal's own."""
-    path = config(tmp_path)
-    values = yaml.safe_load(path.read_text())
-    values["trainer"]["callbacks"][-1]["init_args"]["every_n_train_steps"] = STEPS
-    values["trainer"]["callbacks"].append({"class_path": "tests.distributed.test_resume.SignalItself"})
-    values["trainer"]["callbacks"][-1]["init_args"] = {"number": int(number), "batch": 8}
-    path.write_text(yaml.safe_dump(values))
+    told = {
+        "class_path": "tests.distributed.test_resume.SignalItself",
+        "init_args": {"number": int(number), "batch": 8},
+    }
+    path = config(tmp_path, every=STEPS, callback=told)
     with pytest.raises(SystemExit) as end:
         main(["fit", "--config", str(path)])
     assert end.value.code == 0
@@ -246,9 +207,3 @@ def test_preempted_run_saves_and_ends_well(
     assert last["global_step"] == 5, "the window of micro-batch 8 is the fifth"
     main(["fit", "--config", str(path), "--ckpt_path", "last"])
     assert_equal(final_weights(tmp_path), uninterrupted)
-
-
-def test_missing_last_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ckpt_path=last: there is no last.ckpt in"):
-        main(["fit", "--config", str(config(tmp_path)), "--ckpt_path", "last"])
-    assert not (tmp_path / "checkpoints").exists()

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from test_logprobs import batch, tiny_model
-from tiny_grpo import Rows, fit, module
+from tiny_grpo import Rows, fit, module, quiet
 from tiny_run import config, write
 from torch import nn
 
@@ -170,23 +170,23 @@ def test_a_head_with_hooks_of_its_own_is_refused() -> None:
         token_logprobs(head, torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
 
 
+FLAT = "FSDP1 flattens weights, .*Use --trainer.strategy=sparse_rl_fsdp2"
+TWICE = "divides the loss twice where gradients are accumulated. .*Use --trainer.strategy=sparse_rl_deepspeed"
+
+
 @pytest.mark.parametrize(
-    ("given", "use"),
+    ("given", "told"),
     [
-        ("deepspeed_stage_2", "Use --trainer.strategy=sparse_rl_deepspeed_stage_2,"),
-        ("deepspeed_stage_3_offload", "Use --trainer.strategy=sparse_rl_deepspeed_stage_3_offload,"),
-        ("deepspeed", r"Use --trainer.strategy=sparse_rl_deepspeed_stage_2 \(or \['sparse_rl_deepspeed_stage_1'"),
-        ('{"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy"}', "=sparse_rl_deepspeed_stage_2"),
+        ("deepspeed_stage_2", f"{TWICE}_stage_2,"),
+        ("deepspeed_stage_3_offload", f"{TWICE}_stage_3_offload,"),
+        ("deepspeed", rf"{TWICE}_stage_2 \(or \['sparse_rl_deepspeed_stage_1'"),
+        ('{"class_path": "lightning.pytorch.strategies.DeepSpeedStrategy"}', f"{TWICE}_stage_2"),
+        ("fsdp_cpu_offload", FLAT),
+        ('{"class_path": "lightning.pytorch.strategies.FSDPStrategy"}', FLAT),
     ],
 )
-def test_lightnings_own_deepspeed_is_refused_with_the_name_of_ours(given: str, use: str, folder: Path) -> None:
-    with pytest.raises(ValueError, match=f"divides the loss twice where gradients are accumulated. .*{use}"):
-        main(["fit", "--config", write(config()), f"--trainer.strategy={given}"])
-
-
-@pytest.mark.parametrize("given", ["fsdp_cpu_offload", '{"class_path": "lightning.pytorch.strategies.FSDPStrategy"}'])
-def test_lightnings_own_fsdp_too(given: str, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"FSDP1 flattens weights, .*Use --trainer.strategy=sparse_rl_fsdp2"):
+def test_lightnings_own_are_refused_with_the_name_of_ours(given: str, told: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=told):
         main(["fit", "--config", write(config()), f"--trainer.strategy={given}"])
 
 
@@ -209,23 +209,21 @@ def test_devices_must_fit_the_processes(started: int, devices: int, fits: bool, 
         check_processes(devices)
 
 
-@pytest.mark.parametrize("devices", ["1", "3"])
-def test_two_processes_that_do_not_know_of_each_other(devices: str, folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match="2 processes were started"):
-        main(["fit", "--config", write(config()), f"--trainer.devices={devices}"])
-    if devices == "1":
-        with pytest.raises(ValueError, match="2 processes were started"):
-            fit(module(), 1)
-
-
 def test_a_variable_of_the_machine_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     check_processes(1)
+
+
+def test_two_processes_that_do_not_know_of_each_other(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="2 processes were started"):
+        main(["fit", "--config", write(config()), "--trainer.devices=3"])
+    with pytest.raises(ValueError, match="2 processes were started"):
+        fit(module(), 1)
 
 
 def test_ranks_that_have_met_may_test_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +232,7 @@ def test_ranks_that_have_met_may_test_one_by_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "0")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-        (metrics,) = trainer.validate(module(), Rows(prompts_per_rollout=4), verbose=False)
+        (metrics,) = quiet().validate(module(), Rows(prompts_per_rollout=4), verbose=False)
         assert "val/reward_dense" in metrics
         with pytest.raises(ValueError, match="2 processes were started"):
             fit(module(), 1)
@@ -285,10 +282,7 @@ def test_a_port_that_is_taken_is_named_and_no_process_stays_behind(folder: Path)
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=folder,
-        **{"devices": 2, "strategy": "ddp", **options},
-    )  # fmt: skip
+    return quiet(default_root_dir=folder, **{"devices": 2, "strategy": "ddp", "enable_checkpointing": True} | options)
 
 
 def refusal(work: Any, *args: Any) -> str:
@@ -376,9 +370,8 @@ def test_folders_that_are_named_are_looked_at(dirpath: str | None, folder: Path)
     facts = {"seeds": "1"}
     ranks.check_training(own, facts)
     assert facts == {"seeds": "1"}  # rows that nobody deals out are no rank's own
-    assert {path.name for path in folder.iterdir()} - {"store"} == (
-        {"checkpoints"} if dirpath == "checkpoints" else set()
-    )
+    made = {path.name for path in folder.iterdir()} - {"store"}
+    assert made == ({"checkpoints"} if dirpath == "checkpoints" else set())
 
 
 def test_remote_folders_take_no_parts(folder: Path) -> None:

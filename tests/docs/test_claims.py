@@ -314,12 +314,8 @@ def test_intervals_in_prose_stand_in_a_table_or_are_recomputed(page: str) -> Non
 
 def test_the_script_shown_is_one_and_its_names_are_there() -> None:
     """Both front pages show the same change of a TRL script, whose two sides import what they use."""
-    (shown,) = {
-        block.code
-        for page in (README, INDEX)
-        for block in find_blocks(page.read_text("utf-8"))
-        if block.language == "diff"
-    }
+    blocks = [block for page in (README, INDEX) for block in find_blocks(page.read_text("utf-8"))]
+    (shown,) = {block.code for block in blocks if block.language == "diff"}
     for dropped in "+-":
         side = "\n".join(line[1:] for line in shown.splitlines() if not line.startswith(dropped))
         tree = ast.parse(side)

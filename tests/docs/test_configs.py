@@ -36,19 +36,14 @@ END_OF_TURN = "<|im_end|>"
 SPARROW = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b")
 ARMS = ("dense", "naive", "replay", "reweighting", "sparse_rl_official", "sparse_rl_paper")
 CORRECTIONS = ("SparsityAwareRejection", "ImportanceReweighting")
-MODULES = {
-    "replay": "ReplayGRPO",
-    "distill": "DistillSparse",
-    "tools": "ReplayGRPO",
-}  # of the other arms: SparseGRPO
+MODULES = {"replay": "ReplayGRPO"}  # of the other arms: SparseGRPO
 MAX_SETTINGS = 45  # class names not counted
 MAX_RECIPE_SETTINGS = 40
 MAX_LINES = 560  # of all files together
 MAX_OVERLAY_LINES = 13  # comments not counted
 RECIPES: dict[str, dict[str, Any]] = {  # and nothing else apart from sparse_rl_paper.yaml
-    "gspo": {  # arXiv 2507.18071, 5.1
-        "loss": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
-    },
+    # arXiv 2507.18071, 5.1
+    "gspo": {"loss": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}},
     "dapo": {
         "loss": {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True},
         "rollout": {"oversampling": 2},
@@ -117,9 +112,8 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             layers = 3 if name == "qwen3" else 2  # Sparrow leaves two dense
             if name == "qwen3":  # its template can be told not to think
                 tokenizer.chat_template += "{% if enable_thinking is false %}{% endif %}"
-            model = tiny_model(
-                name, vocab_size=len(tokenizer), hidden_size=32, num_layers=layers, initializer_range=0.1
-            )
+            sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_layers": layers}
+            model = tiny_model(name, **sizes, initializer_range=0.1)
             if name == "llama":  # rotary frequencies as in Llama 3.2
                 model.config.rope_parameters = {
                     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
@@ -169,9 +163,8 @@ def shrunk(config: dict[str, Any], folder: Path, policy: Callable[[str], Path]) 
         changes["model.init_args.policy.init_args.policy.init_args.path"] = policy("qwen3")
     if config["data"]["init_args"].get("answer_pattern") == "gsm8k":
         changes |= {"data.init_args.prompt_column": "problem", "data.init_args.answer_pattern": "null"}
-    changes |= {
-        f"data.init_args.{key}": "null" for key in ("config", "val_split") if key in config["data"]["init_args"]
-    }
+    of_hub = [key for key in ("config", "val_split") if key in config["data"]["init_args"]]
+    changes |= {f"data.init_args.{key}": "null" for key in of_hub}
     if config["data"]["class_path"] == "JsonlPrompts":
         columns = config["data"]["init_args"] | {key.rpartition(".")[2]: value for key, value in changes.items()}
         names = columns.get("prompt_column", "prompt"), columns.get("answer_column", "answer")
@@ -324,18 +317,12 @@ def test_hyper_parameters_of_the_paper(stem: str) -> None:
     """Settings of the authors' scripts and of arXiv 2601.10079; 100 rollouts of 4 steps of 256 samples."""
     config = read(ROOT / "configs" / f"{stem}.yaml")
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
-    optimizer = {
-        "class_path": "torch.optim.AdamW",
-        "init_args": {"lr": 1e-6, "betas": [0.9, 0.98], "weight_decay": 0.1},
-    }
-    assert model["optimizer"] == optimizer
+    adamw = {"lr": 1e-6, "betas": [0.9, 0.98], "weight_decay": 0.1}
+    assert model["optimizer"] == {"class_path": "torch.optim.AdamW", "init_args": adamw}
     assert "lr_scheduler" not in model  # constant
     ranks = trainer["devices"]
     assert model["sampling"] == {"num_generations": 8, "max_completion_length": 4096}  # all else by default
-    assert (ranks * data["prompts_per_rollout"], model["loss"]) == (
-        128,
-        {"beta": 1e-4},
-    )
+    assert (ranks * data["prompts_per_rollout"], model["loss"]) == (128, {"beta": 1e-4})
     assert model["rollout"]["end_tokens"] == ([END_OF_TURN] if "qwen" in stem else [])  # base models in a chat template
     assert (trainer["max_steps"], trainer["gradient_clip_val"]) == (400, 1.0)
     plan = block_plan(config)
@@ -370,9 +357,8 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
         compressors[arm] = model.pop("compressor")
         options[arm] = {key: model.pop(key) for key in ("loss", "replay_objective") if key in model}
         corrections[arm] = {name: a for name, a in callbacks(config).items() if name in CORRECTIONS}
-        config["trainer"]["callbacks"] = [
-            item for item in config["trainer"]["callbacks"] if item["class_path"] not in (*CORRECTIONS, "MismatchSplit")
-        ]
+        given, left_out = config["trainer"]["callbacks"], (*CORRECTIONS, "MismatchSplit")
+        config["trainer"]["callbacks"] = [item for item in given if item["class_path"] not in left_out]
         assert config["model"].pop("class_path") == MODULES.get(arm, "SparseGRPO")
         rests.append(config)
     assert rests[1:] == rests[:-1]
@@ -380,16 +366,11 @@ def test_the_arms_of_an_experiment_differ_in_a_few_lines() -> None:
     assert all(compressor == compressors["naive"] for compressor in compressors.values())
     official = {"loss": {"denominator": "kept_tokens", "kl_on": "kept"}}
     replay = {"replay_objective": "sparse"}
-    assert options == {
-        "dense": {}, "naive": {}, "replay": replay, "reweighting": {}, "sparse_rl_official": official,
-        "sparse_rl_paper": {},
-    }  # fmt: skip
+    assert options == {arm: {} for arm in ARMS} | {"replay": replay, "sparse_rl_official": official}
     assert corrections["dense"] == corrections["naive"] == corrections["replay"] == {}
     assert corrections["reweighting"] == {"ImportanceReweighting": {"clip_max": 1.5}}
-    assert corrections["sparse_rl_paper"] == {
-        "SparsityAwareRejection": {"threshold": 1e-4},
-        "ImportanceReweighting": {},
-    }
+    paper = {"SparsityAwareRejection": {"threshold": 1e-4}, "ImportanceReweighting": {}}
+    assert corrections["sparse_rl_paper"] == paper
     assert corrections["sparse_rl_official"] == {
         "SparsityAwareRejection": {"threshold": 1e-4, "low": 0.5, "high": 1.5},
         "ImportanceReweighting": {

@@ -16,7 +16,6 @@ from sparse_rl_lightning import callbacks as library
 from sparse_rl_lightning.callbacks.base import RolloutCallback
 from sparse_rl_lightning.callbacks.corrections.naive import learns_from_less
 from sparse_rl_lightning.cli import main, training
-from sparse_rl_lightning.compressors import SnapKV
 
 CORRECTIONS = {
     one for one in vars(library).values()
@@ -116,12 +115,6 @@ def test_a_naive_block_is_found(base: Path) -> None:
     assert not trains_naively(whole(replay), build(replay, base))
     callbacks = Block("yaml", f"{block.code}\ntrainer: {{callbacks: [{{class_path: TIS}}]}}", 1)
     assert not trains_naively(whole(callbacks), build(callbacks, base))
-
-
-def test_what_a_block_names_is_built(base: Path) -> None:
-    found = build(Block("yaml", "compressor: {class_path: SnapKV, init_args: {budget: 99, kernel_size: 5}}", 1), base)
-    assert isinstance(found.model.generator.compressor, SnapKV)
-    assert found.model.generator.compressor.budget == 99
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,8 @@ def pattern(key: str) -> re.Pattern[str]:
 def runs(logger: Keys) -> Iterator[None]:
     """Runs that together log nearly everything."""
     common: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "limit_val_batches": 1, "val_check_interval": 2}
-    watching = [
-        SparsityAwareRejection(),
-        AcceptanceMonitor(every_n_rollouts=1, bin_size=8),
-        TailGuard(min_tokens=1, window=1),
-        MismatchSplit(),
-    ]
+    monitors = [AcceptanceMonitor(every_n_rollouts=1, bin_size=8), TailGuard(min_tokens=1, window=1), MismatchSplit()]
+    watching = [SparsityAwareRejection(), *monitors]
     yield fit(module(beta=0.1, downsampling=MaxVariance(9)), 3, watching, **common)
     yield fit(module(kind=ReplayGRPO, replay_objective="mixed"), 1, **common)
     yield fit(module(steps_per_generation=1), 1, [ScoreCentering()], **common)

@@ -14,17 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "minimal.py"
 DENSE = re.compile(r"^    logits = .*\n    dense = .*\n", re.MULTILINE)
 SHORT = "NUM_DIGITS, NUM_STEPS, NUM_GENERATIONS, MAX_COMPLETION_LENGTH = 10, {}, 8, 24"
-REPLAYED = (
-    "    from sparse_rl_lightning import replay_logprobs\n\n    dense = replay_logprobs(policy, rollout)[:, 1:]\n"
-)
+REPLAYED = "    from sparse_rl_lightning import replay_logprobs\n    dense = replay_logprobs(policy, rollout)[:, 1:]\n"
 
 
 def printed(path: Path, seed: int = 0) -> list[list[float]]:
     """The reward and the least and largest ratio of each line, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, path, str(seed)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, path, str(seed)], check=True, **options)
     lines = re.findall(r"reward (\S+), 67% of the cache saved, dense / sparse from (\S+) to (\S+)", done.stdout)
     return [[float(number) for number in line] for line in lines]
 

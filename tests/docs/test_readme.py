@@ -183,13 +183,6 @@ def test_commands_parse(document: Path) -> None:
 
 @pytest.mark.usefixtures("parse_only")
 def test_wrong_commands_do_not_parse() -> None:
-    for right in (
-        "fit --config configs/dense.yaml --model.sampling.num_generations=4",
-        "calibrate --config configs/calibrate.yaml --binning.bin_size=8",
-        "calibrate --hardware hardware.json",
-        "report runs/a runs/b --output=x.html",
-    ):
-        parse(right.split())
     for wrong in (
         "fit --config configs/no_such.yaml",
         "fit --config configs/dense.yaml --model.num_generation=4",
@@ -305,8 +298,3 @@ def test_targets_and_anchors_are_found() -> None:
     assert find_targets(MARKDOWN.replace("b c", "b%20c")) == ["a.md#x", "b%20c.png"]
     assert find_targets('<img width="3" src="g.svg">\n[h]: i.md') == ["g.svg", "i.md"]
     assert anchors(MARKDOWN) == {"a-title-twice"}
-
-
-def test_tree_is_read() -> None:
-    tree = "a.py b.py    two\nc/\n  d/    folder\n         more of it\n    e.py  three\n  f.py\ng/ h/"
-    assert tree_paths(tree) == ["a.py", "b.py", "c/", "c/d/", "c/d/e.py", "c/f.py", "g/", "h/"]

@@ -35,6 +35,7 @@ from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 WORD = "0123456789abcdef" + "fedcba9876543210" + "abc"
 ROWS = [{"prompt": "0123456789abcdef"[i:] + "a", "answer": "x"} for i in range(6)]
 ASKED = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]  # as chat messages
+NINE, TOO_MANY = TurnOptions(max_observation_length=9), "needs 30 tokens, more than the budget of 20"
 VOWELS = ["a", "e", "i", "o", "u", "."]
 
 
@@ -355,17 +356,8 @@ def test_failures_are_counted_before_samples_are_dropped() -> None:
         ({"retriever": Quest(budget=64), "compressor": FullKV()}, "environment does not work with retriever"),
         ({"environment": None}, "reward_funcs is empty"),
         ({"compressor": SnapKV(budget=14, protect_observations=1)}, "max_observation_length"),
-        (
-            {"compressor": SnapKV(budget=20, protect_observations=2), "turns": TurnOptions(max_observation_length=9)},
-            "needs 30 tokens, more than the budget of 20",
-        ),
-        (
-            {
-                "compressor": SnapKV(budget=LengthSchedule([0, 99], [20, 40]), protect_observations=2),
-                "turns": TurnOptions(max_observation_length=9),
-            },
-            "needs 30 tokens, more than the budget of 20",
-        ),
+        ({"compressor": SnapKV(budget=20, protect_observations=2), "turns": NINE}, TOO_MANY),
+        ({"compressor": SnapKV(LengthSchedule([0, 99], [20, 40]), protect_observations=2), "turns": NINE}, TOO_MANY),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], match: str) -> None:
@@ -383,9 +375,7 @@ def test_limits_out_of_range_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [None, ReplayGRPO], ids=["sparse", "replay"])
 def test_a_policy_trains_on_conversations(kind: Any) -> None:
-    seen = Recorder()
-    options = {} if kind is None else {"kind": kind}
-    grpo = talking(lr=2.0, **options)
+    seen, grpo = Recorder(), talking(lr=2.0, **({} if kind is None else {"kind": kind}))
     trainer = fit(grpo, 12, [seen], limit_val_batches=1, val_check_interval=6, check_val_every_n_epoch=None)
     rewards = [float(one.rollout.rewards.nanmean()) for one in seen.scored if one.rollout.rewards is not None]
     assert sum(rewards[-3:]) > sum(rewards[:3])
@@ -405,17 +395,13 @@ def test_metrics_by_role_equal_a_count_by_hand() -> None:
     assert float(metrics["turns/mean"]) == pytest.approx(sum(c.num_turns for c in own.conversations) / 24)
 
 
-def options_of_partial(**more: Any) -> dict[str, Any]:
-    return {
-        "num_slots": 6, "partial_rollout_steps": 3, "lr": 0.5, **more,
-        "turns": TurnOptions(max_turns=4, max_turn_length=9, timeout=None),
-    }  # fmt: skip
+PARTIAL: dict[str, Any] = {"num_slots": 6, "partial_rollout_steps": 3, "lr": 0.5}
+PARTIAL |= {"turns": TurnOptions(max_turns=4, max_turn_length=9, timeout=None)}
 
 
 def test_conversations_of_partial_rollouts_begin_anew_after_a_resume(tmp_path: Path) -> None:
     """Under other limits too; with the row of the data, from which their environment makes the prompt once more."""
-    options = options_of_partial(steps_per_generation=2)
-    options["turns"] = replace(options["turns"], max_prompt_length=20)
+    options = PARTIAL | {"steps_per_generation": 2, "turns": replace(PARTIAL["turns"], max_prompt_length=20)}
     fit(talking(Questions, **options), 3, data=Bare(prompts_per_rollout=4)).save_checkpoint(tmp_path / "a.ckpt")
     left = torch.load(tmp_path / "a.ckpt", weights_only=True)["sparse_rl"]["partial"]["rows"]
     assert left
@@ -460,13 +446,12 @@ def test_data_needs_no_prompts_where_the_environment_gives_them() -> None:
 
 def test_partial_rollouts_ask_for_the_length_of_prompts_that_nobody_knows() -> None:
     """And say which option was too small."""
-    options = options_of_partial()
     with pytest.raises(UserError, match=r"set model\.rollout\.turns\.max_prompt_length"):
-        fit(talking(Questions, **options), 1, data=Bare(prompts_per_rollout=4))
+        fit(talking(Questions, **PARTIAL), 1, data=Bare(prompts_per_rollout=4))
     for most in (3, 18):
-        turns = replace(options["turns"], max_prompt_length=most)
+        turns = replace(PARTIAL["turns"], max_prompt_length=most)
         with pytest.raises(UserError, match=r"rollout\.turns\.max_prompt_length") if most == 3 else nullcontext():
-            fit(talking(Questions, **options | {"turns": turns}), 1, data=Bare(prompts_per_rollout=4))
+            fit(talking(Questions, **PARTIAL | {"turns": turns}), 1, data=Bare(prompts_per_rollout=4))
 
 
 # -------------------------------------------------------------------- chat

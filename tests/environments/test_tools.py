@@ -200,18 +200,16 @@ def test_what_cannot_be_read_is_answered_with_an_error(written: str, message: st
 
 
 def test_a_call_that_was_cut_behind_its_json_is_made() -> None:
-    heard, reward = converse(
-        ToolEnvironment(Counter), ROWS[0], ['<tool_call>{"name": "add", "arguments": {"number": 4}}', ""]
-    )
+    cut = '<tool_call>{"name": "add", "arguments": {"number": 4}}'
+    heard, reward = converse(ToolEnvironment(Counter), ROWS[0], [cut, ""])
     assert [one["content"] for one in heard] == ["4"]
     assert reward == 1.0
 
 
 def test_thoughts_that_the_prompt_began_hold_no_calls() -> None:
     own = ToolEnvironment(Counter)
-    assert own.parse(f"Should I {call('fail')}? No.\n</think>\n{call('add', number=1)}") == [
-        ToolCall("add", {"number": 1})
-    ]
+    written = f"Should I {call('fail')}? No.\n</think>\n{call('add', number=1)}"
+    assert own.parse(written) == [ToolCall("add", {"number": 1})]
     assert own.parse(f"Should I {call('fail')}? No.\n</think>") == []
 
 
@@ -248,9 +246,8 @@ def test_results_become_text(result: Any) -> None:
     def tool() -> Any:
         return result
 
-    assert converse(ToolEnvironment(tools=[tool]), ROWS[0], [call("tool"), ""])[0] == [
-        {"role": "tool", "name": "tool", "content": str(result)}
-    ]
+    heard = converse(ToolEnvironment(tools=[tool]), ROWS[0], [call("tool"), ""])[0]
+    assert heard == [{"role": "tool", "name": "tool", "content": str(result)}]
 
 
 def test_another_format_and_identifiers() -> None:

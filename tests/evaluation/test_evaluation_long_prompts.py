@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from lightning.pytorch import Trainer
 from pyarrow import parquet
+from tiny_grpo import quiet
 
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import SnapKV
@@ -142,8 +142,7 @@ def test_a_policy_is_evaluated_in_conversations(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
     data = MathBenchmarks(benchmarks=["own"], own={"own": str(tmp_path / "own.jsonl")})
     module = evaluation()
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
-    trainer.test(module, datamodule=data)
+    quiet(default_root_dir=tmp_path).test(module, datamodule=data)
     assert [result.accuracy.mean for result in module.results] == [0.0, 0.0]
     tables = list((tmp_path / "evaluation").rglob("own.parquet"))
     assert len(tables) == 2
@@ -168,9 +167,8 @@ class Fails(Boxes):
 def test_failures_are_said_and_their_results_are_not_kept(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text(json.dumps({"problem": "1 + 1", "answer": "7"}), encoding="utf-8")
     data = MathBenchmarks(benchmarks=["own"], own={"own": str(tmp_path / "own.jsonl")})
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False)
     with pytest.warns(UserWarning, match="the environment failed in .*no sandbox"):
-        trainer.test(evaluation(environment=Fails), datamodule=data)
+        quiet(default_root_dir=tmp_path).test(evaluation(environment=Fails), datamodule=data)
     assert not list((tmp_path / "evaluation").rglob("own.json"))
 
 

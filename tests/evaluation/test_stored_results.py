@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
 from pyarrow import parquet
+from tiny_grpo import quiet
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -63,10 +63,7 @@ def is_taken(folder: Path, module: Evaluation, precision: Any = "32-true") -> bo
     data = MathBenchmarks(benchmarks=["own"], own={"own": str(own)}, prompt_format="llama")
     results = folder / "evaluation" / "KNorm-12" / "own.json"
     before = results.stat().st_mtime_ns if results.exists() else None
-    trainer = Trainer(
-        accelerator="cpu", precision=precision, logger=False, default_root_dir=folder, enable_progress_bar=False
-    )
-    trainer.test(module, datamodule=data, verbose=False)
+    quiet(precision=precision, default_root_dir=folder).test(module, datamodule=data, verbose=False)
     return results.stat().st_mtime_ns == before
 
 

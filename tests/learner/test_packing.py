@@ -318,29 +318,23 @@ def recorded_rollout() -> Rollout:
     )
 
 
+DAPO: dict[str, Any] = {"loss_type": "dapo"}
+
+
 def objective(**options: Any) -> GRPOLoss:
     return GRPOLoss(**{"denominator": "kept", "beta": 0.1, **options})
 
 
 def expected(options: dict[str, Any], window: Rollout) -> tuple[int, int]:
     """Items of policy and penalty, counted sequence by sequence."""
-    mask = window.completion_mask & window.finished[:, None] if options.get("mask_truncated_completions") else None
-    mask = window.completion_mask if mask is None else mask
+    mask = window.completion_mask & (window.finished[:, None] | ("mask_truncated_completions" not in options))
     kept = mask & window.keep
     by_policy, by_penalty = kept, kept if options.get("kl_on") == "kept" else mask
     tokens = options.get("loss_type") == "dapo"
     return tuple(sum(int(row.sum()) if tokens else int(row.any()) for row in each) for each in (by_policy, by_penalty))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loss_type": "dapo"},
-        {"loss_type": "dapo", "kl_on": "kept"},
-        {"loss_type": "dapo", "mask_truncated_completions": True},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, DAPO, DAPO | {"kl_on": "kept"}, DAPO | {"mask_truncated_completions": True}])
 def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, Any]) -> None:
     data, windows = recorded_rollout(), []
 
@@ -364,9 +358,7 @@ def test_items_are_those_of_the_whole_step_and_counted_once(options: dict[str, A
 
 def test_no_micro_batch_is_wider_than_its_longest_sequence() -> None:
     """Without packing too: with lengths of a quarter of the longest, half of the learner's tokens were padding."""
-    block = RolloutBlock(
-        PLAN, recorded_rollout(), index=3, seed=0, count=lambda window: objective().denominators(window, 9)
-    )
+    block = RolloutBlock(PLAN, recorded_rollout(), 3, 0, lambda window: objective().denominators(window, 9))
     widths = [(part.sequences.shape[1], int(part.lengths.max())) for part, _ in (block.next() for _ in range(6))]
     assert all(width == longest for width, longest in widths)
     assert len(set(widths)) > 1

@@ -143,9 +143,8 @@ def brute_force_repetition(tokens: list[int], n: int) -> float:
 
 
 def test_repetition_by_hand() -> None:
-    sequences = torch.tensor(
-        [[7, 7, 7, 7, 7, 7, 7], [7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 3, 4, 5, 6], [7, 1, 1, 0, 0, 0, 0]]
-    )
+    rows = [[7, 7, 7, 7, 7, 7, 7], [7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 3, 4, 5, 6], [7, 1, 1, 0, 0, 0, 0]]
+    sequences = torch.tensor(rows)
     mask = boolean([[0, 1, 1, 1, 1, 1, 1]] * 3 + [[0, 1, 1, 0, 0, 0, 0]])
     assert repetition_rates(sequences, mask).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert repetition_rates(sequences, mask, n=1).tolist() == pytest.approx([5 / 6, 4 / 6, 0, 1 / 2])

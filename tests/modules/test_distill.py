@@ -234,11 +234,9 @@ def test_what_cannot_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SparseAdapter(r=0)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4 must divide steps_per_generation=2"):
         fit(distill(steps_per_generation=2), accumulate_grad_batches=4)  # two of the policy, two of the adapter
+    flash = PretrainedPolicy("some/model", attn_implementation="flash_attention_2")
     with pytest.raises(ValueError, match=r"DistillSparse attends .*'flash_attention_2' takes no such mask"):
-        DistillSparse(
-            PretrainedPolicy("some/model", attn_implementation="flash_attention_2"),
-            RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a,
-        )  # fmt: skip
+        DistillSparse(flash, RKV(budget=8, buffer=3, num_sinks=1, window=2), likes_a)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install 'sparse-rl-lightning\[lora\]'"):
         module(kind=DistillSparse).configure_model()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from closeness import assert_same_logprobs, assert_same_sums
 from lightning.pytorch import Trainer
-from tiny_grpo import Recorder, fit, grouped, likes_a, weights
+from tiny_grpo import ALPHABET, Recorder, fit, grouped, likes_a, weights
 from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
@@ -28,7 +28,6 @@ from sparse_rl_lightning.report import page, read_run, summary_text
 from sparse_rl_lightning.report.record import ROUNDING
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
-ALPHABET = "0123456789abcdef"
 TIGHT = RKV(budget=8, buffer=3, num_sinks=1, window=2)
 
 
@@ -227,9 +226,8 @@ def test_dense_takes_xi_from_the_replay_and_forgets_the_record() -> None:
     assert_same_logprobs(rollout.replay_logprobs, rollout.sampler_logprobs)
     assert rollout.evictions is None
     logprobs, _ = grpo.learner.logprobs(grpo.policy, rollout)
-    want = policy_loss(
-        logprobs, rollout.old_logprobs, rollout.advantages, mask, keep=rollout.keep, weights=rollout.weights
-    ).loss
+    factors = {"keep": rollout.keep, "weights": rollout.weights}
+    want = policy_loss(logprobs, rollout.old_logprobs, rollout.advantages, mask, **factors).loss
     assert_same_sums(grpo.micro_batch_loss(rollout, grpo.denominators(rollout)).loss, want, size=1.0, share=1e-6)
 
 
@@ -264,11 +262,8 @@ def test_rounding_that_nothing_acts_on_is_no_reason_to_warn(monkeypatch: pytest.
     """Corrections of SparseGRPO see rounding; both uses of replay keep it from them."""
     monkeypatch.setattr("sparse_rl_lightning.callbacks.monitors.mismatch_split.ROUNDING", 0.0)
     said: dict[str, int] = {}
-    for name, grpo in (
-        ("sparse", module()),
-        ("dense", module(replay_objective="dense")),
-        ("none", module(kind=SparseGRPO)),
-    ):
+    modules = {"sparse": module(), "dense": module(replay_objective="dense"), "none": module(kind=SparseGRPO)}
+    for name, grpo in modules.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(grpo, 1, [SparsityAwareRejection(), MismatchSplit(1, tolerance=1e-30)])
@@ -298,18 +293,13 @@ def test_adapters_train_under_replay(objective: str) -> None:
 @pytest.mark.parametrize("objective", ["sparse", "dense", "mixed", "rejected"])
 def test_micro_batches_and_packing_do_not_change_the_step(objective: str) -> None:
     results = []
-    for parts, learner in (
-        (1, LearnerOptions()),
-        (8, LearnerOptions()),
-        (4, LearnerOptions(10_000)),
-        (4, LearnerOptions(30, head_chunk_size=5)),
-    ):
+    learners = [LearnerOptions(), LearnerOptions(), LearnerOptions(10_000), LearnerOptions(30, head_chunk_size=5)]
+    for parts, learner in zip((1, 8, 4, 4), learners, strict=True):
         grpo = module(replay_objective=objective, steps_per_generation=parts, beta=0.01, learner=learner)
         passes: list[int] = []
         grpo.configure_model()
-        grpo.policy.model.register_forward_pre_hook(
-            lambda _module, _args, options, passes=passes: passes.append(options["input_ids"].numel()), with_kwargs=True
-        )
+        note = lambda _module, _args, options, passes=passes: passes.append(options["input_ids"].numel())  # noqa: E731
+        grpo.policy.model.register_forward_pre_hook(note, with_kwargs=True)
         fit(grpo, 2, [SparsityAwareRejection(0.3), ImportanceReweighting()], accumulate_grad_batches=parts)
         results.append((weights(grpo), max(passes)))
     assert results[3][1] <= 30 < results[0][1]

@@ -14,27 +14,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+import sparse_rl_lightning.callbacks as library
 from sparse_rl_lightning.advantages import group_advantages
-from sparse_rl_lightning.callbacks import (
-    MIS,
-    TIS,
-    AcceptanceMonitor,
-    IcePop,
-    ImportanceReweighting,
-    MismatchSplit,
-    RolloutCallback,
-    SequenceMaskTIS,
-    SequenceMIS,
-    SparsityAwareRejection,
-)
 from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.learner.forward import Learner
 from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO
-from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy
+from sparse_rl_lightning.policies import LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
-from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.tiny_grpo import ALPHABET, Recorder, fit, module, weights
+from tests.tiny_grpo import Recorder, fit, module, weights
 
 FOUND = ("old_logprobs", "keep", "weights", "weight_reference")
 
@@ -50,14 +38,14 @@ class Counting(Learner):
         return super().rescored(policy, rollout, replayed)
 
 
-class Whole(RolloutCallback):
+class Whole(library.RolloutCallback):
     """Asks for all log-probs before the first loss."""
 
     def needs_rescoring(self, module: Any) -> bool:
         return True
 
 
-class Logged(RolloutCallback):
+class Logged(library.RolloutCallback):
     """Keeps what is logged and all gradients, step by step."""
 
     def __init__(self) -> None:
@@ -78,12 +66,9 @@ def train(
 ) -> tuple[SparseGRPO, Recorder, Logged, int]:
     grpo, recorder, logged = module(**{"lr": 0.1, **options}), Recorder(), Logged()
     Counting.count = 0
-    own = {field.name: getattr(grpo.learner, field.name) for field in fields(grpo.learner)}
-    grpo.learner = Counting(**own)
-    fit(
-        grpo, steps, [recorder, logged, *callbacks, *([Whole()] if rescored else [])],
-        accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+    grpo.learner = Counting(**{field.name: getattr(grpo.learner, field.name) for field in fields(grpo.learner)})
+    used = [recorder, logged, *callbacks, *([Whole()] if rescored else [])]
+    fit(grpo, steps, used, accumulate_grad_batches=accumulate)
     return grpo, recorder, logged, Counting.count
 
 
@@ -111,20 +96,19 @@ def check_equal(
 
 
 REJECTION = {"threshold": 0.2}  # some sequences of the tiny policy
-
 CORRECTIONS: dict[str, Any] = {
     "none": list,
-    "rejection": lambda: [SparsityAwareRejection(**REJECTION)],
-    "paper": lambda: [SparsityAwareRejection(**REJECTION), ImportanceReweighting()],
+    "rejection": lambda: [library.SparsityAwareRejection(**REJECTION)],
+    "paper": lambda: [library.SparsityAwareRejection(**REJECTION), library.ImportanceReweighting()],
     "official": lambda: [
-        SparsityAwareRejection(**REJECTION, low=0.7, high=1.3),
-        ImportanceReweighting("token_mask", 0.5, 1.5, "micro_batch", 1.5),
+        library.SparsityAwareRejection(**REJECTION, low=0.7, high=1.3),
+        library.ImportanceReweighting("token_mask", 0.5, 1.5, "micro_batch", 1.5),
     ],
-    "TIS": lambda: [TIS()],
-    "IcePop": lambda: [IcePop()],
-    "MIS": lambda: [MIS(threshold=0.2)],
-    "SequenceMIS": lambda: [SequenceMIS(1.2)],
-    "SequenceMaskTIS": lambda: [SequenceMaskTIS(0.9, 1.1)],
+    "TIS": lambda: [library.TIS()],
+    "IcePop": lambda: [library.IcePop()],
+    "MIS": lambda: [library.MIS(threshold=0.2)],
+    "SequenceMIS": lambda: [library.SequenceMIS(1.2)],
+    "SequenceMaskTIS": lambda: [library.SequenceMaskTIS(0.9, 1.1)],
 }
 
 
@@ -177,20 +161,12 @@ def test_distillation() -> None:
     check_equal(CORRECTIONS["paper"], {"kind": DistillSparse, "steps_per_generation": 2}, 2, steps=4)
 
 
-def lora(**options: Any) -> dict[str, Any]:
-    """Arguments of a module whose policy has an adapter that is not zero."""
-    pytest.importorskip("peft", reason="peft is an extra (lora)")
-    tokenizer = character_tokenizer(ALPHABET)
-    torch.manual_seed(0)
-    model = tiny_model(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.1, eos_token_id=1)
-    return {"policy": LoraPolicy(LoadedPolicy(model, tokenizer), r=4, **options)}
-
-
 class Adapted(SparseGRPO):
-    """SparseGRPO on a policy with LoRA, whatever it is given."""
+    """SparseGRPO on the policy with an adapter that is not zero."""
 
     def __init__(self, policy: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(lora(lora_dropout=dropout)["policy"], *args, **kwargs)
+        pytest.importorskip("peft", reason="peft is an extra (lora)")
+        super().__init__(LoraPolicy(policy, r=4, lora_dropout=dropout), *args, **kwargs)
 
     def on_policy_loaded(self) -> None:
         super().on_policy_loaded()
@@ -208,7 +184,7 @@ def test_lora() -> None:
 # ---------------------------------------------------------------- settings that keep the pass
 
 
-class Ranked(RolloutCallback):
+class Ranked(library.RolloutCallback):
     """A user's correction, which compares sequences with each other unless it says otherwise."""
 
     def __init__(self) -> None:
@@ -241,13 +217,13 @@ class OfItsBase(CorrectionCallback):
     [
         ([], {"denominator": "kept"}, 32),
         ([], {"denominator": "kept_tokens", "loss_type": "dapo"}, 32),
-        ([ImportanceReweighting(normalize="batch")], {}, 32),
-        ([MIS(normalize="batch")], {}, 32),
+        ([library.ImportanceReweighting(normalize="batch")], {}, 32),
+        ([library.MIS(normalize="batch")], {}, 32),
         ([], {"oversampling": 2.0}, 32),
         ([], {"kind": Adapted, "dropout": 0.5, "disable_dropout": False}, 32),
         ([Ranked()], {}, 32),
-        ([AcceptanceMonitor(2)], {}, 16),  # the rollout that it measures
-        ([MismatchSplit(2)], {}, 16),
+        ([library.AcceptanceMonitor(2)], {}, 16),  # the rollout that it measures
+        ([library.MismatchSplit(2)], {}, 16),
         ([Single()], {}, 0),
     ],
     ids=lambda value: str([type(one).__name__ for one in value] if isinstance(value, list) else value),
@@ -266,7 +242,7 @@ def test_a_correction_sees_every_sequence_once() -> None:
 # ---------------------------------------------------------------- callbacks
 
 
-class DensePolicy(RolloutCallback):
+class DensePolicy(library.RolloutCallback):
     """Compares what callbacks see with the policy before the update."""
 
     def __init__(self) -> None:
@@ -290,7 +266,7 @@ def test_callbacks_see_the_dense_policy_before_the_update(micro_batches: int, ac
     callback = DensePolicy()
     options = {"steps_per_generation": micro_batches, "num_iterations": iterations, "lr": 2.0}
     per_rollout = micro_batches * iterations // accumulate
-    train(False, [TIS(), callback], 2 * per_rollout, accumulate, options)
+    train(False, [library.TIS(), callback], 2 * per_rollout, accumulate, options)
     assert callback.steps == [0, per_rollout]
     for expected, seen in zip(callback.expected, callback.seen, strict=True):
         torch.testing.assert_close(seen, expected, atol=2e-5, rtol=0)
@@ -298,7 +274,7 @@ def test_callbacks_see_the_dense_policy_before_the_update(micro_batches: int, ac
 
 @pytest.mark.parametrize("others", [[], [Whole()]])
 def test_an_edit_where_it_may_come_too_late_is_refused(others: list[Any]) -> None:
-    class Late(RolloutCallback):
+    class Late(library.RolloutCallback):
         def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
             assert scored.rollout.keep is not None
             scored.rollout.keep[0] = False
@@ -325,15 +301,15 @@ def test_a_run_resumed_within_a_rollout_is_the_run_that_went_on(tmp_path: Path) 
 
 
 def test_a_run_resumed_within_the_first_step_has_all_log_probs(tmp_path: Path) -> None:
-    class Save(RolloutCallback):
+    class Save(library.RolloutCallback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             if not (tmp_path / "a.ckpt").exists():
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     with pytest.warns(UserWarning, match="between two optimizer steps"):
-        fit(module(steps_per_generation=4), 1, [TIS(), Save()], accumulate_grad_batches=4)
+        fit(module(steps_per_generation=4), 1, [library.TIS(), Save()], accumulate_grad_batches=4)
     grpo = module(steps_per_generation=4)
-    fit(grpo, 1, [TIS()], accumulate_grad_batches=4, ckpt_path=tmp_path / "a.ckpt")
+    fit(grpo, 1, [library.TIS()], accumulate_grad_batches=4, ckpt_path=tmp_path / "a.ckpt")
     rollout = grpo.block.rollout  # type: ignore[union-attr]
     assert rollout.old_logprobs is not None
     assert rollout.weights is not None
@@ -346,7 +322,7 @@ def test_baseline_of_what_is_kept_leaves_rejected_rewards_out() -> None:
     parts = {}
     for baseline in ("all", "kept"):
         recorder, grpo = Recorder(), module(steps_per_generation=4)
-        fit(grpo, 4, [SparsityAwareRejection(0.7, baseline=baseline), recorder])
+        fit(grpo, 4, [library.SparsityAwareRejection(0.7, baseline=baseline), recorder])
         parts[baseline] = recorder.scored[0].rollout
     everything, kept = parts["all"], parts["kept"]
     alive = kept.keep.any(dim=1)
@@ -366,9 +342,7 @@ def test_baseline_of_what_is_kept_leaves_rejected_rewards_out() -> None:
 
 def test_a_rollout_of_an_interrupted_fit_is_not_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = list[Any]()
-    monkeypatch.setattr(
-        "sparse_rl_lightning.modules.old_logprobs.report", lambda module, scored: reported.append(scored)
-    )
+    monkeypatch.setattr("sparse_rl_lightning.modules.old_logprobs.report", lambda _, scored: reported.append(scored))
     grpo = module(steps_per_generation=2)
     old, scored = grpo.old_logprobs, SimpleNamespace()
     for forgets in (True, False):
@@ -421,8 +395,8 @@ class TriplesInPlace(CorrectionCallback):
 def test_weights_are_there_to_be_multiplied_and_only_kept_if_they_are(steps: int) -> None:
     """Rejection alone leaves none, which the loss need not read."""
     for callbacks, want in (
-        ([SparsityAwareRejection(threshold=0.8)], None),
-        ([Doubles(), SparsityAwareRejection(), TriplesInPlace()], 6.0),
+        ([library.SparsityAwareRejection(threshold=0.8)], None),
+        ([Doubles(), library.SparsityAwareRejection(), TriplesInPlace()], 6.0),
         ([TriplesInPlace()], 3.0),
     ):
         grpo = module(steps_per_generation=steps)
@@ -431,7 +405,7 @@ def test_weights_are_there_to_be_multiplied_and_only_kept_if_they_are(steps: int
         assert rollout.weights is None if want is None else rollout.weights.equal(want * rollout.completion_mask)
 
 
-class Unedited(RolloutCallback):
+class Unedited(library.RolloutCallback):
     """Keeps the advantages of a rollout's rewards."""
 
     advantages: Any = None

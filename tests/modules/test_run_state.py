@@ -23,10 +23,9 @@ import pytest
 import torch
 from chatter import ENDS, Chatter
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from pretend_gpu import DeviceTensor, PretendGPU
 from safetensors.torch import save_file
-from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
+from tiny_grpo import ALPHABET, Recorder, Rows, every_step, fit, likes_a, module, quiet, weights
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 
@@ -44,16 +43,7 @@ from sparse_rl_lightning.learner.random_state import random_state, restore_rando
 from sparse_rl_lightning.modules import DistillSparse, GRPOLoss, LearnerOptions, ReplayGRPO, RolloutOptions, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.distill import SparseAdapter
-from sparse_rl_lightning.modules.resume.optimizer import KEY as OPTIMIZER_KEY
-from sparse_rl_lightning.modules.resume.optimizer import (
-    advance,
-    apply_settings,
-    check_optimizer,
-    check_parts,
-    check_weights,
-    describe_optimizer,
-    schedule_change,
-)
+from sparse_rl_lightning.modules.resume import optimizer as resumed
 from sparse_rl_lightning.modules.resume.run_rules import RULES, Rule, rule_of
 from sparse_rl_lightning.modules.resume.run_settings import TRAINER, arguments_of, settings_of
 from sparse_rl_lightning.modules.resume.run_state import KEY, RolloutState
@@ -96,10 +86,8 @@ def all_settings() -> Iterator[str]:
 def test_rules_are_of_settings_and_none_of_sampling_is_simply_applied() -> None:
     found = set(all_settings())
     of_sampling = {name: rule_of(name) for name in found if name.startswith("sampling.")}
-    assert {name for name, rule in of_sampling.items() if rule is not Rule.BETWEEN_ROLLOUTS} == {
-        "sampling.seed",
-        "sampling.top_logprobs",
-    }
+    others = {name for name, rule in of_sampling.items() if rule is not Rule.BETWEEN_ROLLOUTS}
+    assert others == {"sampling.seed", "sampling.top_logprobs"}
     named = {name for name in RULES if not name.startswith("trainer.")}
     assert sorted(named - found - {"module"}) == []
     of_trainer = {name.removeprefix("trainer.") for name in RULES.keys() - named}
@@ -179,10 +167,8 @@ def made(kind: type[SparseGRPO] = SparseGRPO, **options: Any) -> SparseGRPO:
 def train(
     folder: Path, steps: int, before: dict[str, Any], ckpt_path: Path | None = None, data: Any = None, **trainer: Any
 ) -> SparseGRPO:
-    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, enable_version_counter=False)
     grpo = made(**before)
-    data = Rows(prompts_per_rollout=4) if data is None else data
-    fit(grpo, steps, [saves], data, ckpt_path, enable_checkpointing=True, **trainer)
+    fit(grpo, steps, [every_step(folder)], data, ckpt_path, enable_checkpointing=True, **trainer)
     return grpo
 
 
@@ -285,11 +271,10 @@ def test_weights_that_would_mean_another_policy_are_refused(name: str, command: 
         policy = {name.removeprefix("policy."): value.clone() for name, value in state.items()}
         save_file({name: value for name, value in policy.items() if name in names}, path / "weights.safetensors")
         load_policy(own, path)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     grpo.configure_model()
     use = {
         "fit": lambda: fit(grpo, 2, ckpt_path=path),
-        "validate": lambda: trainer.validate(grpo, datamodule=Rows(), ckpt_path=path, verbose=False),
+        "validate": lambda: quiet().validate(grpo, datamodule=Rows(), ckpt_path=path, verbose=False),
     }
     own_weights = weights(grpo)
     with pytest.raises(ValueError, match=said):
@@ -379,7 +364,6 @@ def test_what_is_applied_is_told_and_what_changes_nothing_is_not(
 
 # ---------------------------------------------------------------- checkpoints of before
 
-
 TALKING = {
     "compressor": SnapKV(budget=14, buffer=4, num_sinks=1, window=3), "reward_funcs": None, "environment": Chatter,
     "sampling": SamplingParams(num_generations=2, max_completion_length=60),
@@ -388,8 +372,6 @@ TALKING = {
         turns=TurnOptions(max_turns=4, max_turn_length=9, timeout=None),
     ),
 }  # fmt: skip
-
-
 OLD_POLICY = TinyPolicy(alphabet=ALPHABET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1)
 
 
@@ -587,83 +569,81 @@ def parameters(count: int = 2) -> list[torch.nn.Parameter]:
 
 
 def saved(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None) -> dict[str, object]:
-    return {OPTIMIZER_KEY: describe_optimizer(optimizer, schedule), "optimizer_states": [optimizer.state_dict()]}
+    return {resumed.KEY: resumed.describe_optimizer(optimizer, schedule), "optimizer_states": [optimizer.state_dict()]}
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     checkpoint = saved(AdamW(parameters()))
-    check_optimizer(checkpoint, AdamW(parameters(), lr=0.5))
+    resumed.check_optimizer(checkpoint, AdamW(parameters(), lr=0.5))
     with pytest.raises(ValueError, match=r"is of torch.optim.adamw.AdamW, model.optimizer is torch.optim.sgd.SGD"):
-        check_optimizer(checkpoint, SGD(parameters()))
+        resumed.check_optimizer(checkpoint, SGD(parameters()))
     with pytest.raises(ValueError, match="other groups of parameters"):
-        check_optimizer(checkpoint, AdamW(parameters(3)))
-    check_optimizer({}, SGD(parameters()))  # sharded strategies keep the state elsewhere
+        resumed.check_optimizer(checkpoint, AdamW(parameters(3)))
+    resumed.check_optimizer({}, SGD(parameters()))  # sharded strategies keep the state elsewhere
 
 
 def test_a_schedule_has_changed_if_its_class_or_a_number_has() -> None:
     def described(length: int | None) -> dict[str, str]:
         optimizer = SGD(parameters(), lr=0.1)
-        return describe_optimizer(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
+        return resumed.describe_optimizer(optimizer, None if length is None else CosineAnnealingLR(optimizer, length))
 
     was = described(10)
-    assert schedule_change(was, described(10)) == []
-    assert schedule_change({}, described(10)) == []  # not known
-    (said,) = schedule_change(was, described(6))
+    assert resumed.schedule_change(was, described(10)) == []
+    assert resumed.schedule_change({}, described(10)) == []  # not known
+    (said,) = resumed.schedule_change(was, described(6))
     assert "T_max=10" in said
     assert "T_max=6" in said
     name = "the schedule was torch.optim.lr_scheduler.CosineAnnealingLR("
-    assert schedule_change(was, described(None))[0].startswith(name)
-    assert schedule_change(described(None), described(10))[0].startswith("the schedule was None and is torch.")
+    assert resumed.schedule_change(was, described(None))[0].startswith(name)
+    assert resumed.schedule_change(described(None), described(10))[0].startswith("the schedule was None and is torch.")
     optimizer = SGD(parameters(), lr=0.1)
     lambdas = [LambdaLR(optimizer, lambda step: 0.9**step), LambdaLR(optimizer, lambda step: 0.8**step)]
-    first, second = (describe_optimizer(optimizer, schedule) for schedule in lambdas)
-    assert schedule_change(first, second)[0].startswith("the code of the schedule, torch.optim.lr_scheduler.LambdaLR(")
+    first, second = (resumed.describe_optimizer(optimizer, schedule) for schedule in lambdas)
+    assert resumed.schedule_change(first, second)[0].startswith(
+        "the code of the schedule, torch.optim.lr_scheduler.LambdaLR("
+    )
 
 
 def test_a_schedule_goes_to_its_step_and_one_of_a_metric_begins_anew() -> None:
     optimizer = SGD(parameters(), lr=1.0)
-    advance(StepLR(optimizer, 2, 0.1), 5)
+    resumed.advance(StepLR(optimizer, 2, 0.1), 5)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     plateau = ReduceLROnPlateau(SGD(parameters(), lr=1.0))
-    advance(plateau, 5)
+    resumed.advance(plateau, 5)
     assert plateau.last_epoch == 0
 
 
 def test_settings_are_taken_over_and_what_an_optimizer_counts_is_not() -> None:
-    own, wanted = (
-        AdamW(parameters(), lr=lr, weight_decay=decay) for lr, decay in ((torch.tensor(0.1), 0.0), (0.2, 0.0))
-    )
+    own, wanted = (AdamW(parameters(), lr=lr, weight_decay=0.0) for lr in (torch.tensor(0.1), 0.2))
     address, weights = own.param_groups[0]["lr"], own.param_groups[0]["params"]
     for one, first in ((own, 0.1), (wanted, 0.3)):
         one.param_groups[0]["initial_lr"] = first
-    assert apply_settings(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
+    assert resumed.apply_settings(own, wanted) == ["lr was 0.10000000149011612 and is 0.2"]
     assert own.param_groups[0]["lr"] is address  # graphs use it
     assert float(address) == pytest.approx(0.2)
     assert own.param_groups[0]["params"] is weights
     assert own.param_groups[0]["initial_lr"] == 0.3
-    assert apply_settings(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
+    assert resumed.apply_settings(own, AdamW(parameters(), lr=0.2, weight_decay=0.5)) == [
         "lr was 0.20000000298023224 and is 0.2", "weight_decay was 0.0 and is 0.5"
     ]  # fmt: skip
 
 
 def test_a_checkpoint_must_have_what_training_needs_and_be_of_this_model() -> None:
-    check_parts({"loops": 1}, ["loops"])
+    resumed.check_parts({"loops": 1}, ["loops"])
     with pytest.raises(ValueError, match="this checkpoint has no 'a', 'b', so training"):
-        check_parts({"loops": 1}, ["a", "loops", "b"])
+        resumed.check_parts({"loops": 1}, ["a", "loops", "b"])
     one, two = torch.ones(1), torch.ones(2)
-    check_weights({"policy.a": one}, {"policy.a": two[:1]})
+    more = {"policy.a": one, "policy.b": one}
+    resumed.check_weights({"policy.a": one}, {"policy.a": two[:1]})
     for other, said in (
         ({"policy.a": two}, "0 unknown, 0 missing and 1 weights of another shape, for example 'policy.a'"),
         ({"policy.b": one}, "1 unknown, 1 missing and 0 weights of another shape, for example 'policy.b'"),
         ({}, "0 unknown, 1 missing and 0 weights of another shape, for example 'policy.a'"),
-        (
-            {"policy.a": one, "policy.b": one},
-            "1 unknown, 0 missing and 0 weights of another shape, for example 'policy.b'",
-        ),
+        (more, "1 unknown, 0 missing and 0 weights of another shape, for example 'policy.b'"),
         ({"policy.a": one / 0}, "this checkpoint"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_weights(other, {"policy.a": one})
+            resumed.check_weights(other, {"policy.a": one})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

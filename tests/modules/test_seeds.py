@@ -13,9 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning import seed_everything
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
+from tiny_grpo import ALPHABET, Recorder, Rows, every_step, fit, likes_a, module, quiet, weights
 from tiny_run import config, write
 from torch.utils.data import DataLoader
 
@@ -32,6 +30,7 @@ from sparse_rl_lightning.rollout.generator import VALIDATION
 
 SHORT = SamplingParams(num_generations=2, max_completion_length=8)
 TINY = TinyPolicy(alphabet=ALPHABET, hidden_size=32, num_layers=2, seed=5)
+PER = {"prompts_per_rollout": 4}
 SIZES = {"budget": 8, "buffer": 3, "num_sinks": 1, "window": 2}
 
 
@@ -54,7 +53,7 @@ class Keys(Recorder):
 def tokens_of(policy: Any = TINY, sampling: SamplingParams = SHORT) -> torch.Tensor:
     """The tokens of a first rollout, of a module whose other seeds are not set."""
     seen = Recorder()
-    fit(SparseGRPO(policy, RKV(**SIZES), likes_a, sampling=sampling), 1, [seen], Rows(prompts_per_rollout=4, seed=0))
+    fit(SparseGRPO(policy, RKV(**SIZES), likes_a, sampling=sampling), 1, [seen], Rows(**PER, seed=0))
     return seen.scored[0].rollout.sequences
 
 
@@ -68,7 +67,7 @@ def adapter_of(kind: type[SparseGRPO], policy: Any, **options: Any) -> torch.Ten
 def evaluated(**seed: int) -> torch.Tensor:
     own = Evaluation(TINY, sampling=replace(SHORT, **seed), sampling_of={"aime24": {"num_generations": 2}})
     rows = DataLoader([{"prompt": "01", "answer": ""}], collate_fn=list)
-    Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).predict(own, rows)
+    quiet().predict(own, rows)
     return torch.tensor([own.sampling.seed, own.params("aime24").seed, own.generator.sampling.seed])
 
 
@@ -78,12 +77,8 @@ DRAWN: dict[str, Callable[..., torch.Tensor]] = {  # by a seed that is set or is
     "LoraPolicy": lambda **seed: adapter_of(SparseGRPO, LoraPolicy(TINY, r=2, **seed)),
     "distilled adapter": lambda **seed: adapter_of(DistillSparse, TINY, adapter=SparseAdapter(r=2, **seed)),
     "Evaluation": evaluated,
-    "data": lambda **seed: torch.tensor(
-        [int(row["answer"]) for row in ArithmeticTasks(num_train=9, **seed).train_rows()]
-    ),
-    "order of the data": lambda **seed: torch.tensor(
-        list(Rows(prompts_per_rollout=4, **seed).train_dataloader().sampler)
-    ),
+    "data": lambda **seed: torch.tensor([int(r["answer"]) for r in ArithmeticTasks(num_train=9, **seed).train_rows()]),
+    "order of the data": lambda **seed: torch.tensor(list(Rows(**PER, **seed).train_dataloader().sampler)),
 }
 
 
@@ -157,10 +152,9 @@ def test_the_command_line_writes_which_seeds_it_took(folder: Path) -> None:
 
 def test_another_seed_is_refused_on_resume(tmp_path: Path) -> None:
     def run(steps: int, ckpt_path: Path | None = None, **options: Any) -> None:
-        saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
         own = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), "sampling": SHORT, **options}
         grpo = SparseGRPO(TinyPolicy(alphabet=ALPHABET, hidden_size=32), RKV(**SIZES), likes_a, **own)
-        fit(grpo, steps, [saves], enable_checkpointing=True, ckpt_path=ckpt_path)
+        fit(grpo, steps, [every_step(tmp_path)], enable_checkpointing=True, ckpt_path=ckpt_path)
 
     seed_everything(1)
     run(1)
@@ -192,7 +186,7 @@ def test_no_key_of_a_validation_is_training_s_or_another_s(val_batch_size: int) 
     grpo = module(val_sampling=SamplingParams(num_generations=2, max_completion_length=3, seed=3))
     keys = Keys(grpo)
     fit(grpo, 2, data=Nineteen(prompts_per_rollout=4, val_batch_size=val_batch_size), limit_val_batches=1.0)
-    Trainer(accelerator="cpu", logger=False).validate(grpo, datamodule=Nineteen(), verbose=False)
+    quiet().validate(grpo, datamodule=Nineteen(), verbose=False)
     whole = list(range(VALIDATION, VALIDATION + 38))
     assert sorted(keys.validation) == sorted(2 * whole)  # with the full and the compressed cache
     assert len(set(keys.training)) == len(keys.training) == 2 * 16
@@ -203,8 +197,7 @@ def test_a_sampled_validation_and_predictions_are_the_same_in_any_batches() -> N
     texts = []
     for size in (5, 8, 19):
         grpo = module(val_sampling=SamplingParams(num_generations=2, max_completion_length=6, seed=3))
-        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        found = trainer.predict(grpo, datamodule=Nineteen(val_batch_size=size))
+        found = quiet().predict(grpo, datamodule=Nineteen(val_batch_size=size))
         texts.append([row["completion"] for batch in found for row in batch])
     assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0][i] for i in (0, 16))) == 2  # one prompt twice
@@ -222,11 +215,10 @@ def test_no_key_repeats_after_a_resume_with_other_numbers(change: str, tmp_path:
     drawn = list[int]()
 
     def run(steps: int, generations: int, prompts: int, ckpt_path: Path | None = None) -> None:
-        saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, enable_version_counter=False)
         grpo = module(num_generations=generations)
         keys = Keys(grpo)
-        options: Any = {"accelerator": "cpu", "logger": False, "callbacks": [saves], "limit_val_batches": 0}
-        Trainer(max_steps=steps, **options).fit(grpo, loader(batch_size=prompts), ckpt_path=ckpt_path)
+        options: Any = {"callbacks": [every_step(tmp_path)], "enable_checkpointing": True, "limit_val_batches": 0}
+        quiet(steps, **options).fit(grpo, loader(batch_size=prompts), ckpt_path=ckpt_path)
         drawn.extend(keys.training)
 
     run(6, 4, 4)

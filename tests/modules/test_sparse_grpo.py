@@ -11,7 +11,7 @@ import pytest
 import torch
 from closeness import assert_same_sums
 from lightning.pytorch import Trainer
-from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, module, weights
+from tiny_grpo import ALPHABET, Recorder, Rows, fit, likes_a, loaded, module, weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,7 +24,6 @@ from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, TinyPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.tiny_grpo import loaded
 
 
 @pytest.mark.parametrize("compressor", [FullKV(), RKV(budget=8, buffer=3, num_sinks=1, window=2)], ids=["full", "rkv"])
@@ -125,9 +124,8 @@ def test_reference_policy_stays_out_of_the_checkpoint() -> None:
 
 def test_oversampling_keeps_informative_groups() -> None:
     def only_early_prompts(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
-        return [
-            text.count("a") / 10 if len(prompt) > 12 else 1.0 for prompt, text in zip(prompts, completions, strict=True)
-        ]
+        pairs = zip(prompts, completions, strict=True)
+        return [text.count("a") / 10 if len(prompt) > 12 else 1.0 for prompt, text in pairs]
 
     recorder = Recorder()
     grpo = module(only_early_prompts, oversampling=2.0, max_completion_length=24)

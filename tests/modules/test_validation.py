@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from pretend_gpu import PretendGPU, host
-from tiny_grpo import ALPHABET, Rows, fit, module, weights
+from tiny_grpo import ALPHABET, Rows, fit, loaded, module, quiet, weights
 
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
@@ -39,8 +38,7 @@ def has_a(prompts: list[str], completions: list[str], **_: Any) -> list[float | 
 
 
 def validated(grpo: SparseGRPO, data: PromptDataModule) -> dict[str, float]:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    return dict(trainer.validate(grpo, datamodule=data, verbose=False)[0])
+    return dict(quiet().validate(grpo, datamodule=data, verbose=False)[0])
 
 
 def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
@@ -78,8 +76,7 @@ def test_validation_on_a_gpu_is_that_of_the_cpu(reward: Any, monkeypatch: pytest
 
 def test_the_full_cache_takes_its_memory_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes most of what is free, and the compressed one would have to do with the rest."""
-    grpo = module(has_a, val_sampling=SAMPLED)
-    grpo.configure_model()
+    grpo = loaded(reward=has_a, val_sampling=SAMPLED)
     evicts: list[bool] = []
     own = RolloutSampler.engine_for
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_same_sums
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
+from tiny_grpo import quiet
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
@@ -119,9 +120,8 @@ class Uneven(PromptDataModule):
     lengths = (1, 30, 2, 12, 5, 3, 25, 7)
 
     def train_rows(self) -> list[dict[str, Any]]:
-        return [
-            {"prompt": f"{n}+", "answer": "", "solution": "12;3"[n % 4] * size} for n, size in enumerate(self.lengths)
-        ]
+        texts = ["12;3"[n % 4] * size for n, size in enumerate(self.lengths)]
+        return [{"prompt": f"{n}+", "answer": "", "solution": text} for n, text in enumerate(texts)]
 
     def val_rows(self) -> list[dict[str, Any]]:
         return self.train_rows()
@@ -142,10 +142,7 @@ def gradients(rows_per_batch: int, accumulate: int, steps: int = 2, **options: A
     policy = TinyPolicy(alphabet="0123456789+-*?;#!", hidden_size=32)
     module = SupervisedWarmup(policy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     tap = Gradients()
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=steps,
-        enable_model_summary=False, limit_val_batches=0, callbacks=[tap], accumulate_grad_batches=accumulate, **options,
-    )  # fmt: skip
+    trainer = quiet(steps, limit_val_batches=0, callbacks=[tap], accumulate_grad_batches=accumulate, **options)
     trainer.fit(module, datamodule=Uneven(prompts_per_rollout=rows_per_batch))
     return tap.seen
 
@@ -187,8 +184,7 @@ def test_the_plain_step_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_validation_is_a_token_mean_whatever_its_batches() -> None:
     def validated(size: int) -> dict[str, float]:
         policy = TinyPolicy(alphabet="0123456789+-*?;#!", hidden_size=32)
-        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-        (found,) = trainer.validate(SupervisedWarmup(policy), datamodule=Uneven(val_batch_size=size), verbose=False)
+        (found,) = quiet().validate(SupervisedWarmup(policy), datamodule=Uneven(val_batch_size=size), verbose=False)
         return dict(found)
 
     whole = validated(8)

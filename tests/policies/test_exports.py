@@ -230,9 +230,8 @@ def test_the_callback_and_the_command_take_a_type(used_folder: Path) -> None:
     main(["export", "--config", str(run_config), "--ckpt_path", "last", "--folder", "out", "--dtype", "bfloat16"])
     assert settings(Path("out"))["torch_dtype"] == "bfloat16"
     values = config(max_steps=1)
-    values["trainer"]["callbacks"] = [
-        {"class_path": "ExportPolicy", "init_args": {"folder": "other", "dtype": "bfloat16"}}
-    ]
+    other = {"folder": "other", "dtype": "bfloat16"}
+    values["trainer"]["callbacks"] = [{"class_path": "ExportPolicy", "init_args": other}]
     main(["fit", "--config", write(values)])
     assert settings(Path("other"))["torch_dtype"] == "bfloat16"
     with pytest.raises(UserError, match=r"dtype must be one of float32, bfloat16, float16 or null.*got dtype='int4'"):

@@ -81,9 +81,8 @@ def test_mxfp4_is_loaded_as_the_numbers_that_it_stands_for(whole: Path, tmp_path
     folder, expected = tmp_path / "policy", dict[str, torch.Tensor]()
     shutil.copytree(whole, folder)
     family("gpt_oss").to(torch.bfloat16).save_pretrained(folder)
-    settings(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})(
-        folder
-    )
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    settings(quantization_config=quantized)(folder)
 
     def pack(state: dict[str, torch.Tensor]) -> None:
         for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
@@ -104,9 +103,8 @@ def test_mxfp4_is_loaded_as_the_numbers_that_it_stands_for(whole: Path, tmp_path
         assert torch.equal(found[name].float(), numbers), name
     assert model.config._attn_implementation == "eager"
     model = model.float()
-    rollout = RolloutSampler(model, RKV(budget=12, buffer=5, num_sinks=2, window=4)).generate(
-        [list(range(3, 33))], SamplingParams(max_completion_length=20, num_generations=2)
-    )
+    sampler = RolloutSampler(model, RKV(budget=12, buffer=5, num_sinks=2, window=4))
+    rollout = sampler.generate([[*range(3, 33)]], SamplingParams(max_completion_length=20, num_generations=2))
     torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, atol=2e-5, rtol=0)
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text("utf-8")
@@ -209,10 +207,8 @@ def test_a_policy_without_an_end_is_told_of() -> None:
         begin()
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token = None
         begin(sampling=SamplingParams(num_generations=8, stop_strings=("#",)))
-    with pytest.warns(
-        UserWarning,
-        match=r"names a token that ends a completion.*model\.rollout\.end_tokens or model\.sampling\.stop_s",
-    ):
+    told = r"names a token that ends a completion.*model\.rollout\.end_tokens or model\.sampling\.stop_s"
+    with pytest.warns(UserWarning, match=told):
         begin()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_cases import need
 from test_lora import PROMPTS, TINY, perturbed, tokens
 from tiny_run import config, write
 from torch import nn
@@ -34,12 +35,6 @@ NF4 = (  # appendix E of arXiv 2305.14314
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-
-
-def need(kind: str) -> None:
-    pytest.importorskip("peft", reason="peft is an extra")
-    if kind == "nf4":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
 
 
 def adapted(kind: Any, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:

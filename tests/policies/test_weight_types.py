@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import tiny_grpo
 import torch
-from lightning.pytorch import Trainer
 from tiny_grpo import ALPHABET, likes_a
 from torch import Tensor, nn
 
@@ -95,9 +94,7 @@ def test_frozen_weights_stay_as_the_folder_has_them(folder: str) -> None:
 def test_deepspeed_in_16_bits_takes_the_steps_on_weights_of_its_own(folder: str, precision: Any, dtype: Any) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is an extra")
     module = grpo(folder)
-    module.trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=SparseRLDeepSpeed(stage=2), precision=precision, logger=False
-    )
+    module.trainer = tiny_grpo.quiet(devices=1, strategy=SparseRLDeepSpeed(stage=2), precision=precision)
     module.configure_model()
     assert types(module.policy) == {dtype}
 
@@ -199,9 +196,8 @@ def test_the_sampler_and_the_learner_agree_with_mixed_types(folder: str) -> None
         if isinstance(compressor, FullKV):
             with torch.no_grad():
                 found, _ = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)
-                base, _ = sequence_logprobs(
-                    PretrainedPolicy(folder).as_stored().load()[0], rollout.sequences, rollout.completion_mask
-                )
+                stored = PretrainedPolicy(folder).as_stored().load()[0]
+                base, _ = sequence_logprobs(stored, rollout.sequences, rollout.completion_mask)
             torch.testing.assert_close(rollout.sampler_logprobs, found, atol=0.1, rtol=0)
             assert (found - base).abs().max() > 0.3
 

@@ -130,10 +130,8 @@ LAZY: dict[str, Callable[[list[str]], Any]] = {
 @BOTH
 @pytest.mark.parametrize("kind", LAZY)
 def test_one_bad_sample_is_one_sample(kind: str, timeout: float | None) -> None:
-    rewards, failed, first = judge(of(LAZY[kind]), timeout=timeout)
-    assert rewards == [-1.0, None, 1.0, 0.5]
-    assert failed == 1
-    assert first == "it raised ZeroDivisionError('division by zero') on sample 1, completion 'b'"
+    first = "it raised ZeroDivisionError('division by zero') on sample 1, completion 'b'"
+    assert judge(of(LAZY[kind]), timeout=timeout) == ([-1.0, None, 1.0, 0.5], 1, first)
 
 
 # ---------------------------------------------------------------- what is raised
@@ -152,10 +150,8 @@ def test_one_bad_sample_is_one_sample(kind: str, timeout: float | None) -> None:
     ],
 )
 def test_whatever_is_raised_is_a_failure(error: BaseException, shown: str, timeout: float | None) -> None:
-    rewards, failed, first = judge(of(raising(error)), timeout=timeout)
-    assert rewards == [97.0, None, 99.0, 100.0]
-    assert failed == 1
-    assert first == f"it raised {shown} on sample 1, completion 'b'"
+    first = f"it raised {shown} on sample 1, completion 'b'"
+    assert judge(of(raising(error)), timeout=timeout) == ([97.0, None, 99.0, 100.0], 1, first)
     with pytest.raises(RuntimeError, match="reward raised " + re.escape(shown)) as caught:
         judge(of(raising(error)), "bb", timeout=timeout)
     assert caught.value.__cause__ is error or "in work" in str(caught.value.__cause__)  # where in the user's code
@@ -170,9 +166,8 @@ def test_an_interrupt_in_this_process_may_be_the_users_and_is_named() -> None:
 
 
 def test_an_interrupt_in_its_own_process_is_a_failure() -> None:
-    rewards, failed, first = judge(of(raising(KeyboardInterrupt())), timeout=ENOUGH)
-    assert (rewards, failed) == ([97.0, None, 99.0, 100.0], 1)
-    assert first == "it raised KeyboardInterrupt on sample 1, completion 'b'"
+    first = "it raised KeyboardInterrupt on sample 1, completion 'b'"
+    assert judge(of(raising(KeyboardInterrupt())), timeout=ENOUGH) == ([97.0, None, 99.0, 100.0], 1, first)
 
 
 @BOTH
@@ -180,9 +175,8 @@ def test_a_failure_of_the_batch_that_no_sample_repeats_is_told(timeout: float | 
     def pairs(texts: list[str]) -> list[float]:
         return [1.0] if len(texts) == 1 else [][0]
 
-    rewards, failed, first = judge(of(pairs), timeout=timeout)
-    assert (rewards, failed) == ([1.0] * 4, 0)
-    assert first == "it raised IndexError('list index out of range') on all of them together, on none alone"
+    first = "it raised IndexError('list index out of range') on all of them together, on none alone"
+    assert judge(of(pairs), timeout=timeout) == ([1.0] * 4, 0, first)
 
 
 # ---------------------------------------------------------------- hanging, dying
@@ -193,10 +187,9 @@ def test_a_sample_that_hangs_is_one_sample(kind: str, monkeypatch: pytest.Monkey
     """In a regular expression, which lets no other thread run; also where a generator gets there late."""
     hurry(monkeypatch, lambda text: text == "b")
     lazily = of(lambda texts: (hanging([text])[0] for text in texts))
-    rewards, failed, first = judge(of(hanging) if kind == "list" else lazily, "abcde", timeout=ENOUGH)
-    assert rewards == [97.0, None, 99.0, 100.0, 101.0]
-    assert failed == 1
-    assert first == "it gave no answer within 0.1 seconds on sample 1, completion 'b'"
+    judged = judge(of(hanging) if kind == "list" else lazily, "abcde", timeout=ENOUGH)
+    first = "it gave no answer within 0.1 seconds on sample 1, completion 'b'"
+    assert judged == ([97.0, None, 99.0, 100.0, 101.0], 1, first)
 
 
 def test_a_function_that_always_hangs_is_given_up(tmp_path: Path) -> None:
@@ -226,9 +219,8 @@ def test_a_sample_that_ends_the_process_is_one_sample(end: Any, how: str) -> Non
             end()
         return [float(ord(text)) for text in texts]
 
-    rewards, failed, first = judge(of(ends), timeout=ENOUGH)
-    assert (rewards, failed) == ([97.0, None, 99.0, 100.0], 1)
-    assert first == f"it ended its process {how} on sample 1, completion 'b'"
+    first = f"it ended its process {how} on sample 1, completion 'b'"
+    assert judge(of(ends), timeout=ENOUGH) == ([97.0, None, 99.0, 100.0], 1, first)
 
 
 def test_what_a_function_starts_is_ended_with_it(tmp_path: Path) -> None:
@@ -386,11 +378,9 @@ def test_the_answer_checker_works_and_counts_in_a_process_of_its_own() -> None:
     reward = MathReward(timeout=ENOUGH)
     guard = GuardedReward(reward, ENOUGH)
     given = reward_batch(["p"] * 2, [r"\boxed{6}", "6"], [[1]] * 2, {"answer": [r"\sum_{k=1}^{3}k"] * 2})
-    assert guard.judge(given) == [1.0, 0.0]
-    counts = guard.take_counters()
-    assert {name: counts[name] for name in ("checks", "no_box", "fallbacks")} == {
-        "checks": 2, "no_box": 1, "fallbacks": 1,
-    }  # fmt: skip
+    for _ in range(2):
+        assert guard.judge(given) == [1.0, 0.0]
+        assert guard.take_counters().items() >= {"checks": 2, "no_box": 1, "fallbacks": 1}.items()
     assert guard.take_counters() == {}
     assert reward.take_counters()["checks"] == 0
     guard.close()
@@ -478,31 +468,3 @@ def test_a_function_that_applies_to_some_is_not_complained_of() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned None for all")
         fit(module([likes_a, of(lambda texts: [None if text.startswith("b") else 1.0 for text in texts])]), 2)
-
-
-class Counting:
-    """Counts what it was asked for, wherever it runs."""
-
-    __name__ = "counting"
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        """0 for all."""
-        self.seen += len(completions)
-        return [0.0] * len(completions)
-
-    def take_counters(self) -> dict[str, float]:
-        """The count since the last call."""
-        found, self.seen = {"seen": float(self.seen)}, 0
-        return found
-
-
-@pytest.mark.parametrize("timeout", [None, 60.0])
-def test_counters_come_from_where_the_function_runs(timeout: float | None) -> None:
-    guard = GuardedReward(Counting(), timeout)
-    for batch in (["a", "b"], ["c"]):
-        guard.judge(reward_batch(batch, batch, [[1]] * len(batch), {}))
-        assert guard.take_counters() == {"seen": len(batch)}
-    guard.close()

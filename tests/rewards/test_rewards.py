@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import PUBLISHED
-from lightning.pytorch import Trainer
-from tiny_grpo import Recorder, Rows, fit, grouped, module
+from tiny_grpo import Recorder, Rows, fit, grouped, module, quiet
 
 import exact_answers
 from exact_answers.arithmetic import MAX_LENGTH, evaluate_expression
@@ -19,7 +18,6 @@ from exact_answers.expressions import MAX_DEPTH
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import Scores, ValidationLog
 from sparse_rl_lightning.metrics import rollout_metrics
@@ -82,12 +80,8 @@ def test_weighted_sum() -> None:
 def test_none_is_left_out_and_nothing_at_all_is_nan() -> None:
     total, table = rewards_of([length, only_short], ["a", "bbbb"], [1.0, 10.0])
     assert total.tolist() == [11.0, 4.0]
-    assert table[0].tolist() == [1.0, 1.0]
-    assert table[1, 0] == 4.0
-    assert table[1, 1].isnan()
-    alone, _ = rewards_of([only_short], ["a", "bbbb"])
-    assert alone[0] == 1.0
-    assert alone[1].isnan()
+    assert [row.tolist() for row in table] == [[1.0, 1.0], pytest.approx([4.0, math.nan], nan_ok=True)]
+    assert rewards_of([only_short], ["a", "bbbb"])[0].tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
 
 
 def test_reward_functions_see_every_column_by_name() -> None:
@@ -98,12 +92,8 @@ def test_reward_functions_see_every_column_by_name() -> None:
         return [0.0, 0.0]
 
     compute_rewards([spy], None, ["p", "q"], ["a", "b"], [[1], [2, 3]], {"answer": ("x", "y")})
-    assert seen == {
-        "prompts": ["p", "q"],
-        "completions": ["a", "b"],
-        "completion_ids": [[1], [2, 3]],
-        "answer": ["x", "y"],
-    }
+    told = {"prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [2, 3]], "answer": ["x", "y"]}
+    assert seen == told
 
 
 def test_names() -> None:
@@ -144,9 +134,8 @@ def test_functions_are_checked_before_anything_is_drawn() -> None:
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"boxed_math_reward.*missing a required argument: 'answer'.*completion_ids, gold"
-    ):
+    said = r"boxed_math_reward.*missing a required argument: 'answer'.*completion_ids, gold"
+    with pytest.raises(ValueError, match=said):
         rewards_of([boxed_math_reward], ["a"], gold=["1"])
 
 
@@ -260,10 +249,8 @@ def test_no_expression(text: str) -> None:
         ("7+12=19;19+25=45;45+3=48#48", 1 / 3),
         ("7+12=18;19+25=44;44+3=47#47", 0.0),  # a lucky answer
         ("7+12=19;7+12=19;7+12=19#47", 1 / 3),
-        (
-            "7+12=19;19+25=44;44+3=47;44+3=47#47",
-            3 / 4,
-        ),  # a step too many costs, right or not, with or without an answer
+        # a step too many costs, right or not, with or without an answer
+        ("7+12=19;19+25=44;44+3=47;44+3=47#47", 3 / 4),
         ("7+12=19;19+25=44;44+3=47;47+7=54", 3 / 4),
         ("7+12=19;19+25=44;44+3=47;47+7=54;54+12=66;", 3 / 6),  # and every further one costs more
         ("7+12=19;19+25=44;44+3=47;", 3 / 4),
@@ -359,9 +346,7 @@ def seen(reward_of: Any = None, more: dict[str, Any] | None = None, **options: A
     """What a reward function gets in one step; the tokenizer has few tokens, so that tags are drawn."""
     found: dict[str, Any] = {}
 
-    def reward(
-        completions: list[str], completion_ids: list[list[int]], prompt_texts: list[str], **_: Any
-    ) -> list[float]:
+    def reward(completions: list[str], completion_ids: Any, prompt_texts: list[str], **_: Any) -> list[float]:
         found.update(texts=completions, ids=completion_ids, prompts=prompt_texts)
         return [float(len(text)) for text in completions]
 
@@ -372,12 +357,8 @@ def seen(reward_of: Any = None, more: dict[str, Any] | None = None, **options: A
     module = SparseGRPO(LoadedPolicy(model, tokenizer), FullKV(), reward_of or reward, **grouped(**sizes, **options))
     data = Chats(prompts_per_rollout=4)
     data.more = more or {}
-    Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
-    ).fit(module, datamodule=data)  # fmt: skip
-    found |= {"tokenizer": tokenizer}
-    return found
+    quiet(1, limit_val_batches=0).fit(module, datamodule=data)
+    return found | {"tokenizer": tokenizer}
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -485,25 +466,6 @@ def test_a_function_without_weight_takes_nothing_out() -> None:
     rewards.settle()
 
 
-def test_fewer_than_two_left_teach_nothing() -> None:
-    nan = math.nan
-    rewards = torch.tensor([1.0, nan, nan, 0.0, 1.0, nan])
-    for scale in ("group", "none"):
-        half = 0.5 / math.sqrt(0.5) if scale == "group" else 0.5
-        expected = torch.tensor([0.0, 0.0, 0.0, -half, half, 0.0])
-        assert torch.allclose(group_advantages(rewards, 3, scale), expected, atol=1e-5)  # type: ignore[arg-type]
-    # of the batch: the deviation of 1, 0, 1, which is sqrt(1/3)
-    half = 0.5 / math.sqrt(1 / 3)
-    expected = torch.tensor([0.0, 0.0, 0.0, -half, half, 0.0])
-    assert torch.allclose(group_advantages(rewards, 3, "batch"), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("rule", [MaxVariance(4), MaxReward(4)])
-def test_down_sampling_keeps_samples_with_a_reward(rule: Any) -> None:
-    rewards = torch.tensor([math.nan, 0.0, math.nan, 1.0])
-    assert rule.choose(rewards, torch.ones(4), 2).tolist() == [1, 3]
-
-
 # ---------------------------------------------------------------- when a run ends
 
 
@@ -580,8 +542,7 @@ def test_a_run_in_which_nothing_fails_enters_nothing(monkeypatch: pytest.MonkeyP
 
 def validate(reward: Any) -> dict[str, float]:
     """Validation on four rows, a batch each, whose answers are 0 to 3."""
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    (found,) = trainer.validate(module(reward), datamodule=Rows(val_batch_size=1), verbose=False)
+    (found,) = quiet().validate(module(reward), datamodule=Rows(val_batch_size=1), verbose=False)
     return dict(found)
 
 

@@ -11,27 +11,10 @@ import torch
 from rollout_cases import put_back
 from transformers import PreTrainedModel
 
+import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning import budgets, compressors, retrievers
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid, Uniform
 from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.compressors import (
-    CUR,
-    H2O,
-    RKV,
-    TOVA,
-    Combined,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    KeyDiff,
-    KNorm,
-    LagKV,
-    QFilters,
-    RandomEviction,
-    SnapKV,
-    StreamingLLM,
-    TriAttention,
-)
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.retrievers import Centroid, Quest
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, retrieval_logprobs
@@ -46,20 +29,21 @@ WIDE: dict[str, Any] = {"budget": 900, "buffer": 380, "num_sinks": 2, "window": 
 KINDS = (torch.bfloat16, torch.float16, torch.float64)
 
 
-def methods(statistics: Any, **sizes: Any) -> list[Compressor]:
+def methods(statistics: Any, **sizes: Any) -> list[c.Compressor]:
     """Every compressor, wrapper and budget rule."""
     snap = {**sizes, "budget_rule": Adaptive(7, layers=Pyramid(1.5))}
     return [
-        FullKV(), StreamingLLM(**sizes), RandomEviction(**sizes), KNorm(**sizes), KeyDiff(**sizes), CUR(**sizes),
-        LagKV(**sizes, lag_size=4), TOVA(**sizes), SnapKV(**sizes), RKV(**sizes), ExpectedAttention(**sizes),
-        H2O(**sizes), H2O(**sizes, age_normalized=True, value_weighted=True),
-        QFilters(**sizes, statistics=statistics), TriAttention(**sizes, statistics=statistics),
-        Combined([SnapKV(**sizes)], across_heads="max"),
-        Combined([KNorm(**sizes)], normalization="standard", across_heads="mean"),
-        Combined([SnapKV(**sizes), H2O(**sizes)], [3, 1]), Combined([KNorm(**sizes), TOVA(**sizes)]),
-        KeyDiff(**sizes, protect_token_ids=[7]), SnapKV(**snap), LagKV(**snap, lag_size=4),
-        SnapKV(**{**sizes, "budget_rule": Uniform()}), KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
-        KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
+        c.FullKV(), c.StreamingLLM(**sizes), c.RandomEviction(**sizes), c.KNorm(**sizes), c.KeyDiff(**sizes),
+        c.CUR(**sizes), c.LagKV(**sizes, lag_size=4), c.TOVA(**sizes), c.SnapKV(**sizes), c.RKV(**sizes),
+        c.ExpectedAttention(**sizes),
+        c.H2O(**sizes), c.H2O(**sizes, age_normalized=True, value_weighted=True),
+        c.QFilters(**sizes, statistics=statistics), c.TriAttention(**sizes, statistics=statistics),
+        c.Combined([c.SnapKV(**sizes)], across_heads="max"),
+        c.Combined([c.KNorm(**sizes)], normalization="standard", across_heads="mean"),
+        c.Combined([c.SnapKV(**sizes), c.H2O(**sizes)], [3, 1]), c.Combined([c.KNorm(**sizes), c.TOVA(**sizes)]),
+        c.KeyDiff(**sizes, protect_token_ids=[7]), c.SnapKV(**snap), c.LagKV(**snap, lag_size=4),
+        c.SnapKV(**{**sizes, "budget_rule": Uniform()}), c.KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
+        c.KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
         learned_score(**sizes),
     ]  # fmt: skip
 
@@ -103,7 +87,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 
 
 def test_all_of_them_are_here(statistics: Any) -> None:
-    def parts(method: Compressor) -> list[Any]:
+    def parts(method: c.Compressor) -> list[Any]:
         rule = method.budget_rule
         inner = [part for own in getattr(method, "_parts", []) for part in parts(own)]
         return [method, rule, getattr(rule, "layers", rule), *inner]
@@ -111,7 +95,7 @@ def test_all_of_them_are_here(statistics: Any) -> None:
     used = {type(part).__name__ for method in methods(statistics, **SMALL) for part in parts(method)}
     base = {"Compressor", "QueryStatistics", "BudgetRule"}
     named = [name for name in [*compressors.__all__, *vars(budgets)] if isinstance(vars_of(name), type)]
-    assert {n for n in named if issubclass(vars_of(n), Compressor | budgets.BudgetRule)} - base <= used
+    assert {n for n in named if issubclass(vars_of(n), c.Compressor | budgets.BudgetRule)} - base <= used
     assert set(retrievers.__all__) - {"Retriever"} == {"Centroid", "Quest"}
     assert len(methods(statistics, **SMALL)) == NUMBER
 
@@ -155,7 +139,7 @@ def test_scores_and_kept_sets_are_the_same_without_a_sampler(statistics: Any, in
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("retriever", [Centroid, Quest])
 def test_retrieval_is_the_same(policy: PreTrainedModel, retriever: Callable[..., Any], kind: torch.dtype) -> None:
-    for method, schedule in ((FullKV(), 16), (SnapKV(**SMALL), LengthSchedule((0, 20), (12, 16)))):
+    for method, schedule in ((c.FullKV(), 16), (c.SnapKV(**SMALL), LengthSchedule((0, 20), (12, 16)))):
         own = retriever(schedule, page_size=4, num_dense_layers=1)
         with default(kind):
             rollout = RolloutSampler(policy, method, retriever=own).generate(PROMPTS, PARAMS)
@@ -167,7 +151,7 @@ def test_retrieval_is_the_same(policy: PreTrainedModel, retriever: Callable[...,
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_sessions_and_forced_texts_are_the_same(policy: PreTrainedModel, kind: torch.dtype) -> None:
-    method = H2O(**SMALL)
+    method = c.H2O(**SMALL)
     whole = RolloutSampler(policy, method, 4).generate(PROMPTS, PARAMS)
     forced = forced_rollout(policy, whole, method)
     with default(kind):

@@ -17,20 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
+import sparse_rl_lightning.compressors as c
 from docs.families import CHECKPOINTS
 from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.compressors import (
-    RKV,
-    Combined,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    KeyDiff,
-    RandomEviction,
-    SnapKV,
-    StreamingLLM,
-    TriAttention,
-)
 from sparse_rl_lightning.compressors.query_statistics import QueryStatistics
 from sparse_rl_lightning.compressors.rotary import rotate
 from sparse_rl_lightning.errors import UserError
@@ -100,8 +89,8 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in (*FAMILIES, *VARIANTS) if name != NOT_EVICTED])
 def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
     """Slots with one compressor: they do not matter to any of them (test_compressor_rollouts.py)."""
-    model, last = variant(name), RKV(**SMALL)
-    for compressor in (StreamingLLM(**SMALL), last):
+    model, last = variant(name), c.RKV(**SMALL)
+    for compressor in (c.StreamingLLM(**SMALL), last):
         rollout = roll_out(model, compressor)
         assert bool((rollout.kv.stored < rollout.kv.full).any())
         replayed = assert_replayed(model, rollout)
@@ -115,7 +104,7 @@ def test_replay_is_exact_and_slots_do_not_matter(name: str) -> None:
 @each_family
 def test_slots_that_are_put_back_go_on(name: str) -> None:
     model = family(name)
-    assert_same(put_back_midway(model, SnapKV(**SMALL)), roll_out(model, SnapKV(**SMALL)))
+    assert_same(put_back_midway(model, c.SnapKV(**SMALL)), roll_out(model, c.SnapKV(**SMALL)))
 
 
 @pytest.mark.thinned(2)
@@ -123,7 +112,7 @@ def test_slots_that_are_put_back_go_on(name: str) -> None:
 def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family(name)
     limit = 2**18 if (getattr(model.config, "head_dim", None) or 0) > 64 else 2**16
-    sampler = RolloutSampler(model, SnapKV(**SMALL), memory_limit=limit)
+    sampler = RolloutSampler(model, c.SnapKV(**SMALL), memory_limit=limit)
     sampler.generate(PROMPTS, PARAMS)
     plan, engine = sampler.memory_plan, sampler.engine
     assert plan.num_slots < 10
@@ -133,9 +122,8 @@ def test_the_memory_plan_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) ->
     decoder = TransformersDecoder(model, geometry)
     copied = [decoder._head, *(product for _, product in decoder._products)]
     assert len(copied) > 2 * geometry.num_layers
-    assert decoder_bytes(model, geometry, 64, "transformers") == sum(
-        t.nbytes for one in copied for t in (one._weight, one._bias) if t is not None
-    )
+    want = sum(t.nbytes for each in copied for t in (each._weight, each._bias) if t is not None)
+    assert decoder_bytes(model, geometry, 64, "transformers") == want
 
 
 class Losses(Callback):
@@ -152,7 +140,7 @@ class Losses(Callback):
 @each_family
 def test_a_few_steps_of_training(name: str) -> None:
     tokenizer = character_tokenizer(ALPHABET)
-    grpo = module(compressor=RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)
+    grpo = module(compressor=c.RKV(budget=8, buffer=3, num_sinks=1, window=2), lr=0.05)
     model = family(name, vocab_size=len(tokenizer), initializer_range=0.1)
     grpo.policy_source = LoadedPolicy(model, tokenizer)
     grpo.configure_model()
@@ -169,7 +157,7 @@ def test_a_few_steps_of_training(name: str) -> None:
 # ---------------------------------------------------------------- both ways through the layers
 
 
-class Notes(Compressor):
+class Notes(c.Compressor):
     """Keeps by what the running numbers say of hidden states, attention and output norms."""
 
     needs_attention = needs_hidden_states = needs_output_norms = True
@@ -188,8 +176,8 @@ class Notes(Compressor):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("compressor", [SnapKV(**SMALL), Notes(**SMALL)], ids=["SnapKV", "running state"])
-def test_both_decoders_give_the_same_rollout(architecture: str, compressor: Compressor) -> None:
+@pytest.mark.parametrize("compressor", [c.SnapKV(**SMALL), Notes(**SMALL)], ids=["SnapKV", "running state"])
+def test_both_decoders_give_the_same_rollout(architecture: str, compressor: c.Compressor) -> None:
     model = tiny_model(architecture, initializer_range=0.2)
     kinds = ("native", "transformers")
     native, theirs = (RolloutSampler(model, compressor, decoder=kind) for kind in kinds)
@@ -236,7 +224,7 @@ def derived(kind: type[LlamaForCausalLM], part: str = "") -> Any:
 def test_forwards_of_derived_classes_count(part: str, kind: str) -> None:
     """Layers that are transformers' do not make the model so: classes derived from others may do more around them."""
     model = derived(PlainLlama, part)
-    sampler = RolloutSampler(model, FullKV())
+    sampler = RolloutSampler(model, c.FullKV())
     assert sampler.decoder_kind == kind
     rollout = sampler.generate(PROMPTS, PARAMS)
     for row, prompt in enumerate(rollout.prompt_lengths.tolist()):
@@ -273,7 +261,7 @@ def test_hooks_and_replaced_forwards_of_any_module_count() -> None:
 
 
 def test_an_error_in_a_rollout_leaves_the_model_as_it_was() -> None:
-    class Broken(KeyDiff):
+    class Broken(c.KeyDiff):
         def score(self, layer: LayerState) -> Tensor:
             raise RuntimeError("broken")
 
@@ -290,7 +278,7 @@ def test_other_types_stay_as_close_as_their_rounding(name: str, dtype: torch.dty
     model = variant(name).to(dtype)
     if name == "gpt_oss":
         model.config._experts_implementation = "eager"  # the fast ones know no float64
-    rollout = roll_out(model, RKV(**SMALL), record_routing=name == "gpt_oss")
+    rollout = roll_out(model, c.RKV(**SMALL), record_routing=name == "gpt_oss")
     apart = (replay_logprobs(model, rollout) - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean()
     assert float(apart.detach()) < (0.05 if dtype == torch.bfloat16 else 1e-6)
 
@@ -317,7 +305,7 @@ def test_scaled_positions(name: str, rope: str) -> None:
     model = family(name, head_dim=16, rope_parameters=ROPES[rope])
     params = SamplingParams(max_completion_length=100, seed=3)
     prompt = list(range(3, 103))
-    for compressor in (SnapKV(**SMALL), ExpectedAttention(query_window=6, num_future=9, **SMALL)):
+    for compressor in (c.SnapKV(**SMALL), c.ExpectedAttention(query_window=6, num_future=9, **SMALL)):
         assert_replayed(model, roll_out(model, compressor, prompts=[prompt], params=params))
 
 
@@ -329,11 +317,10 @@ def test_frequencies_that_change_with_the_length_are_refused_where_they_would(
     name: str, changed: dict[str, Any]
 ) -> None:
     model = family(name, **changed)
-    sampler = RolloutSampler(model, SnapKV(**SMALL))
+    sampler = RolloutSampler(model, c.SnapKV(**SMALL))
     sampler.generate([list(range(3, 83))], SamplingParams(max_completion_length=20))
-    with pytest.raises(
-        ValueError, match="whose frequencies change beyond 100 tokens, and sequences may have up to 101"
-    ):
+    said = "whose frequencies change beyond 100 tokens, and sequences may have up to 101"
+    with pytest.raises(ValueError, match=said):
         sampler.generate([list(range(3, 83))], SamplingParams(max_completion_length=21))
 
 
@@ -361,26 +348,26 @@ def statistics(heads: int, kv_heads: int, dim: int) -> QueryStatistics:
 @pytest.mark.parametrize(
     ("name", "compressor", "reason"),
     [
-        ("smollm3", ExpectedAttention(**SMALL), r"rotates the keys of layers \[1, 3\] not at all, or not by halves"),
-        ("glm4", ExpectedAttention(**SMALL), r"rotates the keys of layers \[0, 1\] not at all, or not by halves"),
-        ("phi3", TriAttention(statistics=statistics(4, 2, 16), **SMALL), "rotates 12 of 16 channels"),
+        ("smollm3", c.ExpectedAttention(**SMALL), r"rotates the keys of layers \[1, 3\] not at all, or not by halves"),
+        ("glm4", c.ExpectedAttention(**SMALL), r"rotates the keys of layers \[0, 1\] not at all, or not by halves"),
+        ("phi3", c.TriAttention(statistics=statistics(4, 2, 16), **SMALL), "rotates 12 of 16 channels"),
         (
             "phi3",
-            Combined([SnapKV(**SMALL), TriAttention(statistics=statistics(4, 2, 16), **SMALL)]),
+            c.Combined([c.SnapKV(**SMALL), c.TriAttention(statistics=statistics(4, 2, 16), **SMALL)]),
             "rotates 12 of 16",
         ),
     ],
     ids=["no positions", "other pairs", "partial", "inside another"],
 )
 def test_compressors_that_turn_queries_are_refused_where_they_could_not(
-    name: str, compressor: Compressor, reason: str
+    name: str, compressor: c.Compressor, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{type(compressor).__name__} turns queries .* but .* {reason}"):
         RolloutSampler(family(name), compressor).generate(PROMPTS, PARAMS)
 
 
 def test_compressors_that_turn_queries_work_where_all_is_turned_by_halves() -> None:
-    method = TriAttention(statistics=statistics(4, 2, 16), **SMALL)
+    method = c.TriAttention(statistics=statistics(4, 2, 16), **SMALL)
     assert_replayed(model := family("qwen3_moe"), roll_out(model, method))
 
 
@@ -394,7 +381,7 @@ MIXTURE: dict[str, Any] = {
 def test_layers_without_positions_and_views_of_what_attention_returns(name: str) -> None:
     """Beam's configuration has null for the rotation of its full layers; afmoe views what the attention returned."""
     model = family(name, **MIXTURE, **({"num_experts": 8} if name == "afmoe" else {"n_routed_experts": 8}))
-    assert_replayed(model, roll_out(model, StreamingLLM(**SMALL)))
+    assert_replayed(model, roll_out(model, c.StreamingLLM(**SMALL)))
 
 
 # ---------------------------------------------------------------- what is refused, and how
@@ -428,7 +415,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_models_that_cannot_be_rolled_out_are_refused_by_name(name: str) -> None:
     changed, reason = REFUSED[name]
     with pytest.raises(ValueError, match=rf"(?s){reason}.*docs/models\.md"):
-        RolloutSampler(family(name, **changed), FullKV()).generate([[3, 4]], GREEDY)
+        RolloutSampler(family(name, **changed), c.FullKV()).generate([[3, 4]], GREEDY)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
@@ -437,9 +424,8 @@ def test_models_of_images_too_are_refused_by_name(name: str) -> None:
                                                "num_attention_heads": 2, "depth": 1, "num_heads": 2,
                                                "out_hidden_size": 64}  # fmt: skip
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, text_config=text, vision_config=vision))
-    with pytest.raises(
-        UserError, match=r"reads more than text. Load its language model alone, such as Gemma3ForCausal"
-    ):
+    said = r"reads more than text. Load its language model alone, such as Gemma3ForCausal"
+    with pytest.raises(UserError, match=said):
         RolloutSampler(model)
 
 
@@ -501,7 +487,7 @@ def test_statistics_are_of_queries_before_they_are_turned(name: str) -> None:
         queries = getattr(attention, "q_norm", nn.Identity())(projected.view(40, 4, 16))
     torch.testing.assert_close(statistics.mean[-1], queries.mean(0), atol=1e-5, rtol=1e-4)
     if name in ("gemma3_text", "gpt_oss"):
-        assert_replayed(model, roll_out(model, TriAttention(statistics=statistics, **SMALL)))
+        assert_replayed(model, roll_out(model, c.TriAttention(statistics=statistics, **SMALL)))
 
 
 # ---------------------------------------------------------------- a trained model of 260,032 parameters
@@ -518,8 +504,8 @@ def story_teller(models_dir: Path) -> tuple[torch.nn.Module, object, list[list[i
     return model, tokenizer, [tokenizer(text)["input_ids"] for text in STORIES]
 
 
-@pytest.mark.parametrize("compressor", [FullKV(), StreamingLLM(budget=250, buffer=50)], ids=["full", "large"])
-def test_large_budget_tells_the_same_story(story_teller: tuple, compressor: Compressor) -> None:
+@pytest.mark.parametrize("compressor", [c.FullKV(), c.StreamingLLM(budget=250, buffer=50)], ids=["full", "large"])
+def test_large_budget_tells_the_same_story(story_teller: tuple, compressor: c.Compressor) -> None:
     model, _, prompts = story_teller
     params = SamplingParams(max_completion_length=200, temperature=0)
     assert_generated(model, roll_out(model, compressor, prompts=prompts, params=params), 200, prompts)
@@ -531,7 +517,7 @@ def test_half_the_cache_still_tells_a_story(story_teller: tuple) -> None:
     The model's validation loss on real stories is 1.30 nats; a uniform guess costs ln 512 = 6.24.
     """
     model, tokenizer, prompts = story_teller
-    compressor = StreamingLLM(budget=96, buffer=4)
+    compressor = c.StreamingLLM(budget=96, buffer=4)
     params = SamplingParams(max_completion_length=200, temperature=0.8, seed=1)
     rollout = RolloutSampler(model, compressor).generate(prompts, params)
     assert (rollout.kv.stored <= 0.5 * rollout.kv.full).all()
@@ -544,7 +530,7 @@ def test_half_the_cache_still_tells_a_story(story_teller: tuple) -> None:
         assert len(set(words)) > 0.3 * len(words), "the story goes round in circles"
 
 
-@pytest.mark.parametrize("compressor", [SnapKV, RKV, StreamingLLM, RandomEviction])
+@pytest.mark.parametrize("compressor", [c.SnapKV, c.RKV, c.StreamingLLM, c.RandomEviction])
 def test_replay_of_a_real_model(story_teller: tuple, compressor: type) -> None:
     model, _, prompts = story_teller
     params = SamplingParams(num_generations=2, max_completion_length=120, seed=5)

@@ -187,9 +187,8 @@ def test_scores_are_those_of_the_stored_numbers(name: str, dtype: torch.dtype) -
             for head, queries in enumerate(grouped):
                 rows = head_rows(pools, slot, head)
                 keys = pools.keys[rows].double()
-                want = importance_of(
-                    queries, state.query_positions[row], keys, pools.positions[rows], state.scale, **choice
-                )
+                given = (queries, state.query_positions[row], keys, pools.positions[rows], state.scale)
+                want = importance_of(*given, **choice)
                 held = slice(0, len(keys))
                 assert len(keys) > 8
                 torch.testing.assert_close(importance[row, head, held].double(), want, atol=5e-6, rtol=5e-5)

@@ -62,9 +62,8 @@ def test_log_probs_are_those_of_transformers_after_an_optimizer_step_too(name: s
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([[5, 9, 2, 7]])).logits.square().mean().backward()
     optimizer.step()
-    assert all(
-        not torch.equal(p, before[weight]) for weight, p in model.named_parameters() if "k_proj.bias" not in weight
-    )
+    moved = [weight for weight, p in model.named_parameters() if not torch.equal(p, before[weight])]
+    assert {*moved} >= {weight for weight in before if "k_proj.bias" not in weight}
     assert mismatch(model, sampler) < 2e-5
 
 

@@ -238,9 +238,8 @@ def generated(policy: PreTrainedModel, prompt: list[int], length: int, **options
 def test_greedy_tokens_are_those_of_generate(architecture: str, penalty: float) -> None:
     """With slots that are used again, prompts read once for two samples, and prompts cached in between."""
     policy = policy_of(architecture)
-    params = SamplingParams(
-        num_generations=2, max_completion_length=24, temperature=0, repetition_penalty=penalty, seed=0
-    )
+    options: dict[str, Any] = {"temperature": 0, "repetition_penalty": penalty, "seed": 0}
+    params = SamplingParams(num_generations=2, max_completion_length=24, **options)
     rollout = roll_out(policy, None, 3, prompts=REPEATING, params=params)
     for row, sequence in enumerate(rollout.sequences):
         prompt = REPEATING[row // 2]
@@ -253,9 +252,8 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, penalty: float) 
 def test_what_is_drawn_from_is_transformers_distribution() -> None:
     """And sampler_logprobs stay those of the whole distribution, under evictions too."""
     policy = policy_of()
-    params = SamplingParams(
-        num_generations=2, max_completion_length=20, temperature=0.8, repetition_penalty=1.4, top_k=20, top_p=0.9
-    )
+    options: dict[str, Any] = {"temperature": 0.8, "repetition_penalty": 1.4, "top_k": 20, "top_p": 0.9}
+    params = SamplingParams(num_generations=2, max_completion_length=20, **options)
     rollout = roll_out(policy, None, 3, prompts=REPEATING, params=params)
     warpers = TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), *warpers])

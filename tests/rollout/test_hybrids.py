@@ -169,9 +169,8 @@ def test_states_stand_in_the_plan_and_go_with_the_pool() -> None:
     sampler.generate(PROMPTS, params)
     assert [tensor.data_ptr() for tensor in last_states(sampler).tensors] == before, "allocated once"
     tokens = sizes.nbytes // (4 * 2 * 256 * 4)
-    with pytest.raises(
-        ValueError, match=rf"11,264 for linear attention \(4 layers; as much as .* of {tokens} tokens\)"
-    ):
+    said = rf"11,264 for linear attention \(4 layers; as much as .* of {tokens} tokens\)"
+    with pytest.raises(ValueError, match=said):
         RolloutSampler(model, SnapKV(**SMALL), memory_limit=1000).generate(PROMPTS, params)
 
 

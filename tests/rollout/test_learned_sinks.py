@@ -54,9 +54,8 @@ def test_greedy_tokens_are_those_of_generate(kind: str, chunk: int) -> None:
     rollout = RolloutSampler(model, FullKV(), 3, max_prefill_tokens=chunk).generate(PROMPTS, GREEDY)
     assert_generated(model, rollout, 24, PROMPTS)
     with torch.no_grad():
-        assert_same_logprobs(
-            sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0], rollout.sampler_logprobs
-        )
+        logprobs = sequence_logprobs(model, rollout.sequences, rollout.completion_mask)[0]
+    assert_same_logprobs(logprobs, rollout.sampler_logprobs)
     assert_replayed(model, rollout)
     other = replay_logprobs(without_sinks(model), rollout)
     assert float((other - rollout.sampler_logprobs).detach().abs().max()) > 0.1, "the sinks of these tests matter"
@@ -127,9 +126,8 @@ def test_mixed_precision_is_admitted_though_experts_flip() -> None:
         rollout = RolloutSampler(model, RKV(**SMALL), record_routing=True).generate(PROMPTS, PARAMS)
         replayed = replay_logprobs(model, rollout)
         free = replay_logprobs(model, dataclasses.replace(rollout, routing=None))
-    apart, flipped = (
-        (one - rollout.sampler_logprobs).abs()[rollout.completion_mask].mean() for one in (replayed, free)
-    )
+    differences = [(logprobs - rollout.sampler_logprobs).abs() for logprobs in (replayed, free)]
+    apart, flipped = (difference[rollout.completion_mask].mean() for difference in differences)
     assert float(apart) < 0.02
     assert float(flipped) > 2 * float(apart)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tiny_grpo import Recorder, Rows, fit, module, weights
+from tiny_grpo import Recorder, Rows, fit, module, quiet, weights
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting, SparsityAwareRejection
 from sparse_rl_lightning.callbacks.base import RolloutCallback
@@ -208,9 +208,8 @@ def test_loaders_that_hide_their_rows_are_refused() -> None:
         def __iter__(self) -> Any:
             return iter(Rows().train_rows())
 
-    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"longest training prompt must be known.* not over Stream"):
-        trainer.fit(partial(), torch.utils.data.DataLoader(Stream(), batch_size=4, collate_fn=list))
+        quiet(1).fit(partial(), torch.utils.data.DataLoader(Stream(), batch_size=4, collate_fn=list))
 
 
 # ---------------------------------------------------------------- checkpoints

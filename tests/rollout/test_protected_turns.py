@@ -11,26 +11,9 @@ from rollout_cases import put_back
 from rollouts import assert_same
 from torch import Tensor
 
+import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
-from sparse_rl_lightning.compressors import (
-    CUR,
-    H2O,
-    RKV,
-    TOVA,
-    Combined,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    KeyDiff,
-    KNorm,
-    LagKV,
-    QFilters,
-    RandomEviction,
-    SnapKV,
-    StreamingLLM,
-    TriAttention,
-)
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER
 from sparse_rl_lightning.ops import CachedEntries
@@ -47,17 +30,19 @@ new_session = partial(test_turns.new_session, length=LONGEST)
 answer, talk = partial(test_turns.answer, **SHORT_TEXTS), partial(test_turns.talk, **SHORT_TEXTS)
 converse = partial(test_turns.converse, **SHORT_TEXTS, length=LONGEST)
 METHODS = [
-    StreamingLLM(**TWO), RandomEviction(**TWO), RandomEviction(**TWO, redraw=True), KNorm(**TWO), KeyDiff(**TWO),
-    CUR(**TWO), LagKV(**TWO, lag_size=4), TOVA(**TWO), SnapKV(**TWO), RKV(**TWO), ExpectedAttention(**TWO), H2O(**TWO),
-    Combined([SnapKV(**TWO), KNorm(**TWO)]), Combined([SnapKV(**TWO)], across_heads="max"),
+    c.StreamingLLM(**TWO), c.RandomEviction(**TWO), c.RandomEviction(**TWO, redraw=True), c.KNorm(**TWO),
+    c.KeyDiff(**TWO), c.CUR(**TWO), c.LagKV(**TWO, lag_size=4), c.TOVA(**TWO), c.SnapKV(**TWO), c.RKV(**TWO),
+    c.ExpectedAttention(**TWO), c.H2O(**TWO),
+    c.Combined([c.SnapKV(**TWO), c.KNorm(**TWO)]), c.Combined([c.SnapKV(**TWO)], across_heads="max"),
 ]  # fmt: skip
 SETTINGS = [
-    SnapKV(**ONE), SnapKV(**TWO | {"protect_observations": 100, "budget": 40}), SnapKV(**{**TWO, "buffer": 1}),
-    StreamingLLM(**ONE, compress_prompt=False), SnapKV(**TWO, compress_prompt=False),
-    SnapKV(**{**TWO, "budget": 60}, protect_prompt=True), KNorm(**TWO | {"budget": 30}, protect_token_ids=[40, 41]),
-    SnapKV(**TWO, budget_rule=Adaptive()), H2O(**ONE, budget_rule=Adaptive()),
-    SnapKV(**TWO | {"budget": 33}, budget_rule=Pyramid(2)), SnapKV(**TWO, budget_rule=Adaptive(layers=Pyramid(1.2))),
-    RKV(**TWO | {"budget": LengthSchedule([0, 40, 60], [22, 26, 28])}),
+    c.SnapKV(**ONE), c.SnapKV(**TWO | {"protect_observations": 100, "budget": 40}), c.SnapKV(**{**TWO, "buffer": 1}),
+    c.StreamingLLM(**ONE, compress_prompt=False), c.SnapKV(**TWO, compress_prompt=False),
+    c.SnapKV(**{**TWO, "budget": 60}, protect_prompt=True), c.KNorm(**TWO | {"budget": 30}, protect_token_ids=[40, 41]),
+    c.SnapKV(**TWO, budget_rule=Adaptive()), c.H2O(**ONE, budget_rule=Adaptive()),
+    c.SnapKV(**TWO | {"budget": 33}, budget_rule=Pyramid(2)),
+    c.SnapKV(**TWO, budget_rule=Adaptive(layers=Pyramid(1.2))),
+    c.RKV(**TWO | {"budget": LengthSchedule([0, 40, 60], [22, 26, 28])}),
 ]  # fmt: skip
 
 
@@ -87,7 +72,7 @@ def check_protected(rollout: Rollout, count: int) -> tuple[int, int]:
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("compressor", [*METHODS, *SETTINGS], ids=str)
-def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -> None:
+def test_the_newest_texts_stay_and_the_record_is_exact(compressor: c.Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
     rollout = converse(model, compressor, max_prefill_tokens=7)  # texts are cut
     lost, kept = check_protected(rollout, compressor.protect_observations)
@@ -96,7 +81,7 @@ def test_the_newest_texts_stay_and_the_record_is_exact(compressor: Compressor) -
     check_exact(model, compressor, rollout, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("method", [QFilters, TriAttention])
+@pytest.mark.parametrize("method", [c.QFilters, c.TriAttention])
 def test_calibrated_methods_keep_them_too(method: Any) -> None:
     model = small_model().double()
     statistics = gather_statistics(model, torch.randint(3, 100, (4, 60)), torch.full((4,), 60))
@@ -109,22 +94,26 @@ def test_calibrated_methods_keep_them_too(method: Any) -> None:
 def test_without_protection_they_go() -> None:
     """Else the tests above would show nothing."""
     model = small_model().double()
-    for compressor in (SnapKV(**SIZES), SnapKV(**ONE)):
+    for compressor in (c.SnapKV(**SIZES), c.SnapKV(**ONE)):
         with pytest.raises(AssertionError):
             check_protected(converse(model, compressor), compressor.protect_observations + 1)
 
 
-def brute_force(length: int, prompt: int, texts: list[list[int]], compressor: Compressor) -> list[int]:
+def brute_force(length: int, prompt: int, texts: list[list[int]], compressor: c.Compressor) -> list[int]:
     """The death of every token but the last, by StreamingLLM: the oldest that may go is the first to go."""
-    c, live, death = compressor, list[int](), [NEVER] * length
+    live, death = list[int](), [NEVER] * length
     for fed in range(1, length):
         live.append(fed - 1)
-        if fed < prompt or len(live) < c.budget + c.buffer:
+        if fed < prompt or len(live) < compressor.budget + compressor.buffer:
             continue
         begun = [text for text in texts if text[0] < fed]
-        stay = {at for text in begun[max(0, len(begun) - c.protect_observations) :] for at in text}
-        stay |= {*range(c.num_sinks), *live[-c.window :], *(range(prompt) if c.protect_prompt else ())}
-        gone = [at for at in live if at not in stay][: len(live) - c.budget]
+        stay = {at for text in begun[max(0, len(begun) - compressor.protect_observations) :] for at in text}
+        stay |= {
+            *range(compressor.num_sinks),
+            *live[-compressor.window :],
+            *(range(prompt) if compressor.protect_prompt else ()),
+        }
+        gone = [at for at in live if at not in stay][: len(live) - compressor.budget]
         live = [at for at in live if at not in gone]
         for at in gone:
             death[at] = fed
@@ -135,7 +124,7 @@ def brute_force(length: int, prompt: int, texts: list[list[int]], compressor: Co
 @pytest.mark.parametrize("options", [{}, {"protect_prompt": True, "budget": 60}, {"num_sinks": 0}], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_every_death_is_that_of_brute_force(count: int, options: dict[str, Any]) -> None:
-    compressor = StreamingLLM(**{**SIZES, "budget": 30, **options}, protect_observations=count)
+    compressor = c.StreamingLLM(**{**SIZES, "budget": 30, **options}, protect_observations=count)
     rollout = converse(small_model(), compressor)
     for row in range(len(rollout)):
         length, prompt = int(rollout.lengths[row]), int(rollout.prompt_lengths[row])
@@ -147,7 +136,7 @@ def test_every_death_is_that_of_brute_force(count: int, options: dict[str, Any])
 # -------------------------------------------------------------------- what does not change
 
 
-class Counted(SnapKV):
+class Counted(c.SnapKV):
     """Counts the events that were scored by the op."""
 
     events = 0
@@ -172,8 +161,8 @@ def test_what_has_no_turns_takes_the_short_way_and_more_memory_is_never_needed()
     assert_same(*rollouts, share=0)
     assert sizes[0] == sizes[1]
     assert events[0] == events[1] > 0
-    session = new_session(model, SnapKV(**TWO))
-    plain = new_session(model, SnapKV(**SIZES))
+    session = new_session(model, c.SnapKV(**TWO))
+    plain = new_session(model, c.SnapKV(**SIZES))
     parts, more = plain.engine.cache.parts(), session.engine.cache.parts()
     assert {n: [t.shape for t in own] for n, own in parts.items()} == {
         n: [t.shape for t in own] for n, own in more.items()
@@ -181,7 +170,7 @@ def test_what_has_no_turns_takes_the_short_way_and_more_memory_is_never_needed()
 
 
 def test_conversations_that_are_put_back_go_on() -> None:
-    model, compressor = small_model(), SnapKV(**TWO)
+    model, compressor = small_model(), c.SnapKV(**TWO)
     whole = converse(model, compressor)
     session = new_session(model, compressor)
     session.add(PROMPTS, range(10))
@@ -226,7 +215,7 @@ def fill(session: RolloutSession, more: int) -> list[int]:
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*shrinks with length")
 def test_a_text_may_be_as_long_as_the_room_and_no_longer(options: dict[str, Any]) -> None:
-    model, compressor = small_model(), SnapKV(**{**ONE, **options})
+    model, compressor = small_model(), c.SnapKV(**{**ONE, **options})
     rooms = fill(new_session(model, compressor), 0)
     assert len(rooms) > 5
     assert 5 < max(rooms) < LONGEST - 20
@@ -235,7 +224,7 @@ def test_a_text_may_be_as_long_as_the_room_and_no_longer(options: dict[str, Any]
 
 
 def test_what_cannot_be_kept_is_refused_with_the_numbers() -> None:
-    session = new_session(small_model(), SnapKV(**TWO))
+    session = new_session(small_model(), c.SnapKV(**TWO))
     session.add(PROMPTS[:2], range(4))
     while not session.paused:
         session.advance(max_steps=1)
@@ -257,7 +246,7 @@ def test_what_cannot_be_kept_is_refused_with_the_numbers() -> None:
 
 
 def test_room_is_not_limited_where_nothing_is_evicted_any_more() -> None:
-    for compressor in (FullKV(), SnapKV(**ONE | {"budget": 105}), SnapKV(**SIZES)):
+    for compressor in (c.FullKV(), c.SnapKV(**ONE | {"budget": 105}), c.SnapKV(**SIZES)):
         session = new_session(small_model(), compressor)
         session.add(PROMPTS[:2], range(4))
         while not session.paused:
@@ -271,12 +260,8 @@ def test_room_is_not_limited_where_nothing_is_evicted_any_more() -> None:
 
 def test_a_slot_that_cannot_be_cut_is_an_error_though_its_turn_is_over() -> None:
     """It would be longer than its memory when it goes on."""
-    sampler = RolloutSampler(
-        small_model(),
-        SnapKV(**{**SIZES, "buffer": 1}, protect_token_ids=[*range(128)]),
-        2,
-        end_token_ids=[*range(2, 128)],
-    )
+    compressor = c.SnapKV(**{**SIZES, "buffer": 1}, protect_token_ids=[*range(128)])
+    sampler = RolloutSampler(small_model(), compressor, 2, end_token_ids=[*range(2, 128)])
     params = SamplingParams(max_completion_length=20, min_completion_length=1, seed=SEED)
     session = RolloutSession(sampler, params, max_prompt_length=40, turns=True)
     session.add([[*range(22)]], range(1))  # full in the step that draws its last token

@@ -157,18 +157,6 @@ def test_a_prompt_stored_whole_is_compressed_like_any_other_after_its_first_time
     assert rollout.kv.stored.tolist() == [6.0]
 
 
-def test_sampler_is_reused_between_calls_and_pools_stay() -> None:
-    policy = model()
-    sampler = RolloutSampler(policy, RKV(**SMALL), num_slots=4)
-    params = SamplingParams(num_generations=2, max_completion_length=20, seed=5)
-    first = sampler.generate(PROMPTS, params)
-    address = sampler.cache.key_pool.data_ptr()
-    sampler.generate(PROMPTS[:2], SamplingParams(max_completion_length=10, seed=6))
-    second = sampler.generate(PROMPTS, params)
-    assert sampler.cache.key_pool.data_ptr() == address
-    assert_same(first, second)
-
-
 def test_the_model_is_left_as_it_was() -> None:
     policy = model()
     policy.train()
@@ -206,9 +194,8 @@ def test_several_end_tokens_and_lengths() -> None:
 
 def test_progress_reports_the_run() -> None:
     seen = []
-    RolloutSampler(model(), FullKV(), num_slots=2).generate(
-        PROMPTS, SamplingParams(max_completion_length=6), progress=seen.append
-    )
+    params = SamplingParams(max_completion_length=6)
+    RolloutSampler(model(), FullKV(), num_slots=2).generate(PROMPTS, params, progress=seen.append)
     assert seen[-1].finished == seen[-1].total == len(PROMPTS)
     assert seen[-1].active == 0
     assert all(a.tokens <= b.tokens for a, b in itertools.pairwise(seen))
@@ -229,7 +216,6 @@ def test_a_slot_that_evicts_nothing_is_warned_about_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sampler.generate([[1] * 40], SamplingParams(max_completion_length=10))
-        RolloutSampler(model(), RKV(budget=40, buffer=10)).generate(
-            [[1] * 40], SamplingParams(max_completion_length=11)
-        )
+        longer = SamplingParams(max_completion_length=11)
+        RolloutSampler(model(), RKV(budget=40, buffer=10)).generate([[1] * 40], longer)
         RolloutSampler(model(), FullKV()).generate([[1] * 40], SamplingParams(max_completion_length=10))

@@ -68,9 +68,8 @@ def test_a_check_is_read_behind_the_next_window(readings: list[tuple[int, int]])
 def test_nothing_is_decoded_when_all_sequences_have_ended_by_length(length: int, readings: Any) -> None:
     steps: list[int] = []
     params = SamplingParams(num_generations=2, max_completion_length=length, seed=1)
-    rollout = RolloutSampler(policy(), SnapKV(**SIZES)).generate(
-        PROMPTS, params, progress=lambda now: steps.append(now.step)
-    )
+    sampler = RolloutSampler(policy(), SnapKV(**SIZES))
+    rollout = sampler.generate(PROMPTS, params, progress=lambda now: steps.append(now.step))
     assert rollout.completion_lengths.tolist() == [length] * 6
     assert steps[-1] == length - 1  # the prompt gives the first token
     assert readings[-1] == (length - 1, length - 1)
@@ -309,7 +308,6 @@ def test_prompts_wait_for_their_last_sample_only() -> None:
     assert first.sequences.shape == (4, 4)
     session.add([[7]], range(8, 12))
     session.advance()
-    whole = RolloutSampler(tiny_model(eos_token_id=None), FullKV()).generate(
-        [[5], [6], [7]], SamplingParams(num_generations=4, max_completion_length=3)
-    )
+    params = SamplingParams(num_generations=4, max_completion_length=3)
+    whole = RolloutSampler(tiny_model(eos_token_id=None), FullKV()).generate([[5], [6], [7]], params)
     assert torch.equal(session.take([1, 2]).sequences, whole.sequences[4:])

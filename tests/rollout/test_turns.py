@@ -12,26 +12,11 @@ from rollouts import PROMPTS, SMALL, small_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.cache import chunks
 from sparse_rl_lightning.cache.chunks import Chunk
-from sparse_rl_lightning.compressors import (
-    CUR,
-    H2O,
-    RKV,
-    TOVA,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    KeyDiff,
-    KNorm,
-    LagKV,
-    RandomEviction,
-    SnapKV,
-    StreamingLLM,
-)
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.integrations.record import SampledRecord
 from sparse_rl_lightning.metrics.rollout import repetition_rates
 from sparse_rl_lightning.ops import attention
 from sparse_rl_lightning.records import Rollout
@@ -47,18 +32,18 @@ from tests.families import FAMILIES, family
 TEMPERATURE, SEED, LONGEST = 1.5, 5, 56
 ENDS = list(range(100, 116))  # an eighth of the vocabulary: turns are short and ragged
 EVICTING = [
-    StreamingLLM(**SMALL), RandomEviction(**SMALL), RandomEviction(**SMALL, redraw=True), KNorm(**SMALL),
-    KeyDiff(**SMALL), CUR(**SMALL), LagKV(**SMALL, lag_size=4), TOVA(**SMALL), SnapKV(**SMALL), RKV(**SMALL),
-    ExpectedAttention(**SMALL), H2O(**SMALL),
+    c.StreamingLLM(**SMALL), c.RandomEviction(**SMALL), c.RandomEviction(**SMALL, redraw=True), c.KNorm(**SMALL),
+    c.KeyDiff(**SMALL), c.CUR(**SMALL), c.LagKV(**SMALL, lag_size=4), c.TOVA(**SMALL), c.SnapKV(**SMALL),
+    c.RKV(**SMALL), c.ExpectedAttention(**SMALL), c.H2O(**SMALL),
 ]  # fmt: skip
 MORE = [
-    FullKV(), SnapKV(**SMALL, budget_rule=Adaptive()), SnapKV(**SMALL, compress_prompt=False),
-    SnapKV(**{**SMALL, "buffer": 1}), H2O(**SMALL, budget_rule=Adaptive()),
+    c.FullKV(), c.SnapKV(**SMALL, budget_rule=Adaptive()), c.SnapKV(**SMALL, compress_prompt=False),
+    c.SnapKV(**{**SMALL, "buffer": 1}), c.H2O(**SMALL, budget_rule=Adaptive()),
 ]  # fmt: skip
 
 
 def converse(
-    model: PreTrainedModel, compressor: Compressor, prompts: Sequence[list[int]] = PROMPTS, num_slots: int = 3,
+    model: PreTrainedModel, compressor: c.Compressor, prompts: Sequence[list[int]] = PROMPTS, num_slots: int = 3,
     ids: Sequence[int] | None = None, most: int = 3, longest: int = 19, length: int = LONGEST, **options: Any,
 ) -> Rollout:  # fmt: skip
     """Conversations of up to ``most`` + 1 turns; what a sequence is given depends on nothing but its id."""
@@ -87,7 +72,7 @@ def answer(session: RolloutSession, ids: Sequence[int], most: int, longest: int)
 
 
 def new_session(
-    model: PreTrainedModel, compressor: Compressor, num_slots: int = 3, length: int = LONGEST, **options: Any
+    model: PreTrainedModel, compressor: c.Compressor, num_slots: int = 3, length: int = LONGEST, **options: Any
 ) -> RolloutSession:
     sampler = RolloutSampler(model, compressor, num_slots, end_token_ids=ENDS, **options)
     params = SamplingParams(
@@ -96,7 +81,7 @@ def new_session(
     return RolloutSession(sampler, params, max_prompt_length=40, turns=True)
 
 
-def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout, tolerance: float = 2e-5) -> None:
+def check_exact(model: PreTrainedModel, compressor: c.Compressor, rollout: Rollout, tolerance: float = 2e-5) -> None:
     """Replay gives the sampler's log-probs, and token by token the same is evicted as in chunks."""
     assert rollout.turns.max() >= 5
     drawn = rollout.completion_mask
@@ -117,13 +102,13 @@ def check_exact(model: PreTrainedModel, compressor: Compressor, rollout: Rollout
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_of_every_family_are_replayed(name: str) -> None:
-    model, compressor = family(name), SnapKV(**SMALL)
+    model, compressor = family(name), c.SnapKV(**SMALL)
     check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]))
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("compressor", [*EVICTING, *MORE], ids=str)
-def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Compressor) -> None:
+def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: c.Compressor) -> None:
     model = small_model().double()  # in which rounding decides between no two entries
     check_exact(model, compressor, converse(model, compressor, PROMPTS[1:4]), tolerance=1e-6)
 
@@ -132,7 +117,7 @@ def test_every_compressor_sees_what_it_would_see_token_by_token(compressor: Comp
 def test_long_texts_are_cut_and_stored_as_the_cache_stores(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, compressor, counts = small_model(), SnapKV(**SMALL), list[int]()
+    model, compressor, counts = small_model(), c.SnapKV(**SMALL), list[int]()
 
     def read(engine: Engine, texts: list[Chunk]) -> Tensor:
         counts.append(sum(chunk.count for chunk in texts))
@@ -150,7 +135,7 @@ def test_long_texts_are_cut_and_stored_as_the_cache_stores(
 
 
 def test_texts_are_attended_under_masks_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, compressor = small_model(), SnapKV(**SMALL)
+    model, compressor = small_model(), c.SnapKV(**SMALL)
     want = converse(model, compressor, PROMPTS[1:3], most=1)
     monkeypatch.setattr(attention, "MASK_SIZE", 20)
     monkeypatch.setattr(chunks, "visible_attention", None)  # which takes a mask of all pairs
@@ -160,7 +145,7 @@ def test_texts_are_attended_under_masks_of_limited_size(monkeypatch: pytest.Monk
 
 
 def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:
-    model, compressor = small_model(), SnapKV(**SMALL)
+    model, compressor = small_model(), c.SnapKV(**SMALL)
     rollout = converse(model, compressor)
     replayed = replay_logprobs(model, rollout, TEMPERATURE)
     (replayed * rollout.completion_mask).sum().backward()
@@ -174,7 +159,7 @@ def test_gradients_are_finite_and_those_of_given_tokens_are_zero() -> None:
 @pytest.mark.parametrize("protected", [0, 2])
 def test_a_conversation_does_not_depend_on_its_neighbors(protected: int) -> None:
     """Bitwise: with others in slots that are paused, refilled, read at other times, and left by others' texts."""
-    model, compressor = small_model(), SnapKV(**SMALL | {"budget": 22}, protect_observations=protected)
+    model, compressor = small_model(), c.SnapKV(**SMALL | {"budget": 22}, protect_observations=protected)
     together = converse(model, compressor, num_slots=2)
     for number in (0, 3):
         alone = converse(model, compressor, [PROMPTS[number]], 1, ids=[2 * number, 2 * number + 1])
@@ -189,9 +174,8 @@ def test_a_conversation_does_not_depend_on_its_neighbors(protected: int) -> None
 
 def test_others_go_on_while_one_waits() -> None:
     model = small_model()
-    session = new_session(model, SnapKV(**SMALL), num_slots=4)
+    session = new_session(model, c.SnapKV(**SMALL), num_slots=4)
     session.add(PROMPTS[:2], range(4))
-    waiting: set[int] = set()
     session.advance(until=lambda: bool(session.paused), max_steps=0)
     waiting = set(session.paused)
     before = {one.number: one.num_fed for one in session.scheduler.running.values()}
@@ -205,7 +189,7 @@ def test_others_go_on_while_one_waits() -> None:
 
 
 def test_memory_does_not_grow_with_turns() -> None:
-    model, compressor = small_model(max_position_embeddings=4096), SnapKV(**SMALL)
+    model, compressor = small_model(max_position_embeddings=4096), c.SnapKV(**SMALL)
     sampler = RolloutSampler(model, compressor, 2, end_token_ids=ENDS)
     params = SamplingParams(max_completion_length=3000, seed=SEED, temperature=TEMPERATURE)
     session = RolloutSession(sampler, params, max_prompt_length=40, turns=True)
@@ -221,12 +205,6 @@ def test_memory_does_not_grow_with_turns() -> None:
     assert_same_logprobs(replayed[drawn].float(), rollout.sampler_logprobs[drawn], share=5e-5)
 
 
-def test_a_conversation_is_no_record_of_version_1() -> None:
-    model, compressor = small_model(), SnapKV(**SMALL)
-    with pytest.raises(UserError, match="given between turns"):
-        SampledRecord.of(converse(model, compressor))
-
-
 def test_phrases_do_not_reach_over_what_was_given() -> None:
     ids, drawn = torch.tensor([[1, 2, 9, 3] * 4]), torch.tensor([[True, True, False, True] * 4])
     assert repetition_rates(ids, drawn, 4).item() == 0
@@ -239,7 +217,7 @@ def test_phrases_do_not_reach_over_what_was_given() -> None:
 def test_stop_strings_end_turns_and_are_not_found_in_what_was_given() -> None:
     model, tokenizer = small_model(vocab_size=25), character_tokenizer("0123456789+-*/= abcdef")
     stop = tokenizer.decode([7])
-    sampler = RolloutSampler(model, RandomEviction(**SMALL), 2, end_token_ids=[], tokenizer=tokenizer)
+    sampler = RolloutSampler(model, c.RandomEviction(**SMALL), 2, end_token_ids=[], tokenizer=tokenizer)
     params = SamplingParams(max_completion_length=400, seed=3, temperature=3.0, stop_strings=(2 * stop, "5"))
     session = RolloutSession(sampler, params, max_prompt_length=4, turns=True)
     session.add([[5, 6], [8, 11]], range(2))
@@ -257,7 +235,7 @@ def test_stop_strings_end_turns_and_are_not_found_in_what_was_given() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     model = small_model()
-    session = new_session(model, SnapKV(**SMALL))
+    session = new_session(model, c.SnapKV(**SMALL))
     session.add(PROMPTS[:1], range(2))
     with pytest.raises(UserError, match="sequence 0 is not paused"):
         session.append(0, [5])
@@ -270,12 +248,9 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="not paused"):
         session.finish(0)
     talk(session, range(2))
-    sampler = RolloutSampler(model, SnapKV(**SMALL), 3)
     params = SamplingParams(max_completion_length=9)
-    plain = RolloutSession(sampler, params, max_prompt_length=9)
     with pytest.raises(UserError, match="made without turns=True"):
-        plain.finish(0)
+        RolloutSession(RolloutSampler(model, c.SnapKV(**SMALL), 3), params, 9).finish(0)
+    retrieving = RolloutSampler(model, None, 3, retriever=Quest(budget=64, num_dense_layers=1))
     with pytest.raises(UserError, match="without a retriever"):
-        RolloutSession(
-            RolloutSampler(model, None, 3, retriever=Quest(budget=64, num_dense_layers=1)), params, 9, turns=True
-        )
+        RolloutSession(retrieving, params, 9, turns=True)

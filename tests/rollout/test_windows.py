@@ -24,20 +24,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning.budgets import Adaptive, Pyramid
 from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.callbacks import DryRun, MismatchSplit
-from sparse_rl_lightning.compressors import (
-    H2O,
-    RKV,
-    Compressor,
-    ExpectedAttention,
-    FullKV,
-    LearnedScore,
-    RandomEviction,
-    SnapKV,
-)
 from sparse_rl_lightning.integrations.record import SampledRecord
 from sparse_rl_lightning.policies import LoadedPolicy
 from sparse_rl_lightning.policies.geometry import CacheGeometry, context_length, model_sizes
@@ -86,7 +77,7 @@ def windowed(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_chunks_of_a_prompt_are_staged_as_far_as_windows_reach(name: str) -> None:
     model, params = windowed(name), SamplingParams(max_completion_length=2)
-    sampler = RolloutSampler(model, FullKV(), max_prefill_tokens=5)
+    sampler = RolloutSampler(model, c.FullKV(), max_prefill_tokens=5)
     full, slides = (0, 2) if name == "mistral" else (2, 2)
     for length in (40, 80):
         usage = sampler.generate([list(range(5, 5 + length))], params).kv
@@ -94,23 +85,23 @@ def test_chunks_of_a_prompt_are_staged_as_far_as_windows_reach(name: str) -> Non
 
 
 COMPRESSORS = {
-    "SnapKV": SnapKV(**SMALL),
-    "native scores, heads of their own": SnapKV(**SMALL, budget_rule=Adaptive(floor=7)),
-    "layers of their own": RKV(**{**SMALL, "budget": 16}, budget_rule=Pyramid(beta=2)),
-    "running state": H2O(**SMALL),
-    "rotation": ExpectedAttention(query_window=6, num_future=9, **SMALL),
-    "random": RandomEviction(**SMALL),
+    "SnapKV": c.SnapKV(**SMALL),
+    "native scores, heads of their own": c.SnapKV(**SMALL, budget_rule=Adaptive(floor=7)),
+    "layers of their own": c.RKV(**{**SMALL, "budget": 16}, budget_rule=Pyramid(beta=2)),
+    "running state": c.H2O(**SMALL),
+    "rotation": c.ExpectedAttention(query_window=6, num_future=9, **SMALL),
+    "random": c.RandomEviction(**SMALL),
     "weights by layer": learned_score(**SMALL),
-    "the prompt stays at first": SnapKV(**SMALL, compress_prompt=False),
+    "the prompt stays at first": c.SnapKV(**SMALL, compress_prompt=False),
 }
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("compressor", list(COMPRESSORS.values()), ids=list(COMPRESSORS))
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
-def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compressor) -> None:
+def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: c.Compressor) -> None:
     model = windowed(name)
-    if isinstance(compressor, LearnedScore):  # of all layers, by the model's numbers
+    if isinstance(compressor, c.LearnedScore):  # of all layers, by the model's numbers
         compressor = learned_score(model=model_sizes(model, CacheGeometry.of(model)), **SMALL)
     rollout = RolloutSampler(model, compressor).generate(PROMPTS, ONCE)
     record = rollout.evictions
@@ -119,7 +110,7 @@ def test_replay_is_exact_and_batches_do_not_matter(name: str, compressor: Compre
     assert_replayed(model, rollout)
     assert_same(roll_out(model, compressor, 2, prompts=PROMPTS, params=ONCE, max_prefill_tokens=16), rollout)
     forced = forced_rollout(model, rollout, compressor, seed=5)
-    if not isinstance(compressor, RandomEviction):  # whose numbers are keyed by sequence
+    if not isinstance(compressor, c.RandomEviction):  # whose numbers are keyed by sequence
         assert torch.equal(forced.evictions.death, record.death)
         assert_same_logprobs(forced.sampler_logprobs, rollout.sampler_logprobs)
 
@@ -148,7 +139,7 @@ def test_replay_is_window_and_death() -> None:
 @pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16])
 def test_memory_is_that_of_both_kinds_of_layers(name: str, kv_dtype: torch.dtype | None) -> None:
     model = windowed(name)
-    compressor = FullKV() if name == "mistral" else SnapKV(**SMALL)
+    compressor = c.FullKV() if name == "mistral" else c.SnapKV(**SMALL)
     limit = 20_000 if name == "mistral" else 45_000
     sampler = RolloutSampler(model, compressor, memory_limit=limit, kv_dtype=kv_dtype)
     rollout = sampler.generate(PROMPTS, PARAMS)
@@ -165,7 +156,7 @@ def test_memory_is_that_of_both_kinds_of_layers(name: str, kv_dtype: torch.dtype
 @pytest.mark.parametrize("longest", [3, 30])
 def test_what_is_stored_and_read_is_counted_in_all_layers(longest: int) -> None:
     model, params = mixed(3), SamplingParams(max_completion_length=longest, seed=2, num_generations=2)
-    rollout = RolloutSampler(model, SnapKV(**SMALL)).generate(PROMPTS, params)
+    rollout = RolloutSampler(model, c.SnapKV(**SMALL)).generate(PROMPTS, params)
     death, kv = rollout.evictions.death, rollout.kv
     for row, prompt in enumerate(rollout.prompt_lengths.tolist()):
         end = prompt + int(rollout.completion_lengths[row]) - 1  # tokens fed
@@ -186,7 +177,7 @@ def test_what_is_stored_and_read_is_counted_in_all_layers(longest: int) -> None:
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_slots_that_are_put_back_go_on(name: str) -> None:
     model = windowed(name)
-    compressor = FullKV() if name == "mistral" else SnapKV(**SMALL)
+    compressor = c.FullKV() if name == "mistral" else c.SnapKV(**SMALL)
     moved = put_back_midway(RolloutSampler(model, compressor, 4), PROMPTS, PARAMS)
     assert_same(moved, roll_out(model, compressor, prompts=PROMPTS, params=PARAMS))
 
@@ -197,13 +188,13 @@ def test_slots_that_are_put_back_go_on(name: str) -> None:
 def test_both_decoders_give_the_same_rollout() -> None:
     model = mixed()
     given = {"prompts": PROMPTS, "params": PARAMS}
-    assert_same(*(roll_out(model, RKV(**SMALL), decoder=way, **given) for way in ("native", "transformers")))
+    assert_same(*(roll_out(model, c.RKV(**SMALL), decoder=way, **given) for way in ("native", "transformers")))
 
 
 def test_compressors_see_full_layers_with_their_own_rotation_and_number() -> None:
     seen: list[tuple[int, float]] = []
 
-    class Looks(SnapKV):
+    class Looks(c.SnapKV):
         needs_layer_index = True
 
         def score(self, layer: LayerState) -> torch.Tensor:
@@ -221,8 +212,8 @@ def test_compressors_see_full_layers_with_their_own_rotation_and_number() -> Non
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "gpt_oss"])
 def test_training_replays_windows_and_sinks(name: str) -> None:
     """The learner under the record and the windows is the sampler, so that all of the mismatch is the compressor's."""
-    tokenizer, compressor = character_tokenizer(ALPHABET), RKV(budget=8, buffer=3, num_sinks=1, window=2)
-    grpo = module(compressor=FullKV() if name == "mistral" else compressor, lr=0.05)
+    tokenizer, compressor = character_tokenizer(ALPHABET), c.RKV(budget=8, buffer=3, num_sinks=1, window=2)
+    grpo = module(compressor=c.FullKV() if name == "mistral" else compressor, lr=0.05)
     model: Any = family(name, vocab_size=len(tokenizer), initializer_range=0.1, sliding_window=6)
     grpo.policy_source = LoadedPolicy(model, tokenizer)
     grpo.configure_model()
@@ -240,7 +231,7 @@ def test_training_replays_windows_and_sinks(name: str) -> None:
 
 def test_a_retriever_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Quest does not know layers with a sliding window.*sliding_window=8"):
-        RolloutSampler(mixed(), FullKV(), retriever=Quest(16, page_size=4, num_dense_layers=0))
+        RolloutSampler(mixed(), c.FullKV(), retriever=Quest(16, page_size=4, num_dense_layers=0))
 
 
 def test_a_window_that_the_configuration_hides_is_refused() -> None:
@@ -259,13 +250,13 @@ def test_a_ring_is_no_longer_than_a_sequence() -> None:
 
 def test_windows_shorter_than_the_check_of_a_model() -> None:
     """Sequences fit into the window, the text that the model is compared on does not."""
-    sampler = RolloutSampler(mixed(max_window_layers=0), SnapKV(**SMALL), 2)
+    sampler = RolloutSampler(mixed(max_window_layers=0), c.SnapKV(**SMALL), 2)
     rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=5))
     assert_same_logprobs(replay_logprobs(sampler.model, rollout), rollout.sampler_logprobs)
 
 
 def test_a_model_of_windows_alone_has_nothing_to_record() -> None:
-    sampler = RolloutSampler(mixed(max_window_layers=0), FullKV(), 2)
+    sampler = RolloutSampler(mixed(max_window_layers=0), c.FullKV(), 2)
     rollout = sampler.generate([[5, 6, 7]], SamplingParams(max_completion_length=30))
     assert held_share(rollout.evictions).tolist() == [[1.0] * rollout.evictions.length]
     with pytest.raises(ValueError, match="nothing is there to record"):
@@ -312,13 +303,12 @@ def test_what_a_configuration_does_not_say_is_no_limit() -> None:
 
 def test_a_sequence_beyond_the_original_context_is_that_of_generate() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    model = Qwen3ForCausalLM(
-        Qwen3Config(**CONFIG, head_dim=16, max_position_embeddings=40, rope_parameters=rope)
-    ).eval()
+    stretched = Qwen3Config(**CONFIG, head_dim=16, max_position_embeddings=40, rope_parameters=rope)
+    model = Qwen3ForCausalLM(stretched).eval()
     prompt = torch.randint(3, 64, (60,)).tolist()
     greedy = SamplingParams(max_completion_length=40, temperature=0)
     assert_generated(model, roll_out(model, prompts=[prompt], params=greedy), 40, [prompt])
-    sampler = RolloutSampler(model, SnapKV(budget=30, buffer=6), num_slots=1)
+    sampler = RolloutSampler(model, c.SnapKV(budget=30, buffer=6), num_slots=1)
     evicted = sampler.generate([prompt], greedy)
     assert_replayed(model, evicted)
     for generate in (sampler.generate, RolloutSession(sampler, greedy, 100).add):
@@ -330,24 +320,24 @@ def test_a_window_in_all_layers_is_refused_only_where_it_binds() -> None:
     """Within it all layers are of full attention; beyond it none is left to evict from or to retrieve in."""
     model = MistralForCausalLM(MistralConfig(**CONFIG, head_dim=16, sliding_window=WINDOW)).eval()
     prompt, fits = torch.randint(3, 64, (WINDOW - 12,)).tolist(), SamplingParams(max_completion_length=12, seed=1)
-    small, retriever = SnapKV(budget=10, buffer=4, num_sinks=1, window=4), Quest(16, page_size=4, num_dense_layers=0)
+    small, retriever = c.SnapKV(budget=10, buffer=4, num_sinks=1, window=4), Quest(16, page_size=4, num_dense_layers=0)
     evicted = RolloutSampler(model, small, num_slots=1).generate([prompt], fits)
     assert int(evicted.completion_lengths) == 12
     assert bool((evicted.evictions.death[..., : WINDOW - 4] < NEVER).any(dim=-1).all()), "in all layers"
     assert_same_logprobs(replay_logprobs(model, evicted), evicted.sampler_logprobs)
     forced = forced_rollout(model, evicted, small, seed=1)
     assert_same_logprobs(forced.sampler_logprobs, evicted.sampler_logprobs)
-    paged = RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], fits)
+    paged = RolloutSampler(model, c.FullKV(), retriever=retriever).generate([prompt], fits)
     retrieved = retrieval_logprobs(model, paged, retriever).logprobs
     assert_same_logprobs(retrieved, paged.sampler_logprobs)
 
     longer, sampler = SamplingParams(max_completion_length=13, seed=1), RolloutSampler(model, small, num_slots=1)
-    whole = RolloutSampler(model, FullKV()).generate([prompt], longer)
+    whole = RolloutSampler(model, c.FullKV()).generate([prompt], longer)
     for name, use in {
         "SnapKV": lambda: sampler.generate([prompt], longer),
         "SnapKV ": lambda: RolloutSession(sampler, longer, 12).add([prompt], range(1)),
         " SnapKV": lambda: forced_rollout(model, whole, small),
-        "Quest": lambda: RolloutSampler(model, FullKV(), retriever=retriever).generate([prompt], longer),
+        "Quest": lambda: RolloutSampler(model, c.FullKV(), retriever=retriever).generate([prompt], longer),
         " Quest": lambda: retrieval_logprobs(model, whole, retriever),
     }.items():
         refused = rf"sliding window in every layer \(sliding_window={WINDOW}\), .* up to 25 tokens .* {name.strip()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,17 @@ from sparse_rl_lightning.records import NEVER, EvictionRecord, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from tests.families import family
 from tests.integrations.record.independent_rkv import sample
+from tests.integrations.record.write_cases import CASES, FOLDER
 
 STORIES = Path(os.environ.get("SPARSE_RL_STORIES", Path(__file__).parents[4] / "shared/models/stories260K"))
-CASES = sorted((Path(__file__).parent / "cases").glob("*.json"))
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 30)]
 
 
 def r_kv_record(model: PreTrainedModel, prompts: list[list[int]], length: int = 60) -> SampledRecord:
     """What the independent program says of its requests."""
     drawn = [sample(model, prompt, budget=16, buffer=8, length=length, seed=i) for i, prompt in enumerate(prompts)]
-    requests = [
-        Request(d.prompt, d.completion, d.logprobs, [Kept(q, kept, layer) for q, layer, kept in d.events])
-        for d in drawn
-    ]
+    events = [[Kept(query, kept, layer) for query, layer, kept in d.events] for d in drawn]
+    requests = [Request(d.prompt, d.completion, d.logprobs, lost) for d, lost in zip(drawn, events, strict=True)]
     return record_of_kept(requests, model.config.num_hidden_layers, model.config.num_key_value_heads)
 
 
@@ -93,25 +90,19 @@ def test_heads_that_share_are_written_once(recorded: SampledRecord) -> None:
     assert len(shared.evictions) == len(events) == len(shared.runs)  # one run of positions for all heads
 
 
-@pytest.mark.parametrize(
-    ("moved", "finding"),
-    [
-        (lambda query: query + 1, "with every eviction one query earlier in all layers"),
-        (lambda query: query - 1, "with every eviction one query later in all layers"),
-    ],
-)
+@pytest.mark.parametrize(("moved", "finding"), [(1, "earlier"), (-1, "later")])
 def test_the_first_token_and_what_would_explain_it(
-    llama: PreTrainedModel, recorded: SampledRecord, moved: Callable[[Tensor], Tensor], finding: str
+    llama: PreTrainedModel, recorded: SampledRecord, moved: int, finding: str
 ) -> None:
     wrong = recorded.evictions.clone()
     of_second = wrong[:, 0] == 1
-    wrong[of_second, 3] = moved(wrong[of_second, 3])
+    wrong[of_second, 3] += moved
     verdict = check_record(replace(recorded, evictions=wrong), llama)
     first = int(recorded.evictions[of_second, 3].min())
     assert (verdict.request, verdict.agrees) == (1, False)
     # the query at q predicts the token at q + 1
     assert verdict.token in {first, first + 1}
-    assert finding in verdict.text
+    assert f"with every eviction one query {finding} in all layers" in verdict.text
 
 
 def test_a_wrong_layer_is_named(llama: PreTrainedModel, recorded: SampledRecord) -> None:
@@ -171,9 +162,8 @@ def test_kept_positions_are_evictions_by_brute_force() -> None:
     events = []
     for query in (11, 20, 33):
         layer, head = (int(torch.randint(-1, n, (), generator=generator)) for n in (layers, heads))
-        own = seen[
-            slice(None) if layer < 0 else slice(layer, layer + 1), slice(None) if head < 0 else slice(head, head + 1)
-        ]
+        of_layer, of_head = (slice(None) if n < 0 else slice(n, n + 1) for n in (layer, head))
+        own = seen[of_layer, of_head]
         alive = own[:, :, query - 1, :query].all(0).all(0)  # what every head of the event still has
         kept = [k for k in range(query) if alive[k] and float(torch.rand((), generator=generator)) < 0.6]
         events.append(Kept(query, kept, layer, head))
@@ -237,9 +227,8 @@ def test_what_heads_share_is_written_once_by_brute_force(shape: tuple[int, int, 
         expected += [([request, i, h, query], positions) for i, h, positions in cells if positions]
     runs = record.runs.split(record.num_runs.tolist())
     assert [row for row, _ in expected] == record.evictions.tolist()
-    assert [positions for _, positions in expected] == [
-        [p for first, past in one.tolist() for p in range(first, past)] for one in runs
-    ]
+    stored = [[p for first, past in one.tolist() for p in range(first, past)] for one in runs]
+    assert [positions for _, positions in expected] == stored
     assert all((one[1:, 0] > one[:-1, 1]).all() for one in runs)  # adjacent tokens are of one run
     back = record.rollout().evictions
     assert torch.equal(back.death, death)
@@ -292,10 +281,10 @@ def test_many_evictions_are_written_and_read_by_as_many_operations_as_few() -> N
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_conformance_cases_are_what_their_files_say(path: Path) -> None:
-    case = json.loads(path.read_text(encoding="utf-8"))
-    stored = path.with_suffix(".safetensors")
+@pytest.mark.parametrize("name", [*CASES, "twice", "future"])
+def test_conformance_cases_are_what_their_files_say(name: str) -> None:
+    case = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    stored = FOLDER / f"{name}.safetensors"
     if "refused" in case:
         with pytest.raises(ValueError, match=case["refused"]):
             read_record(stored).rollout()
@@ -306,10 +295,6 @@ def test_conformance_cases_are_what_their_files_say(path: Path) -> None:
     found = {tuple(row): runs.tolist() for row, runs in zip(
         record.evictions.tolist(), record.runs.split(record.num_runs.tolist()), strict=True)}  # fmt: skip
     assert found == {tuple(e["eviction"]): e["runs"] for e in case["evictions"]}
-
-
-def test_there_are_conformance_cases() -> None:
-    assert {path.stem for path in CASES} >= {"blocks", "layers", "heads", "nothing", "twice", "future"}
 
 
 # ------------------------------------------------------------------ wrong input
@@ -425,13 +410,9 @@ def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
     refused("is not JSON", arrays, header)
     refused("is not JSON", arrays, header | {"numbers": "[" * 100_000})
     refused("must be an object of num_layers, num_heads, temperature", arrays, header | {"numbers": "[]"})
-    refused("num_layers must be a number of type int, got '2'", arrays,
-            header | {"numbers": json.dumps(numbers | {"num_layers": "2"})})  # fmt: skip
-    refused(
-        "num_layers must be at least 1 and at most 4096",
-        arrays,
-        header | {"numbers": json.dumps(numbers | {"num_layers": 10**30})},
-    )
+    text, many = (header | {"numbers": json.dumps(numbers | {"num_layers": given})} for given in ("2", 10**30))
+    refused("num_layers must be a number of type int, got '2'", arrays, text)
+    refused("num_layers must be at least 1 and at most 4096", arrays, many)
     refused("must hold the arrays", {name: arrays[name] for name in list(ARRAYS)[1:]}, good)
     refused("must hold the arrays", arrays | {"more": arrays["runs"].clone()}, good)
     save_file(arrays | {"x_blocks": arrays["runs"].clone()}, path, good)
@@ -476,9 +457,8 @@ def test_the_command(
     assert "explains its log-probabilities: 180 tokens" in capsys.readouterr().out
     late = recorded.evictions + torch.tensor([0, 0, 0, 1], dtype=torch.int32)
     write_record(replace(recorded, evictions=late), tmp_path / "b.safetensors")
-    with pytest.raises(
-        ValueError, match=r"does not explain .* request 0 from token .* one query earlier in all layers"
-    ):
+    said = r"does not explain .* request 0 from token .* one query earlier in all layers"
+    with pytest.raises(ValueError, match=said):
         main(["check", str(tmp_path / "b.safetensors"), "--model", str(tmp_path / "model"), "--device", "cpu"])
     main(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "a.safetensors")])
     assert "say the same" in capsys.readouterr().out

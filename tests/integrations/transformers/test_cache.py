@@ -201,9 +201,8 @@ def test_an_error_of_a_compressor_arrives_after_memory_has_grown() -> None:
 
 def test_adapters_count() -> None:
     peft = pytest.importorskip("peft", reason="peft is an extra")
-    model = peft.get_peft_model(
-        small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(small_model(), adapter)
     compressor = RKV(**SMALL)
     with_adapters = generated(model, CompressedCache(compressor, model))
     assert with_adapters == sampled(model.get_base_model(), compressor)
@@ -321,10 +320,8 @@ def rollout_of(model: PreTrainedModel, compressor: Compressor) -> Rollout:
 
 def sampled(model: PreTrainedModel, compressor: Compressor) -> list[list[int]]:
     rollout = rollout_of(model, compressor)
-    return [
-        row[length : length + LENGTH].tolist()
-        for row, length in zip(rollout.sequences, rollout.prompt_lengths, strict=True)
-    ]
+    rows = zip(rollout.sequences, rollout.prompt_lengths, strict=True)
+    return [row[length : length + LENGTH].tolist() for row, length in rows]
 
 
 def as_rollout(model: PreTrainedModel, sequences: Tensor, compressor: Compressor) -> Rollout:
@@ -383,10 +380,8 @@ def test_answers_under_a_budget_are_the_samplers(models_dir: Path, tmp_path: Pat
     compressor = SnapKV(budget=32, buffer=8, window=8)
     with compressed_generation(model, compressor):
         some = answers()
-    sampler = RolloutSampler(model, compressor)
-    rollout = sampler.generate(
-        [tokenizer(text)["input_ids"] for text in TEXTS], SamplingParams(max_completion_length=TOKENS, temperature=0)
-    )
+    params = SamplingParams(max_completion_length=TOKENS, temperature=0)
+    rollout = RolloutSampler(model, compressor).generate([tokenizer(text)["input_ids"] for text in TEXTS], params)
     own = [row[mask] for row, mask in zip(rollout.sequences, rollout.completion_mask, strict=True)]
     assert some == [tokenizer.decode(ids, skip_special_tokens=True) for ids in own]
     assert some != full == answers()

@@ -24,7 +24,7 @@ from accelerate import dispatch_model
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, ProcessorMixin
 from trl import GRPOTrainer
-from trl_runs import PROMPTS, build, evicting, logged, policy, weights
+from trl_runs import PROMPTS, build, evicting, listening, logged, policy, weights
 
 from sparse_rl_lightning.callbacks import MIS, TIS, ImportanceReweighting, ScoreCentering, SparsityAwareRejection
 from sparse_rl_lightning.compressors import FullKV
@@ -48,20 +48,6 @@ class Told(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: Any, *_: Any) -> tuple[list[list[int]], None]:
         torch.randint(2**62, ())  # the other trainer's seed, so that both shuffle alike
         return self.told.pop(0), None
-
-
-def listening(trainer: Any) -> list[list[list[int]]]:
-    """The completions of every rollout that the trainer will draw."""
-    heard: list[list[list[int]]] = []
-    draw = trainer._generate_single_turn
-
-    def listen(*given: Any) -> Any:
-        found = draw(*given)
-        heard.append(found[0])
-        return found
-
-    trainer._generate_single_turn = listen
-    return heard
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -213,9 +199,7 @@ def test_a_record_of_another_sample_is_noticed(tmp_path: Path) -> None:
 
 def test_evaluation_between_two_micro_batches(tmp_path: Path) -> None:
     """Rollouts of evaluation do not take the place of the buffered one."""
-    more = {
-        "compressor": evicting(), "replay": True, "eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:3]}),
-    }  # fmt: skip
+    more = {"compressor": evicting(), "replay": True, "eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:3]})}
     changes = {"steps_per_generation": 4, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
     trainer = build(tmp_path, Watched, more, **changes)
     trainer.train()
@@ -380,9 +364,9 @@ def test_two_processes_train_one_policy(tmp_path: Path, method: str) -> None:
 
 def test_chats_and_a_tokenizer_of_the_folder(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
-    trainer = build(tmp_path, Watched, {"compressor": evicting(), "replay": True, "processing_class": None,
-                                        "reward_funcs": lambda completions, **_: [float(len(c[0]["content"])) for c in
-                                                                                  completions]})  # fmt: skip
+    length = lambda completions, **_: [float(len(c[0]["content"])) for c in completions]  # noqa: E731
+    more = {"compressor": evicting(), "replay": True, "processing_class": None, "reward_funcs": length}
+    trainer = build(tmp_path, Watched, more)
     trainer.train_dataset = Dataset.from_dict({"prompt": chats})
     trainer.train()
     assert max(trainer.differences) < 2e-5
@@ -414,9 +398,8 @@ def test_the_trained_policy_is_taken_without_what_trl_put_on_it(tmp_path: Path) 
     put_on = trainer.model.forward
     with trainer.own_forward() as policy:
         rollout = RolloutSampler(policy).generate([[3, 4, 5]], SamplingParams(max_completion_length=6, temperature=0))
-        ids = policy.generate(
-            torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, **{KEYWORD: CompressedCache(FullKV(), policy)}
-        )
+        options = {"max_new_tokens": 6, "do_sample": False, KEYWORD: CompressedCache(FullKV(), policy)}
+        ids = policy.generate(torch.tensor([[3, 4, 5]]), **options)
         assert ids[0].tolist() == [3, 4, 5, *rollout.completion_ids[0]]
         scored, _ = sequence_logprobs(policy, rollout.sequences, rollout.completion_mask)
         assert (scored - rollout.sampler_logprobs)[rollout.completion_mask].abs().max() < 2e-5
@@ -597,9 +580,8 @@ DROPOUTS = ("lora_dropout", "attention_dropout")
 
 def dropping(folder: Path, kind: str) -> dict[str, Any]:
     """Arguments of a trainer whose policy has dropout, and adapters that act."""
-    model = AutoModelForCausalLM.from_pretrained(
-        policy(folder), attention_dropout=0.3 if kind == "attention_dropout" else 0.0
-    )
+    dropout = 0.3 if kind == "attention_dropout" else 0.0
+    model = AutoModelForCausalLM.from_pretrained(policy(folder), attention_dropout=dropout)
     if kind == "attention_dropout":
         return {"model": model}
     peft = pytest.importorskip("peft", reason="peft is an extra")

@@ -65,6 +65,20 @@ def build(
     )
 
 
+def listening(trainer: Any) -> list[list[list[int]]]:
+    """The completions of every rollout that the trainer will draw."""
+    heard: list[list[list[int]]] = []
+    draw = trainer._generate_single_turn
+
+    def listen(*given: Any) -> Any:
+        found = draw(*given)
+        heard.append(found[0])
+        return found
+
+    trainer._generate_single_turn = listen
+    return heard
+
+
 def weights(trainer: GRPOTrainer) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 

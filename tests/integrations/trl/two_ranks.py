@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from trl_runs import build, evicting, logged, weights
+from trl_runs import build, evicting, listening, logged, weights
 
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 
@@ -19,16 +19,7 @@ trainer = build(
     mine, more={"compressor": evicting(), "replay": replay, "corrections": corrections}, ddp_backend="gloo",
     per_device_train_batch_size=2, num_generations=4,  # a group is on both
 )  # fmt: skip
-heard, draw = [], trainer._generate_single_turn
-
-
-def listen(*given: object) -> object:
-    found = draw(*given)
-    heard.append(found[0])
-    return found
-
-
-trainer._generate_single_turn = listen
+heard = listening(trainer)
 trainer.train()
 kept = {"weights": weights(trainer), "heard": heard, "kv": logged(trainer, "kv/saving_integral")}
 torch.save(kept, folder / f"{os.environ['RANK']}.pt")

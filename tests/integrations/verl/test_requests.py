@@ -106,9 +106,8 @@ def test_a_real_model() -> None:
     model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
     engine = RequestEngine(sampler(model, RKV(budget=24, buffer=8)), max_prompt_length=32)
     params = SamplingParams(max_completion_length=100)
-    drawn = [
-        engine.submit(Request("", prompt, params, i)) for i, prompt in enumerate([[1, 403, 407, 261, 378], [1]] * 3)
-    ]
+    prompts = [[1, 403, 407, 261, 378], [1]] * 3
+    drawn = [engine.submit(Request("", prompt, params, i)) for i, prompt in enumerate(prompts)]
     record = SampledRecord.cat([SampledRecord.of(future.result(WAIT)) for future in drawn])
     assert check_record(record, model).largest < 1e-4
     assert len(record.evictions) > 0

@@ -47,11 +47,8 @@ def folder(tmp_path: Path) -> Path:
 
 def trained(folder: Path, compressor: str, *more: str) -> list[dict[str, Any]]:
     """What verl logs of each step."""
-    rollout, actor, correction = (
-        "actor_rollout_ref.rollout.",
-        "actor_rollout_ref.actor.",
-        "algorithm.rollout_correction.",
-    )
+    rollout, actor = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+    correction = "algorithm.rollout_correction."
     given = [
         f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet", "data.train_batch_size=4",
         "data.max_prompt_length=32", "data.max_response_length=40", "data.dataloader_num_workers=0",
