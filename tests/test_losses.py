@@ -229,6 +229,11 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
         policy_loss(NEW, OLD, ADVANTAGES, MASK, **options)
 
 
+def test_a_sum_with_a_number_of_items_refuses_unknown_families_too() -> None:
+    with pytest.raises(ValueError, match="loss_type='dappo'"):
+        aggregate(NEW, MASK, loss_type="dappo", num_items=3)  # type: ignore[arg-type]
+
+
 def test_bad_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="mask must be a bool tensor"):
         policy_loss(NEW, OLD, ADVANTAGES, MASK.long())

@@ -45,6 +45,12 @@ def scored_rollout(keep: Tensor | None = MASK) -> ScoredRollout:
     return ScoredRollout(rollout, rows, ["2", HOSTILE], table, index=10)
 
 
+def test_a_single_process_watches_no_ranks(tmp_path: Path) -> None:
+    watch = callbacks.RankWatch()
+    watch.setup(Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path), module(), "fit")
+    assert watch._watch is None
+
+
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     return quiet_trainer(tmp_path)

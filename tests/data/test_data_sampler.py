@@ -396,6 +396,13 @@ def test_seeds() -> None:
     assert ArithmeticTasks(seed=1).val_rows() == ArithmeticTasks(seed=1, num_train=7).val_rows()
 
 
+def test_a_modulus_is_at_least_two() -> None:
+    moduli = {
+        int(row["prompt"].rpartition("%")[2][:-1]) for row in rows("modulo", num_terms=2, digits=1, num_train=400)
+    }
+    assert moduli == set(range(2, 10))
+
+
 def test_tasks_take_turns() -> None:
     assert Counter(row["task"] for row in rows(TASKS, num_train=280)) == dict.fromkeys(TASKS, 40)
 

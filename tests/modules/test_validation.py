@@ -11,6 +11,7 @@ import torch
 from pretend_gpu import PretendGPU, host
 from tiny_grpo import ALPHABET, Rows, fit, loaded, module, quiet, weights
 
+from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.metrics import confidence_interval, pass_at_k
 from sparse_rl_lightning.modules import SparseGRPO
@@ -48,6 +49,11 @@ def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
         whole = (4 * metrics[f"val/one/pass@1_{cache}"] + 2 * metrics[f"val/two/pass@1_{cache}"]) / 6
         assert metrics[f"val/pass@1_{cache}"] == pytest.approx(whole)
     assert not any("pass@2" in name for name in metrics)
+
+
+def test_a_full_cache_is_evaluated_once() -> None:
+    metrics = validated(module(has_a, FullKV()), Named())
+    assert {name.rpartition("_")[2] for name in metrics if "reward" in name} == {"dense"}
 
 
 def fails_on_some(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:

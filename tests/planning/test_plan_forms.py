@@ -216,6 +216,13 @@ def test_fewer_bits_help_where_weights_are_what_is_large(tmp_path: Path) -> None
     assert best[0].setting == "model.policy.init_args.quantization=int8"
 
 
+def test_budgets_are_halved_as_far_as_256(folder: str) -> None:
+    for budget, halves in ((2048, [1024, 512, 256]), (511, [])):
+        given = job(folder, compressor=RKV(budget=budget, buffer=8))
+        settings = [change.setting for change in changes(given)]
+        assert [int(name.rpartition("=")[2]) for name in settings if "budget" in name] == halves
+
+
 def test_the_mildest_form_of_checkpointing_that_fits_is_named(folder: str) -> None:
     base = job(
         folder, rollout=RolloutOptions(num_slots=1, keep_pool=False), block=BlockPlan(1, 2, 2, 1, 1), prompt=400,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from report_runs import HOSTILE, Parser, record, row, text_of
 
 from sparse_rl_lightning.report import RunRecord, comparison, page, picture, summary_text
-from sparse_rl_lightning.report.charts import draw, drawings, smoothed
+from sparse_rl_lightning.report.charts import WIDTH, draw, drawings, smoothed
 from sparse_rl_lightning.report.measures import MEASURES
 from sparse_rl_lightning.report.page import differing_settings, environment, numbers
 from sparse_rl_lightning.report.plots import Plot, plots_of_run, plots_of_runs
@@ -210,6 +210,7 @@ def test_svg_of_a_chart_is_only_drawn_elements() -> None:
     for svg in drawn:
         assert set(Parser(f"<div>{svg}</div>").tags) <= {"div", "g", "path", "text", "circle"}
         assert not re.search(r' (id|style|clip-path|[\w:]*href)="|url\(|#', svg), "colors are the style sheet's"
+        assert max(float(x) for x in re.findall(r"[ML] ?([\d.]+)", svg)) <= WIDTH
     assert drawn[0].count("<circle") == 4, "accuracy before and after, with two caches"
 
 
@@ -245,11 +246,12 @@ def test_worst_completions_say_why() -> None:
         {"rollout": 3, "kinds": ["lowest reward"], "prompt": "p1", "completion": "c1", "reward": -1.0, "ratio": 0.5},
         {"rollout": 7, "kinds": ["most mismatched", "rejected"], "prompt": "p2", "completion": "c2", "reward": 1.0,
          "ratio": 1.2e-6, "token": "44", "token_place": 17, "length": 23, "rejected": True, "answer": "12"},
+        {"rollout": 9, "kinds": ["rejected"], "prompt": "p3", "completion": "c3", "reward": 0.0, "ratio": 1e-5},
     ]  # fmt: skip
     text = " ".join("".join(Parser(page(record(worst=worst))).text).split())
     assert "Rollout 7: most mismatched, rejected. Token 17 of 23, “44”, is 1.2e-6 times as likely under" in text
     assert "Rollout 3: lowest reward. Reward -1.00" in text
-    assert text.index("Rollout 7") < text.index("Rollout 3"), "rejected ones first"
+    assert text.index("Rollout 9") < text.index("Rollout 7") < text.index("Rollout 3"), "rejected, then newest, first"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from torch import Tensor
 
 import sparse_rl_lightning.compressors as c
 from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
+from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evictions import NEVER
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams
+from sparse_rl_lightning.rollout.engine.turns import ENDLESS, ObservationBudget
 from tests.rollout import test_turns
 from tests.rollout.test_turns import PROMPTS, SEED, check_exact, small_model
 
@@ -267,3 +270,14 @@ def test_a_slot_that_cannot_be_cut_is_an_error_though_its_turn_is_over() -> None
     session.add([[*range(22)]], range(1))  # full in the step that draws its last token
     with pytest.raises(UserError, match="23 entries of a head in layer 0 must stay"):
         session.advance()
+
+
+@pytest.mark.parametrize(("older", "stay"), [([], 0), ([(10, 14)], 4), ([(10, 14), (16, 19), (20, 28)], 8)])
+def test_the_next_text_has_what_the_protected_ones_leave(older: list[tuple[int, int]], stay: int) -> None:
+    """With two protected texts, the next and the newest so far; endless once no compression can come any more."""
+    compression = Compression(c.SnapKV(**TWO), 2)
+    sequence = SimpleNamespace(room=5, last=100, num_fed=30, observations=older, prompt_length=3)
+    assert ObservationBudget.of(sequence, compression).left == 22 - 2 - 4 - stay
+    for room, endless in ((70, False), (71, True)):
+        sequence.room = room
+        assert (ObservationBudget.of(sequence, compression) == ObservationBudget(ENDLESS)) == endless
