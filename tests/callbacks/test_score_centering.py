@@ -181,8 +181,6 @@ class Reinforce(Loss):
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
-        ({"steps_per_generation": 2}, [], "a rollout has 2 optimizer steps.*accumulate_grad_batches"),
-        ({"num_iterations": 2}, [], "a rollout has 2 optimizer steps"),
         ({"importance_sampling_level": "sequence"}, [], "model.loss.importance_sampling_level is 'sequence'"),
         ({"off_policy_delta": 0.1}, [], "model.loss.off_policy_delta leaves out sequences"),
         ({"loss": Reinforce()}, [], "model.loss is Reinforce"),
@@ -214,6 +212,16 @@ def test_it_goes_with_the_rest(options: dict[str, Any], others: list[Any]) -> No
     grpo = module(**{**ONE_STEP, **options})
     fit(grpo, 2, [ScoreCentering(), *others])
     assert weights(grpo).isfinite().all()
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 0), ({"steps_per_generation": 2}, 2), ({"num_iterations": 3}, 3)])
+def test_later_steps_of_a_rollout_are_told(
+    options: dict[str, int], steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    grpo = module(**{**ONE_STEP, **options})
+    fit(grpo, 2, [ScoreCentering(), TIS()])
+    assert weights(grpo).isfinite().all()
+    assert (f"a rollout has {steps} optimizer steps, of which the first" in caplog.text) == (steps > 0)
 
 
 @pytest.mark.parametrize("top", [0, -1])

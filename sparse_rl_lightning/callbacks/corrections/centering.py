@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -90,8 +91,10 @@ class ScoreCentering(CorrectionCallback):
         - class_path: ImportanceReweighting
           init_args: {clip_max: 1.5}
 
-    It is for one optimizer step per rollout. Every sampled token takes 8 x ``top`` bytes of the host's memory, in the
-    rollout and in checkpoints. Logged: ``centering/covered``, the sampler's mean probability of these tokens together.
+    The mean is exact in a rollout's first optimizer step. In later ones, which are told, it is that of the current
+    policy without the clip: off by each token's staleness ratio. Every sampled token takes 8 x ``top`` bytes of the
+    host's memory, in the rollout and in checkpoints. Logged: ``centering/covered``, the sampler's mean probability of
+    these tokens together.
 
     Args:
         top: Number of most likely tokens that the sampler reports, at most the vocabulary, on a GPU 256.
@@ -115,6 +118,12 @@ class ScoreCentering(CorrectionCallback):
         loss = check_centered(module)
         weigh = common_weights(module)
         learner = module.learner
+        steps = module.steps_per_generation * module.num_iterations // trainer.accumulate_grad_batches
+        if steps > 1:
+            rank_zero_info(
+                f"ScoreCentering: a rollout has {steps} optimizer steps, of which the first is centered exactly and "
+                "the others without the clip."
+            )
         self._before = learner, loss
         options = {field.name: getattr(learner, field.name) for field in fields(Learner)}
         module.learner, module.loss = CenteredLearner(**options, weigh=weigh), CenteredLoss(**asdict(loss))
@@ -143,7 +152,6 @@ def check_centered(module: RolloutModule) -> GRPOLoss:
         ValueError: If not, by the name of what does not go with it.
     """
     loss, sampling = module.loss, module.generator.sampling
-    steps = module.steps_per_generation * module.num_iterations // module.trainer.accumulate_grad_batches
     wrong = {
         f"{type(module).__name__} replays everything, and what it learns from has no drift: remove it": (
             module.learner.replays
@@ -157,8 +165,6 @@ def check_centered(module: RolloutModule) -> GRPOLoss:
         "model.loss.off_policy_delta leaves out sequences in the loss, which it does not see: set it to null": (
             getattr(loss, "off_policy_delta", None) is not None
         ),
-        f"a rollout has {steps} optimizer steps, and it is for one, before a ratio is clipped: set "
-        "trainer.accumulate_grad_batches to model.steps_per_generation, and model.num_iterations to 1": steps > 1,
         f"a part of the distribution is never drawn, and it is for {sampling.whole_distribution()}": (
             sampling.truncates
         ),
