@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,14 +76,26 @@ def estimate(measure: Measure, gram: Tensor, a: int, b: int) -> Estimate:
         a: Which gradient it is compared with.
         b: Which one is judged.
     """
+    return _jackknife(partial(_measured, measure, gram, a, b), gram.shape[1])
 
-    def of(rows: Tensor) -> float:
-        def part(x: int, y: int) -> Tensor:
-            return gram[x][rows][:, y][:, rows]
 
-        return measure(part(a, a), part(a, b), part(b, b))
+def lead(measure: Measure, gram: Tensor, a: int, b: int, rival: int) -> Estimate:
+    """How much larger the measure of a and b is than that of a and its rival, chunk by chunk the same prompts."""
 
-    count = gram.shape[1]
+    def difference(rows: Tensor) -> float:
+        return _measured(measure, gram, a, b, rows) - _measured(measure, gram, a, rival, rows)
+
+    return _jackknife(difference, gram.shape[1])
+
+
+def _measured(measure: Measure, gram: Tensor, a: int, b: int, rows: Tensor) -> float:
+    def products(x: int, y: int) -> Tensor:
+        return gram[x][rows][:, y][:, rows]
+
+    return measure(products(a, a), products(a, b), products(b, b))
+
+
+def _jackknife(of: Callable[[Tensor], float], count: int) -> Estimate:
     everything = torch.arange(count)
     left_out = torch.tensor([of(everything[everything != i]) for i in range(count)], dtype=torch.float64)
     variance = (count - 1) / count * (left_out - left_out.mean()).square().sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from benchmarks.common.pages import machine
 from benchmarks.common.tables import Table
-from experiments.gradients.agreement import Estimate, cosine, estimate, length, noise, projection
+from experiments.gradients.agreement import Estimate, cosine, estimate, lead, length, noise, projection
 from experiments.gradients.variants import NAIVE, REPLAY, VARIANTS, Variant, gradients
 from experiments.runner.probes import Lines
 from experiments.stability.studies import METHODS
+from sparse_rl_lightning.callbacks.corrections.centering import token_and_most_likely
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -43,6 +45,8 @@ class Samples:
     seed: int = 77
 
     variants: ClassVar[tuple[Variant, ...]] = VARIANTS
+    rival: ClassVar[str] = ""  # variant that the others' lead in cosine is over, if wanted
+    top: ClassVar[int] = 0  # most likely tokens that the sampler reports, for variants that center
     rewards: ClassVar[tuple[Any, ...]] = (arithmetic_reward, worked_steps_reward)
     longest: ClassVar[int] = 48  # tokens of a completion
     learner: ClassVar[LearnerOptions] = LearnerOptions()
@@ -73,7 +77,9 @@ class Samples:
         if isinstance(compressor, FullKV):
             return SparseGRPO(policy, compressor, rewards, **options)
         # mixed computes both kinds of log-probs
-        return ReplayGRPO(policy, compressor, rewards, replay_objective="mixed", **options)
+        module = ReplayGRPO(policy, compressor, rewards, replay_objective="mixed", **options)
+        module.generator.top["centering"] = self.top
+        return module
 
 
 def lines_of(weights: str, folder: str, samples: Samples, cases: tuple[Case, ...]) -> Lines:
@@ -88,11 +94,20 @@ def lines_of(weights: str, folder: str, samples: Samples, cases: tuple[Case, ...
             {
                 "weights": weights, "method": method, "budget": budget, "variant": variant,
                 **{measure.__name__: asdict(estimate(measure, products, 0, number)) for measure in MEASURES},
+                **leads(products, compressed, samples.rival, number),
                 **statistics, "samples": asdict(samples), "machine": machine("cpu"),
             }
             for number, variant in enumerate((FULL, *compressed))
         ]  # fmt: skip
     return lines
+
+
+def leads(products: Tensor, names: Iterable[str], rival: str, number: int) -> Lines:
+    """The lead in cosine over a rival variant, if there is one among those measured."""
+    places = {name: place for place, name in enumerate(names, start=1)}
+    if rival not in places or number == 0:
+        return {}
+    return {"lead": asdict(lead(cosine, products, 0, number, places[rival]))}
 
 
 def measured(folder: str, compressor: Compressor, samples: Samples) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
@@ -120,8 +135,10 @@ def of_chunk(module: SparseGRPO, rollout: Rollout, variants: tuple[Variant, ...]
     dense = tuple(variant for variant in variants if not variant.replays)
     sums: dict[str, Tensor] = {}
     for batch in rollout.parts(parts):
-        logprobs, _ = module.learner.dense(module.policy, batch)
-        each = dict(zip(dense, gradients(module, dense, batch, logprobs), strict=True))
+        centers = any(variant.centers for variant in variants)
+        logprobs, _ = module.learner.dense(module.policy, batch, token_and_most_likely if centers else None)
+        logprobs, likely = (logprobs[..., 0], logprobs[..., 1:]) if centers else (logprobs, None)
+        each = dict(zip(dense, gradients(module, dense, batch, logprobs, likely), strict=True))
         if REPLAY in variants:
             each[REPLAY] = gradients(module, (REPLAY,), batch, module.replayed(batch)[0])[0]
         for variant, gradient in each.items():
@@ -149,7 +166,7 @@ def gram(gradients: dict[str, list[Tensor]]) -> Tensor:
 
 def table(lines: Lines) -> Table:
     """Every line: agreement with the full cache's gradient, and what the rollouts were like."""
-    heads = [measure.__name__ for measure in MEASURES]
+    heads = [measure.__name__ for measure in MEASURES] + ["lead"] * all("lead" in line for line in lines)
     result = Table("", ["weights", "cache", "gradient", *heads, "sequences rejected", "k3"])
     for line in lines:
         numbers = [str(Estimate(**line[name])) for name in heads]

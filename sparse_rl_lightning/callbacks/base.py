@@ -247,7 +247,7 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
     if module._trainer is not None and module._trainer.world_size > 1:
         metrics = dict(mean_over_ranks(metrics, module._trainer.world_size))
     module.log_dict(metrics, batch_size=len(scored.completions))
-    if not any(callback.keeps_candidates for callback in rollout_callbacks(module)):
+    if module._trainer is not None and not any(c.keeps_candidates for c in rollout_callbacks(module)):
         scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
     scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None
 

@@ -14,9 +14,9 @@ import torch
 from benchmarks import ROOT
 from benchmarks.common import kept
 from experiments.gradients.__main__ import CASES, SOURCES, missing
-from experiments.gradients.agreement import cosine, estimate, length, noise, projection
-from experiments.gradients.measure import FULL, Samples, gram, measured, table
-from experiments.gradients.variants import VARIANTS
+from experiments.gradients.agreement import Estimate, cosine, estimate, lead, length, noise, projection
+from experiments.gradients.measure import FULL, Samples, gram, leads, measured, table
+from experiments.gradients.variants import BOTH, CENTERING, VARIANTS
 from experiments.runner.studies import Where, planned
 from experiments.stability.studies import MAIN
 from sparse_rl_lightning.compressors import FullKV, SnapKV
@@ -66,6 +66,8 @@ class DigitSamples(Samples):
     """The quickstart's problems, judged by how many digits an answer has."""
 
     rewards = (likes_digits,)
+    variants = (*VARIANTS, CENTERING, BOTH)
+    top = 25  # all of the vocabulary
 
 
 @pytest.mark.slow
@@ -79,7 +81,7 @@ def test_gradients_are_those_of_the_losses(tmp_path: Path) -> None:
     full, _ = measured(policy, FullKV(), samples)
     roomy, statistics = measured(policy, SnapKV(budget=200, buffer=8, window=4, kernel_size=3), samples)
     assert set(full) == {FULL}
-    assert set(roomy) == {variant.name for variant in VARIANTS}
+    assert set(roomy) == {variant.name for variant in DigitSamples.variants}
     for name, chunks in roomy.items():
         for own, other in zip(chunks, full[FULL], strict=True):
             assert other.norm() > 0
@@ -111,3 +113,14 @@ def test_failing_runs_are_the_first_of_the_main_comparison_that_fall() -> None:
 def test_every_line_that_is_kept_has_a_row(name: str) -> None:
     lines = kept.read(ROOT / "benchmarks" / "results" / f"{name}.jsonl")
     assert len(table(lines).rows) == len(lines) > 0
+
+
+def test_a_lead_is_the_difference_of_two_cosines_and_nothing_over_oneself() -> None:
+    products = gram(noisy(0.5, 1.0, 0.02) | {"third": noisy(1.2, 1.0, 0.02)["b"]})
+    first, second = (estimate(cosine, products, 0, number) for number in (1, 2))
+    ahead = lead(cosine, products, 0, 1, 2)
+    assert ahead.value == pytest.approx(first.value - second.value)
+    assert 0 < ahead.width < first.width + second.width
+    assert lead(cosine, products, 0, 2, 2) == Estimate(0.0, 0.0)
+    assert leads(products, ["b", "third"], "third", 1)["lead"]["value"] == pytest.approx(ahead.value)
+    assert leads(products, ["b", "third"], "nobody", 1) == {}

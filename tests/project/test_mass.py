@@ -26,7 +26,7 @@ CEILINGS = {
     "classes of the rollout half": 84,
     "blank names in ten thousand": 12,
     "lines of tests": 56_036,
-    "statements of experiments": 1_500,
+    "statements of experiments": 1_550,
     "statements of docs": 684,
 }
 SLACK = 0.01

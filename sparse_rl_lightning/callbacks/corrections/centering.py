@@ -8,6 +8,7 @@ it as subclasses, which the callback puts in place of those of the module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 
@@ -17,7 +18,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutModule, rollout_callbacks, rollout_module
+from sparse_rl_lightning.callbacks.base import (
+    CorrectionCallback,
+    RolloutCallback,
+    RolloutModule,
+    rollout_callbacks,
+    rollout_module,
+)
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.corrections import Weigh, expected_scores
@@ -116,7 +123,7 @@ class ScoreCentering(CorrectionCallback):
         """
         module = rollout_module(pl_module, self)
         loss = check_centered(module)
-        weigh = common_weights(module)
+        weigh = common_weights(rollout_callbacks(module))
         learner = module.learner
         steps = module.steps_per_generation * module.num_iterations // trainer.accumulate_grad_batches
         if steps > 1:
@@ -176,14 +183,14 @@ def check_centered(module: RolloutModule) -> GRPOLoss:
     return loss
 
 
-def common_weights(module: RolloutModule) -> Weigh:
-    """The weights that the trainer's corrections give to tokens: those of the one that weighs, else 1.
+def common_weights(callbacks: Iterable[RolloutCallback]) -> Weigh:
+    """The weights that a run's corrections give to tokens: those of the one that weighs, else 1.
 
     Raises:
         ValueError: If they are not of single tokens, or tokens are left out, whose place in the mean is then not known.
     """
     weigh: Weigh = uniform
-    for callback in rollout_callbacks(module):
+    for callback in callbacks:
         for piece in getattr(callback, "parts", (callback,)):
             if isinstance(piece, SparsityAwareRejection) and piece.bounds is not None and piece.level == "token":
                 raise UserError(
