@@ -194,6 +194,8 @@ LOGS = {
     "SequenceMaskTIS": _REJECTION,
     "MIS": _REJECTION,
     "ImportanceReweighting": _RATIOS,
+    "ScoreCentering": "`centering/covered`",
+    "SamplerSupport": "`support/mean` and `support/cut`",
     "AcceptanceMonitor": "the `acceptance/` keys of the table above",
     "TailGuard": "`guard/tail_margin`, `guard/rejection_rate`, `guard/length_ratio`, `guard/budget` and `guard/raises`",
     "MismatchSplit": "`mismatch_split/{rounding,compression,routing}/{kl_k1,kl_k3,ratio_p05}`",

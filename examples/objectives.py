@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.advantages import nan_deviation
 from sparse_rl_lightning.learner.loss import Denominators
 from sparse_rl_lightning.modules import AdvantageEstimator, Loss
 from sparse_rl_lightning.records import LossOutput, Rollout
@@ -31,14 +32,15 @@ class DPPO(Loss):
     def __init__(self, delta: float = 0.2, two_sided: bool = False) -> None:
         self.delta, self.two_sided = delta, two_sided
 
-    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+    def __call__(self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
         """Minus ratio x advantage, where the token is near."""
-        sampler, advantages = part.sparse_logprobs, part.advantages[:, None]
+        sampler, advantages = micro_batch.sparse_logprobs, micro_batch.advantages[:, None]
         moved = (logprobs.exp() - sampler.exp()).detach()
         further = moved.abs() if self.two_sided else moved * advantages.sign()
         ratio = (logprobs - sampler).clamp(max=20).exp()
-        output = self.token_mean(torch.where(further <= self.delta, -ratio * advantages, 0.0), part, denominators)
-        output.metrics["dppo/left_out"] = (further > self.delta)[part.completion_mask].float().mean()
+        terms = torch.where(further <= self.delta, -ratio * advantages, 0.0)
+        output = self.token_mean(terms, micro_batch, denominators)
+        output.metrics["dppo/left_out"] = (further > self.delta)[micro_batch.completion_mask].float().mean()
         return output
 
 
@@ -53,12 +55,13 @@ class SAPO(Loss):
     def __init__(self, temperature: float = 1.0, temperature_negative: float = 1.05) -> None:
         self.temperature, self.temperature_negative = temperature, temperature_negative
 
-    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+    def __call__(self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
         """Minus gate x advantage."""
-        advantages = part.advantages[:, None]
+        advantages = micro_batch.advantages[:, None]
         sharpness = torch.where(advantages > 0, self.temperature, self.temperature_negative)
-        ratio = (logprobs - part.old_logprobs).clamp(max=20).exp()
-        return self.token_mean(-4 / sharpness * torch.sigmoid(sharpness * (ratio - 1)) * advantages, part, denominators)
+        ratio = (logprobs - micro_batch.old_logprobs).clamp(max=20).exp()
+        gate = 4 / sharpness * torch.sigmoid(sharpness * (ratio - 1))
+        return self.token_mean(-gate * advantages, micro_batch, denominators)
 
 
 class RLOO(AdvantageEstimator):
@@ -79,4 +82,4 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def estimate(self, rewards: Tensor) -> Tensor:
         """Advantages (prompts, num_generations)."""
         centered = rewards - rewards.nanmean(dim=1, keepdim=True)
-        return centered / (centered[~centered.isnan()].std() + 1e-8)
+        return centered / (nan_deviation(centered.reshape(1, -1)) + 1e-8)

@@ -329,7 +329,7 @@ struct Unit {
   }
 
   void write_top(int64_t b, const Row<T>& row) const {
-    const int64_t wanted = std::min(op.wanted_top, op.num_top);
+    const int64_t wanted = op.wanted_top;
     std::vector<Candidate> found = wanted ? row.top(wanted) : std::vector<Candidate>{};
     std::sort(found.begin(), found.end(), better);
     for (int64_t k = 0; k < op.num_top; ++k) {

@@ -325,9 +325,9 @@ struct Row {
   SPARSE_RL_DEVICE void count() {
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
-    int own = 0;
-    visit_from(rank_of(least.key, op.vocabulary - 1), ~uint64_t{0}, [&](float logit, int64_t) { own += logit > kNegInf; });
-    if (own) atomicAdd(&shared.count, own);
+    int seen = 0;
+    visit_from(rank_of(least.key, op.vocabulary - 1), ~uint64_t{0}, [&](float logit, int64_t) { seen += logit > kNegInf; });
+    if (seen) atomicAdd(&shared.count, seen);
     __syncthreads();
     stay = shared.count;
     __syncthreads();
@@ -389,7 +389,7 @@ struct Row {
 
   // The most likely tokens, the best first. They fit into one block of threads.
   SPARSE_RL_DEVICE void write_top(int64_t b) {
-    const int64_t wanted = op.wanted_top < op.num_top ? op.wanted_top : op.num_top;
+    const int64_t wanted = op.wanted_top;
     for (int64_t k = wanted + threadIdx.x; k < op.num_top; k += kThreads) {
       op.top_ids[b * op.num_top + k] = 0, op.top_logprobs[b * op.num_top + k] = kNegInf;
     }

@@ -38,14 +38,15 @@ struct Draw {
 
   // The same draw with the numbers of one row.
   SPARSE_RL_DEVICE Draw at(int64_t b) const {
-    Draw own = *this;
-    if (!row_params) return own;
+    Draw row = *this;
+    if (!row_params) return row;
     const double* p = row_params + kRowParams * b;
-    own.greedy = p[0] == 0, own.temperature = own.greedy ? 1.0 : p[0];
-    own.top_k = static_cast<int64_t>(p[1]), own.top_p = p[2], own.min_p = p[3];
-    own.min_length = static_cast<int64_t>(p[4]), own.wanted_top = static_cast<int64_t>(p[5]);
-    if (row_ends) own.end_ids = row_ends + num_ends * b;
-    return own;
+    row.greedy = p[0] == 0, row.temperature = row.greedy ? 1.0 : p[0];
+    row.top_k = static_cast<int64_t>(p[1]), row.top_p = p[2], row.min_p = p[3];
+    row.min_length = static_cast<int64_t>(p[4]);
+    row.wanted_top = p[5] > 0 ? (p[5] < num_top ? static_cast<int64_t>(p[5]) : num_top) : 0;
+    if (row_ends) row.end_ids = row_ends + num_ends * b;
+    return row;
   }
 
   // Whether the end tokens of a row are forbidden.
@@ -68,9 +69,9 @@ void draw(
   STD_TORCH_CHECK(logits.dim() == 2, "logits must be (rows, vocabulary), got ", logits.dim(), " dimensions");
   const ScalarType dtype = logits.scalar_type();
   const int64_t B = logits.size(0), V = logits.size(1), C = (V + kChunk - 1) / kChunk;
-  const bool own_ends = row_ends.has_value() && row_ends->dim() == 2;
-  const int64_t E = own_ends ? row_ends->size(1) : end_ids.dim() == 1 ? end_ids.size(0) : 0;
-  const int64_t G = min_length > 0 || row_ends.has_value() || drawn_from.has_value() ? 2 : 1;
+  const bool by_row = row_ends.has_value() && row_ends->dim() == 2;
+  const int64_t E = by_row ? row_ends->size(1) : end_ids.dim() == 1 ? end_ids.size(0) : 0;
+  const int64_t G = min_length > 0 || row_params.has_value() || drawn_from.has_value() ? 2 : 1;
   const int64_t K = top_ids.has_value() && top_ids->dim() == 2 ? top_ids->size(1) : 0;
   STD_TORCH_CHECK(V > 0, "logits are of an empty vocabulary");
   STD_TORCH_CHECK(temperature >= 0 && std::isfinite(temperature), "temperature is ", temperature, ", expected 0 or more");
@@ -80,7 +81,7 @@ void draw(
   check_tensor("drawn_from", drawn_from, logits, dtype, {B, V});
   check_tensor("sequence_keys", sequence_keys, logits, ScalarType::Long, {B});
   check_tensor("steps", steps, logits, ScalarType::Long, {B});
-  check_tensor("end_ids", end_ids, logits, ScalarType::Long, {own_ends ? 0 : E});
+  check_tensor("end_ids", end_ids, logits, ScalarType::Long, {by_row ? 0 : E});
   STD_TORCH_CHECK(row_params.has_value() || !row_ends.has_value(), "row_ends needs row_params");
   STD_TORCH_CHECK(!masses.has_value(), "masses are of no use to this kernel: leave them out");
   check_tensor("row_params", row_params, logits, ScalarType::Double, {B, kRowParams});

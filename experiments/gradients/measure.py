@@ -17,7 +17,7 @@ from experiments.gradients.agreement import Estimate, cosine, estimate, lead, le
 from experiments.gradients.variants import NAIVE, REPLAY, VARIANTS, Variant, gradients
 from experiments.runner.probes import Lines
 from experiments.stability.studies import METHODS
-from sparse_rl_lightning.callbacks.corrections.centering import token_and_most_likely
+from sparse_rl_lightning.callbacks.corrections.candidates import token_and_most_likely
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.data import ArithmeticTasks

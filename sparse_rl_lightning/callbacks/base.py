@@ -233,7 +233,9 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
     Raises:
         ValueError: If a callback edits what the loss may have read already.
     """
-    for callback in rollout_callbacks(module):
+    callbacks = rollout_callbacks(module)
+    keeps_candidates = module._trainer is None or any(callback.keeps_candidates for callback in callbacks)
+    for callback in callbacks:
         before = _versions(scored.rollout)
         callback.on_rollout_scored(module.trainer, module, scored)
         if _versions(scored.rollout) != before:
@@ -247,8 +249,8 @@ def report(module: RolloutModule, scored: ScoredRollout) -> None:
     if module._trainer is not None and module._trainer.world_size > 1:
         metrics = dict(mean_over_ranks(metrics, module._trainer.world_size))
     module.log_dict(metrics, batch_size=len(scored.completions))
-    if module._trainer is not None and not any(c.keeps_candidates for c in rollout_callbacks(module)):
-        scored.rollout.topk_ids = scored.rollout.topk_logprobs = None
+    if not keeps_candidates:
+        scored.rollout.topk_ids = scored.rollout.topk_logprobs = scored.rollout.support = None
     scored.rollout.evictions = scored.rollout.evictions if module.keeps_evictions else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Self
 
@@ -159,7 +159,8 @@ class RolloutBlock:
 
     def last_window(self) -> Rollout:
         """The sequences of the optimizer step that the last micro-batch served belongs to."""
-        return self.rollout[self._rows(self.cursor - 1)]
+        rows = self._rows(self.cursor - 1)
+        return replace(self.rollout, topk_ids=None, topk_logprobs=None)[rows]
 
     def state(self) -> dict[str, Any]:
         """The block for a checkpoint."""
@@ -175,7 +176,8 @@ class RolloutBlock:
     def _begin(self) -> tuple[list[Tensor], Denominators]:
         """The sequences of every micro-batch of the optimizer step that comes next, and its denominators."""
         rows = self._rows(self.cursor)
-        window = self.rollout[rows]
+        # a step's numbers need nothing of what takes most memory
+        window = replace(self.rollout, topk_ids=None, topk_logprobs=None)[rows]
         if self.plan.packs or self.plan.shares:
             return self.plan.arranged(rows, window), self._count(window)
         return list(torch.split(rows, self.plan.micro_batch)), self._count(window)

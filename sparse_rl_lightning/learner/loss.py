@@ -66,6 +66,7 @@ class Loss(ABC):
     beta: float = 0.0
     """Above 0 a micro-batch has ``ref_logprobs`` (B, T) of the policy that training began with."""
     mask_truncated_completions: bool = False
+    """Whether completions that hit the length limit count for nothing."""
 
     @abstractmethod
     def __call__(self, micro_batch: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
@@ -93,8 +94,10 @@ class Loss(ABC):
         return LossOutput(loss, {"kept_fraction": kept.sum() / mask.sum().clamp(min=1)})
 
     def mask(self, micro_batch: Rollout) -> Tensor:
-        """The tokens (B, T), bool, that the loss counts."""
-        return micro_batch.completion_mask
+        """The tokens (B, T), bool, that the loss counts, of all sequences or of those that ended."""
+        if not self.mask_truncated_completions:
+            return micro_batch.completion_mask
+        return micro_batch.completion_mask & micro_batch.finished[:, None]
 
     @property
     def counts_kept(self) -> bool:
@@ -235,12 +238,6 @@ class GRPOLoss(Loss):
         term = aggregate(penalty, mask, kept, self.loss_type, self.denominator, length, denominators.penalty)
         metrics = {**output.metrics, "kl": penalty.detach().sum() / mask.sum().clamp(min=1)}
         return LossOutput(output.loss + self.beta * term, metrics)
-
-    def mask(self, micro_batch: Rollout) -> Tensor:
-        """The tokens (B, T), bool, that the loss counts, of all sequences or of those that ended."""
-        if not self.mask_truncated_completions:
-            return micro_batch.completion_mask
-        return micro_batch.completion_mask & micro_batch.finished[:, None]
 
     def second_term(self, beta: float = 0.0) -> GRPOLoss:
         """The same without masks of off-policy sequences, and with this factor of the k3 penalty on all tokens."""

@@ -78,7 +78,7 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
     drawing = 2 * drawing_bytes(count, model.config.vocab_size, job.sampling, logits)
     record = record_bytes(g, job.sequences, job.length) if job.compressor.evicts else 0
     kept, routed = job.rollout.keep_pool, routing(job)
-    compared = job.micro_batch.rows * job.micro_batch.completion * job.sampling.top_logprobs * COMPARED_BYTES
+    compared = job.micro_batch.rows * job.length * job.sampling.top_logprobs * COMPARED_BYTES
     choices = 0 if routed is None else routed.num_layers * routed.top_k * routed.dtype.itemsize
     parts = {
         "weights" if job.blueprint.adapters is None else "weights and adapters": _always(state.weights),
@@ -100,8 +100,8 @@ def parts_of(job: Job, memory: float) -> tuple[dict[str, Phases], int]:
 
 
 def likely_bytes(job: Job) -> int:
-    """The sampler's most likely tokens of a rollout, in the host's memory."""
-    return job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES
+    """The sampler's most likely tokens of a rollout, in the host's memory; ids, then log-probs are joined there."""
+    return job.sequences * job.length * job.sampling.top_logprobs * LIKELY_BYTES * 3 // 2
 
 
 def _always(count: float, kept: bool = True) -> Phases:

@@ -228,7 +228,7 @@ class Generator:
                 "training data has none: set model.rollout.turns.max_prompt_length to its number of tokens."
             )
         longest = [0] * most if most is not None else self.encode([self.longest(rows)])[0]
-        check_prompts([longest], self.sampling, self._policy)
+        check_prompts([longest], self.drawing, self._policy)
         check_length(self._policy, len(longest) + self.sampling.max_completion_length)
         self.partial.begin(len(longest), None if self.environment is None else self.conversations())
 

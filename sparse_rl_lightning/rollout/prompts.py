@@ -276,8 +276,8 @@ def check_prompts(
         )
     if params.top_logprobs > MOST_TOP and model.device.type == "cuda" and library.has_kernel("draw", "cuda"):
         raise UserError(
-            f"top_logprobs, or AcceptanceMonitor's top_k, must be at most {MOST_TOP} on a GPU, whose kernel reports no "
-            f"more, got {params.top_logprobs}."
+            f"top_logprobs, or what a callback wants of most likely tokens, must be at most {MOST_TOP} on a GPU, whose "
+            f"kernel reports no more, got {params.top_logprobs}."
         )
     if len(prompts) == 0:
         raise UserError("prompts is empty: give at least one list of token ids.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tiny_grpo import Recorder, fit, loaded, module, weights
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks import TIS, RolloutCallback, SamplerSupport
+from sparse_rl_lightning.callbacks import TIS, RolloutCallback, SamplerSupport, ScoreCentering
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.modules import ReplayGRPO
 from sparse_rl_lightning.ops.draw import truncate
@@ -91,15 +92,46 @@ def test_without_it_the_ratio_is_of_whole_distributions_and_that_is_said() -> No
         fit(module(compressor=FullKV(), top_k=5), 1, [SamplerSupport(), TIS()])
 
 
-def test_a_larger_part_counts_as_far_as_it_is_known() -> None:
-    """Of parts of up to nine tokens three are reported: log-probs are too large, and finite."""
+def test_of_more_than_are_known_both_sides_count_the_same() -> None:
+    """Of nine tokens that can be drawn three are reported: the ratio is still 1 where the sampler is the learner."""
     seen = Recorder()
-    trainer = fit(module(top_k=9), 2, [SamplerSupport(top=3), seen])
+    trainer = fit(module(compressor=FullKV(), top_k=9), 1, [SamplerSupport(top=3), seen])
     assert trainer.callback_metrics["support/cut"] == 1
     rollout = seen.scored[0].rollout
-    assert rollout.topk_ids.shape[-1] == 3
     assert (rollout.old_logprobs[rollout.completion_mask] <= 1e-6).all()
-    assert rollout.old_logprobs.isfinite().all()
+    torch.testing.assert_close(rollout.old_logprobs, rollout.sampler_logprobs, rtol=0, atol=2e-5)
+
+
+class Fails(RolloutCallback):
+    def on_rollout_scored(self, trainer: Any, module: Any, scored: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("callback", [SamplerSupport, ScoreCentering])
+def test_an_interrupted_fit_gives_the_learner_back(callback: Any) -> None:
+    grpo = module(**{"top_p": 0.9} if callback is SamplerSupport else {})
+    learner, loss = grpo.learner, grpo.loss
+    with pytest.raises(SystemExit):
+        fit(grpo, 1, [callback(), Fails()])
+    assert grpo.learner is learner
+    assert grpo.loss is loss
+    assert grpo.generator.top == {}
+
+
+@pytest.mark.parametrize("now", [[], [SamplerSupport()]])
+def test_it_comes_and_goes_between_two_rollouts_only(now: list[Any], tmp_path: Path) -> None:
+    was = [] if now else [SamplerSupport()]
+    options = {"top_p": 0.8, "steps_per_generation": 2}
+    fit(module(**options), 1, was).save_checkpoint(tmp_path / "within.ckpt")
+    with pytest.raises(ValueError, match=r"from within a rollout, and the rest would mix .*trainer\.candidates was"):
+        fit(module(**options), 2, now, ckpt_path=tmp_path / "within.ckpt")
+    fit(module(**options), 2, was).save_checkpoint(tmp_path / "between.ckpt")
+    fit(module(**options), 3, now, ckpt_path=tmp_path / "between.ckpt")
+
+
+def test_two_of_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="two of SamplerSupport"):
+        fit(module(top_p=0.9), 1, [SamplerSupport(), SamplerSupport(9)])
 
 
 @pytest.mark.parametrize(

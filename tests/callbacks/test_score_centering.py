@@ -24,7 +24,7 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.callbacks.base import corrections_of
 from sparse_rl_lightning.compressors import FullKV
-from sparse_rl_lightning.modules import DistillSparse, Loss, ReplayGRPO
+from sparse_rl_lightning.modules import DistillSparse, GRPOLoss, Loss, ReplayGRPO
 
 ONE_STEP: dict[str, Any] = {"steps_per_generation": 1}
 
@@ -178,12 +178,24 @@ class Reinforce(Loss):
         return self.token_mean(-logprobs, micro_batch, denominators)
 
 
+class Derived(GRPOLoss):
+    """A user's, which must not be replaced in silence."""
+
+
+class Halves(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Any) -> None:
+        part.weights = part.weights / 2
+
+
 @pytest.mark.parametrize(
     ("options", "others", "message"),
     [
         ({"importance_sampling_level": "sequence"}, [], "model.loss.importance_sampling_level is 'sequence'"),
         ({"off_policy_delta": 0.1}, [], "model.loss.off_policy_delta leaves out sequences"),
         ({"loss": Reinforce()}, [], "model.loss is Reinforce"),
+        ({"loss": Derived()}, [], "model.loss is Derived"),
+        ({"loss_type": "cispo", "epsilon_high": 0.9}, [], "model.loss.epsilon_high is below 1"),
+        ({}, [Halves()], "Halves does not weigh each token by itself"),
         ({"kind": ReplayGRPO}, [], "ReplayGRPO replays everything"),
         ({"top_p": 0.9}, [], "a part of the distribution is never drawn, and it is for .*top_p=1"),
         ({}, [MIS()], "SparsityAwareRejection leaves out tokens by low and high"),

@@ -486,8 +486,8 @@ def test_most_likely_tokens_are_counted_and_those_of_a_monitor_too(written: str)
     none, *some = (parts_of(job, 80e9)[0].get("the most likely tokens") for job in jobs)
     rows = jobs[0].micro_batch.rows
     assert none is None
-    assert some == [(0, rows * jobs[0].micro_batch.completion * 20 * 36, 0)] * 3
-    assert [likely_bytes(job) for job in jobs] == [0, *[jobs[0].sequences * jobs[0].length * 20 * 8] * 3]
+    assert some == [(0, rows * jobs[0].length * 20 * 36, 0)] * 3
+    assert [likely_bytes(job) for job in jobs] == [0, *[jobs[0].sequences * jobs[0].length * 20 * 8 * 3 // 2] * 3]
 
 
 def test_a_form_that_cannot_be_counted_is_not_proposed(folder: Path) -> None:

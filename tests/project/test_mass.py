@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_724,
-    "statements of the spine": 7_203,
+    "statements of the package": 21_846,
+    "statements of the spine": 7_212,
     "classes of the rollout half": 84,
-    "blank names in ten thousand": 12,
-    "lines of tests": 56_036,
+    "blank names in ten thousand": 13,
+    "lines of tests": 54_500,
     "statements of experiments": 1_550,
     "statements of docs": 684,
 }

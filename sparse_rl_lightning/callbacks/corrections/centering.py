@@ -9,7 +9,7 @@ it as subclasses, which the callback puts in place of those of the module.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -25,10 +25,11 @@ from sparse_rl_lightning.callbacks.base import (
     rollout_callbacks,
     rollout_module,
 )
+from sparse_rl_lightning.callbacks.corrections.candidates import ReadsCandidates, token_and_most_likely
 from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRejection
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.corrections import Weigh, expected_scores
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import Candidates, Learner
 from sparse_rl_lightning.learner.loss import Denominators, GRPOLoss
 from sparse_rl_lightning.losses import aggregate
@@ -52,19 +53,13 @@ class CenteredLearner(Learner):
 
     def dense(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """Log-probs, entropies and expected scores (B, T) under the full cache."""
-        if ids is not None or rollout.topk_logprobs is None:
+        if ids is not None or rollout.topk_logprobs is None or not torch.is_grad_enabled():
             return super().dense(policy, rollout, ids)
         logprobs, entropy = super().dense(policy, rollout, token_and_most_likely)
         mask, sampler_logprobs = rollout.completion_mask, rollout.topk_logprobs
         known = sampler_logprobs[mask.to(sampler_logprobs.device)].to(logprobs)
         scores = expected_scores(logprobs[..., 1:][mask], known, self.weigh)
         return logprobs[..., 0], entropy, torch.zeros_like(entropy).masked_scatter(mask, scores)
-
-
-def token_and_most_likely(rollout: Rollout) -> Tensor:
-    """Each token, and behind it the sampler's most likely ones in its place: ids (B, T, 1 + K)."""
-    assert rollout.topk_ids is not None
-    return torch.cat([rollout.sequences[..., None].to(rollout.topk_ids), rollout.topk_ids], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class CenteredLoss(GRPOLoss):
         return LossOutput(output.loss + term, output.metrics)
 
 
-class ScoreCentering(CorrectionCallback):
+class ScoreCentering(ReadsCandidates, CorrectionCallback):
     """Subtract from each token's score the mean score of the sampler's tokens, so that a lasting gap moves nothing.
 
     Samples of another policy than the learner's have a drift: on average they push the learner to where the sampler
@@ -108,12 +103,9 @@ class ScoreCentering(CorrectionCallback):
     """
 
     corrects = True
-    keeps_candidates = True
 
     def __init__(self, top: int = 128) -> None:
-        check_number("top", top, least=1, owner="ScoreCentering")
-        self.top = top
-        self._before: tuple[Learner, GRPOLoss] | None = None
+        super().__init__(top)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module a learner and a loss that center, and ask the sampler for its most likely tokens.
@@ -124,32 +116,22 @@ class ScoreCentering(CorrectionCallback):
         module = rollout_module(pl_module, self)
         loss = check_centered(module)
         weigh = common_weights(rollout_callbacks(module))
-        learner = module.learner
         steps = module.steps_per_generation * module.num_iterations // trainer.accumulate_grad_batches
         if steps > 1:
             rank_zero_info(
                 f"ScoreCentering: a rollout has {steps} optimizer steps, of which the first is centered exactly and "
                 "the others without the clip."
             )
-        self._before = learner, loss
-        options = {field.name: getattr(learner, field.name) for field in fields(Learner)}
-        module.learner, module.loss = CenteredLearner(**options, weigh=weigh), CenteredLoss(**asdict(loss))
-        module.generator.top["ScoreCentering"] = min(self.top, int(module.policy.config.vocab_size))
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give learner and loss back."""
-        if self._before is not None:
-            module = rollout_module(pl_module, self)
-            module.learner, module.loss = self._before
-            del module.generator.top["ScoreCentering"]
-            self._before = None
+        self.install(module, CenteredLearner, weigh=weigh)
+        module.loss = CenteredLoss(**asdict(loss))
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Log how much of the sampler's distribution is known."""
-        logprobs, mask = scored.rollout.topk_logprobs, scored.rollout.completion_mask
+        logprobs, mask = scored.rollout.topk_logprobs, scored.rollout.completion_mask.cpu()
         assert logprobs is not None
-        covered = logprobs.exp().sum(dim=-1)[mask.to(logprobs.device)].mean()
-        module.log("centering/covered", covered, batch_size=len(scored.completions))
+        # row by row: all at once would be there twice
+        known = sum(float(row[tokens].exp().sum()) for row, tokens in zip(logprobs, mask, strict=True))
+        module.log("centering/covered", known / max(1, int(mask.sum())), batch_size=len(scored.completions))
 
 
 def check_centered(module: RolloutModule) -> GRPOLoss:
@@ -164,13 +146,16 @@ def check_centered(module: RolloutModule) -> GRPOLoss:
             module.learner.replays
         ),
         f"model.loss is {type(loss).__name__}, of which it does not know how terms add up: use GRPOLoss": (
-            not isinstance(loss, GRPOLoss)
+            type(loss) is not GRPOLoss
         ),
         "model.loss.importance_sampling_level is 'sequence', and it is for tokens: set it to token": (
             getattr(loss, "importance_sampling_level", "token") != "token"
         ),
         "model.loss.off_policy_delta leaves out sequences in the loss, which it does not see: set it to null": (
             getattr(loss, "off_policy_delta", None) is not None
+        ),
+        "model.loss.epsilon_high is below 1, and cispo caps what has not moved yet: raise it": (
+            getattr(loss, "loss_type", "") == "cispo" and (getattr(loss, "epsilon_high", 1) or 1) < 1
         ),
         f"a part of the distribution is never drawn, and it is for {sampling.whole_distribution()}": (
             sampling.truncates
@@ -197,7 +182,7 @@ def common_weights(callbacks: Iterable[RolloutCallback]) -> Weigh:
                     "ScoreCentering: SparsityAwareRejection leaves out tokens by low and high. Set both to null, and "
                     "give IcePop, which gives such tokens the weight 0."
                 )
-            if not getattr(piece, "weighs", False):
+            if not piece.corrects or isinstance(piece, (ScoreCentering, SparsityAwareRejection)):
                 continue
             if not isinstance(piece, ImportanceReweighting) or piece.normalize != "none" or piece.mode[:5] != "token":
                 raise UserError(

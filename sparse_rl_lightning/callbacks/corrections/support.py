@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_module
-from sparse_rl_lightning.callbacks.corrections.centering import token_and_most_likely
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.callbacks.base import RolloutModule, rollout_module
+from sparse_rl_lightning.callbacks.corrections.candidates import ReadsCandidates, token_and_most_likely
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.forward import Candidates, Learner
 from sparse_rl_lightning.records import Rollout, ScoredRollout
 
 
-class SamplerSupport(RolloutCallback):
+class SamplerSupport(ReadsCandidates):
     """Normalize the learner's probabilities over the tokens that top-k, top-p or min-p left to the sampler.
 
-    With a truncated distribution the sampler draws from a part of the vocabulary, and the ratio of whole distributions
-    compares what was never drawn from. Here both sides are of that part: the sampler's log-probs are those that it drew
-    with, and the learner's, dense, replayed and of the reference policy, are normalized over the same tokens, with
-    gradient. The part is recorded for every token as how many of the sampler's ``top`` most likely tokens it has. Of a
-    larger part these count, and the token itself. Logged: ``support/mean``, its mean size in tokens, and
-    ``support/cut``, the share of tokens whose part is larger than ``top``.
+    With a truncated distribution the sampler draws from some of the vocabulary, and the ratio of whole distributions
+    compares what was never drawn from. Here the sampler's log-probs and the learner's, dense, replayed and of the
+    reference policy, are normalized over the same tokens, the learner's with gradient. They are recorded for every
+    token as how many of the sampler's ``top`` most likely ones there are. Of more than ``top`` these count, and the
+    token itself. Logged: ``support/mean``, how many could be drawn, and ``support/cut``, the share of tokens for which
+    these were more than are known.
 
     Args:
         top: Number of most likely tokens that the sampler reports, at most the vocabulary, on a GPU 256; best no less
             than ``sampling.top_k``.
     """
 
-    keeps_candidates = True
-
     def __init__(self, top: int = 256) -> None:
-        check_number("top", top, least=1, owner="SamplerSupport")
-        self.top = top
-        self._before: Learner | None = None
+        super().__init__(top)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module a learner that normalizes over the support, and ask the sampler for its most likely tokens.
@@ -56,27 +52,18 @@ class SamplerSupport(RolloutCallback):
                 "SamplerSupport: model.sampling truncates nothing, so that every token could be drawn. Set top_p, "
                 "top_k or min_p, or leave the callback out."
             )
-        self._before = learner = module.learner
-        module.learner = SupportLearner(**{field.name: getattr(learner, field.name) for field in fields(Learner)})
-        module.generator.top["SamplerSupport"] = min(self.top, int(module.policy.config.vocab_size))
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the learner back."""
-        if self._before is not None:
-            module = rollout_module(pl_module, self)
-            module.learner = self._before
-            del module.generator.top["SamplerSupport"]
-            self._before = None
+        self.install(module, SupportLearner)
 
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
-        """Take what the sampler drew with for its log-probs; log the size of its part."""
+        """Normalize the sampler's log-probs over the same tokens; log how many could be drawn."""
         rollout = scored.rollout
-        assert rollout.behavior_logprobs is not None
+        assert rollout.topk_logprobs is not None
         assert rollout.support is not None
-        rollout.sampler_logprobs, rollout.behavior_logprobs = rollout.behavior_logprobs, None
+        most_likely = rollout.topk_logprobs.to(rollout.sampler_logprobs)
+        logprobs = torch.cat([rollout.sampler_logprobs[..., None], most_likely], dim=-1)
+        rollout.sampler_logprobs, rollout.behavior_logprobs = among_support(logprobs, rollout), None
         sizes = rollout.support[rollout.completion_mask].float()
-        most = module.generator.top["SamplerSupport"]
-        logged = {"support/mean": sizes.mean(), "support/cut": (sizes > most).float().mean()}
+        logged = {"support/mean": sizes.mean(), "support/cut": (sizes > most_likely.shape[-1]).float().mean()}
         module.log_dict(logged, batch_size=len(rollout))
 
 

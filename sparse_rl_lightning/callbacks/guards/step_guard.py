@@ -20,6 +20,7 @@ from sparse_rl_lightning.checkpoints.files import save_tensors
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import own_folder, write_files
 from sparse_rl_lightning.learner.block import RolloutBlock
+from sparse_rl_lightning.learner.loss import GRPOLoss
 
 BEHIND = ("staleness_ratio/max", "top10_token_share")
 """Numbers of every micro-batch that explain a long step."""
@@ -150,7 +151,7 @@ class StepGuard(Callback):
         self.has_warned_of_ratio |= is_large
         if times is not None:
             loss = getattr(module, "loss", None)  # any module may have the guard
-            can_bound = loss is not None and getattr(loss, "delta", 0) is None and loss.loss_type != "cispo"
+            can_bound = isinstance(loss, GRPOLoss) and loss.delta is None and loss.loss_type != "cispo"
             warn_of_run(
                 trainer,
                 f"The gradient of optimizer step {trainer.global_step} is {times:,.0f} times as long as usual "

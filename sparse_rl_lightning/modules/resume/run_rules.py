@@ -17,7 +17,10 @@ class Rule(Enum):
 
 
 _SETTINGS = {
-    Rule.BETWEEN_ROLLOUTS: {"": "module retriever steps_per_generation num_iterations replay_objective"},
+    Rule.BETWEEN_ROLLOUTS: {
+        "": "module retriever steps_per_generation num_iterations replay_objective",
+        "trainer": "candidates",  # which callbacks read the sampler's most likely tokens
+    },
     Rule.IF_PARTIAL: {"rollout": "num_slots memory_limit"},
     Rule.REFUSED: {"policy": "lora_alpha", "adapter": "lora_alpha"},
     Rule.DERIVED: {

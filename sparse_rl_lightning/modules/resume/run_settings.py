@@ -33,12 +33,12 @@ PLACES = {
 }  # fmt: skip
 """Where a module keeps arguments of which it has no attribute of the same name."""
 
-NAMED = {"loss": GRPOLoss, "advantage_estimator": None}
-"""Arguments that name a class, with what they were before they could."""
+NAMED: dict[str, Any] = {"loss": GRPOLoss, "advantage_estimator": None, "trainer.candidates": []}
+"""Settings that name classes, with what they were before they could."""
 
 TRAINER = ("accumulate_grad_batches", "precision", "gradient_clip_val", "gradient_clip_algorithm")
 
-SEEN = ("seed", "_warned")
+SEEN = ("seed", "_warned", "_before")
 """Attributes that are no settings: those that :func:`seeds_of` compares, and what a run makes."""
 
 VERSIONS = {
@@ -90,6 +90,8 @@ def settings_of(module: ResumableModule) -> dict[str, str]:
     trainer: Any = module._trainer
     if trainer is not None:
         settings |= {f"trainer.{name}": getattr(trainer, name) for name in TRAINER}
+        reading = [c for c in trainer.callbacks if isinstance(c, RolloutCallback) and c.keeps_candidates]
+        settings["trainer.candidates"] = sorted(type(callback).__name__ for callback in reading)
         settings["trainer.callbacks"] = sorted(describe(each, without=SEEN) for each in _corrections(trainer.callbacks))
     left_out = {Rule.DERIVED, Rule.IGNORED}
     if settings.get("rollout.partial_rollout_steps") is None:
@@ -116,7 +118,7 @@ def defaults_of(module: ResumableModule) -> dict[str, str]:
 def _corrections(callbacks: Iterable[Any]) -> Iterator[RolloutCallback]:
     """The callbacks that change what the loss makes of a rollout, those inside others by themselves."""
     for callback in callbacks:
-        if isinstance(callback, RolloutCallback) and (callback.corrects or callback.keeps_candidates):
+        if isinstance(callback, RolloutCallback) and callback.corrects:
             yield from getattr(callback, "parts", (callback,))
 
 

@@ -113,11 +113,6 @@ class SamplingParams:
         """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
         return self.temperature > 0 and any((getattr(self, n) or off) != off for n, off in _NOT_TRUNCATING.items())
 
-    @property
-    def reports_support(self) -> bool:
-        """Whether rollouts say how many of the most likely tokens could be drawn."""
-        return self.top_logprobs > 0 and self.truncates
-
     @staticmethod
     def whole_distribution() -> str:
         """The settings, as text, with which tokens are drawn from softmax(logits / temperature)."""
@@ -163,7 +158,7 @@ def draw(
         min_length=params.min_completion_length,
         drawn_from=None if occurred is None else penalize(logits, occurred, params.repetition_penalty),
         top_logprobs=params.top_logprobs,
-        with_support=params.reports_support,
+        with_support=params.top_logprobs > 0 and params.truncates,
     )
 
 

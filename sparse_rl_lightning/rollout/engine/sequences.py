@@ -17,7 +17,7 @@ from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.cache.slots import Cuts, SlotCache
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
-from sparse_rl_lightning.records import EvictionRecord, KVUsage, Rollout
+from sparse_rl_lightning.records import ON_HOST, EvictionRecord, KVUsage, Rollout
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 
 UNLIMITED = torch.iinfo(torch.int64).max
@@ -46,8 +46,9 @@ class SequenceLogs:
         # what a finished sequence takes along, by name: (S + 1, T, ...) of tokens that were drawn, or fed
         self.drawn = {"logprobs": self.logprobs, "topk_ids": self.topk_ids, "topk_logprobs": self.topk_logprobs}
         self.drawn |= {} if self.behavior is None else {"behavior": self.behavior}
-        if params.reports_support:
-            self.drawn["support"] = torch.zeros(shape, dtype=torch.int32, device=device)
+        reports = params.top_logprobs > 0 and params.truncates
+        self.support = torch.zeros(shape, dtype=torch.int32, device=device) if reports else None
+        self.drawn |= {} if self.support is None else {"support": self.support}
         self.fed: dict[str, Tensor] = {}
         # indices of the first end token, and of the first token drawn from NaN or infinite logits
         self.end = torch.full((num_slots + 1,), UNLIMITED, dtype=torch.int64, device=device)
@@ -74,8 +75,8 @@ class SequenceLogs:
         if drawn.topk_ids is not None and drawn.topk_logprobs is not None:
             self.topk_ids[slots, at] = drawn.topk_ids
             self.topk_logprobs[slots, at] = drawn.topk_logprobs
-        if drawn.support is not None:
-            self.drawn["support"][slots, at] = drawn.support
+        if self.support is not None and drawn.support is not None:
+            self.support[slots, at] = drawn.support
         note_first(self.end, slots, at, (drawn.tokens[:, None] == end_ids).any(dim=-1))
 
     def finish_flags(self, errors: Tensor | None) -> Tensor:
@@ -169,7 +170,7 @@ class FinishedSequence:
             # zeros where a log says nothing: in the prompt, or of the last token, which was never fed
             logs={
                 # most likely tokens take more memory than all else: the host has it
-                name: _within(log[slot, : end + 1], prompt_length, end + 1).to("cpu" if "topk" in name else log.device)
+                name: _within(log[slot, : end + 1], prompt_length, end + 1).to("cpu" if name in ON_HOST else log.device)
                 for name, log in logs.drawn.items()
             }
             | {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()},
