@@ -67,7 +67,7 @@ def test_a_benchmark_s_name_leaves_its_folder_nowhere(name: str, tmp_path: Path)
 
 
 def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
-    first, second = tmp_path / "a" / "first", tmp_path / "b" / "second"
+    first, second = tmp_path / "a" / "first", tmp_path / "b" / "c" / "second"
     write_files({first: lambda new: new.write_text("1"), second: lambda new: new.write_text("2")})
     with file_size_limit(4096), pytest.raises(OSError, match="File too large"):
         write_files({first: lambda new: new.write_text("new"), second: lambda new: new.write_text("x" * 9999)})

@@ -365,3 +365,18 @@ def test_use_changes_no_fingerprint_of_statistics() -> None:
     before = fingerprint(cache=own)
     own.statistics._copies[torch.device("cpu")] = [torch.zeros(1)]
     assert fingerprint(cache=own) == before
+
+
+class Fresh:
+    """Has its state in a list that is made anew for every look."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": [[self.number]]}
+
+
+def test_what_is_made_for_a_look_is_not_taken_for_what_was_there_before() -> None:
+    """Its memory, and so its identity, would be given to the next."""
+    assert re.findall(r"\[\[(\d+)\]\]", describe([Fresh(number) for number in range(20)])) == list(map(str, range(20)))

@@ -400,3 +400,18 @@ def test_a_folder_of_save_to_disk_is_named_by_datasets(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_whole_numbers_have_no_point(tmp_path: Path, value: Any, answer: str) -> None:
     assert rows(write(tmp_path, {"prompt": "1", "answer": value}))[0]["answer"] == answer
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: {"a": inner}])
+def test_columns_are_at_most_fifty_levels_deep(wrap: Any, tmp_path: Path) -> None:
+    for levels, fits in ((50, True), (51, False)):
+        value: Any = "x"
+        for _ in range(levels):
+            value = wrap(value)
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p", "answer": "1", "extra": value}) + "\n")
+        data = JsonlPrompts(str(tmp_path / "rows.jsonl"), prompts_per_rollout=1)
+        if fits:
+            assert data.train_rows()[0]["extra"] == value
+            continue
+        with pytest.raises(ValueError, match="'extra' is nested more than 50 levels deep"):
+            data.train_rows()

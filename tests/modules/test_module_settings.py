@@ -247,3 +247,11 @@ def test_what_cannot_be_made_from_a_file_is_refused_when_it_is_parsed(
     assert ended.value.code == 2
     assert "A schedule in a file is a class: one of torch.optim.lr_scheduler, lightning.pytorch.cli.Reduce" in said
     assert not Path("runs").exists()
+
+
+def test_partial_rollouts_on_several_ranks_are_refused() -> None:
+    grpo = loaded(partial_rollout_steps=4, num_slots=4)
+    grpo.check_strategy()
+    grpo._world_size = 2
+    with pytest.raises(ValueError, match="partial_rollout_steps works in one process so far"):
+        grpo.check_strategy()

@@ -412,3 +412,10 @@ class Unedited(library.RolloutCallback):
 
     def on_rollout_scored(self, trainer: Any, module: Any, scored: ScoredRollout) -> None:
         self.advantages = module.advantages(scored.rollout.rewards)
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(SparseGRPO, False), (ReplayGRPO, True)])
+def test_the_record_of_evictions_stays_where_the_loss_reads_it(kind: Any, keeps: bool) -> None:
+    grpo = module(kind=kind)
+    fit(grpo, 1)
+    assert (grpo.block.rollout.evictions is not None) == keeps

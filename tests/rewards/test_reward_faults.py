@@ -21,7 +21,7 @@ from slow_rewards import BACKTRACKING, hurry
 from tiny_grpo import Recorder, fit, likes_a, module
 
 from sparse_rl_lightning.rewards import MathReward, compute_rewards, process, reward_names
-from sparse_rl_lightning.rewards.base import reward_batch
+from sparse_rl_lightning.rewards.base import reward_batch, undisturbed
 from sparse_rl_lightning.rewards.scoring import LOST, GuardedReward, Rewards
 
 ENOUGH = 120.0  # seconds, for what answers at once
@@ -240,7 +240,7 @@ def test_what_a_function_starts_is_ended_with_it(tmp_path: Path) -> None:
 DYING = """
 import os, re, signal
 from sparse_rl_lightning.rewards.scoring import GuardedReward
-from sparse_rl_lightning.rewards.base import reward_batch
+from sparse_rl_lightning.rewards.base import reward_batch, undisturbed
 
 def reward(completions, **_):
     os.kill(os.getppid(), signal.SIGKILL)
@@ -468,3 +468,17 @@ def test_a_function_that_applies_to_some_is_not_complained_of() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned None for all")
         fit(module([likes_a, of(lambda texts: [None if text.startswith("b") else 1.0 for text in texts])]), 2)
+
+
+def test_what_a_call_changes_of_the_process_is_put_back() -> None:
+    def seen() -> tuple[Any, ...]:
+        return signal.getsignal(signal.SIGUSR1), torch.get_num_threads(), torch.get_default_dtype(), os.getcwd()
+
+    before = seen()
+    with undisturbed():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        torch.set_num_threads(before[1] + 1)
+        torch.set_default_dtype(torch.float64)
+        os.chdir("/")
+        assert seen() != before
+    assert seen() == before
