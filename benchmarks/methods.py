@@ -37,7 +37,7 @@ from sparse_rl_lightning.files import write_whole
 SIZES = {"buffer": 32, "num_sinks": 4, "window": 8}
 PLAIN = (
     "RandomEviction", "SnapKV", "RKV", "TOVA", "H2O", "StreamingLLM", "KNorm", "KeyDiff", "CUR", "ExpectedAttention",
-    "QFilters", "TriAttention", "LearnedScore",
+    "QFilters", "TriAttention", "LearnedScore", "RandomAttention", "VaSE",
 )  # fmt: skip
 BEST = ("RandomEviction", "SnapKV", "RKV", "TOVA", "H2O, by age", "ExpectedAttention", "StreamingLLM")
 """Chance, and the six that the other parts measure."""
@@ -68,10 +68,12 @@ def with_arguments(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         "RandomEviction, drawn anew": own("RandomEviction", redraw=True),
         "RandomEviction, window 32": own("RandomEviction", window=32),
+        "SnapKV, defensive": own("SnapKV", aggregation="max_clamped", variant="original", pooling="avg"),
         "H2O, by age": own("H2O", age_normalized=True),
         "LagKV": own("LagKV", lag_size=31),  # a quarter of the slot: the default is larger than it
         "SnapKV, Pyramid": own("SnapKV", budget_rule=around("Pyramid", beta=2)),
         "SnapKV, Adaptive": own("SnapKV", budget_rule=around("Adaptive")),
+        "Smoothed, SnapKV": around("Smoothed", compressor=own("SnapKV")),
         "Combined": around("Combined", compressors=[own("SnapKV"), own("KeyDiff")]),
         "Combined, one set per layer": around("Combined", compressors=[own("SnapKV")], across_heads="max"),
     }

@@ -61,7 +61,7 @@ of torch (default: torch's own choice). A `seed` that is null takes that of `see
 its own keys."""
 
 COMPRESSORS = [getattr(compressors, name) for name in compressors.__all__ if name != "QueryStatistics"]
-WRAPPERS = [compressors.Combined]
+WRAPPERS = [compressors.Combined, compressors.Smoothed]
 METHODS = [c for c in COMPRESSORS if c not in (compressors.Compressor, *WRAPPERS)]
 
 GROUPS: list[Group] = [

@@ -47,7 +47,7 @@ class LayerState:
     attention_scaling: float  # factor that transformers applies to cos and sin (YaRN, longrope), usually 1
     state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, N) float32, as in Compressor.state_fields
     head_state: Mapping[str, Tensor] = field(default_factory=dict)  # each (S, H, C) float32, as in head_state_fields
-    turns: Tensor | None = None  # (S, H, N) as in Rollout, undefined where not valid; if observations are protected
+    turns: Tensor | None = None  # (S, H, N) as in Rollout, undefined where not valid; in conversations, if asked for
 
     @property
     def layer_index(self) -> int:

@@ -25,6 +25,7 @@ from sparse_rl_lightning.compressors import (
     SnapKV,
     StreamingLLM,
     TriAttention,
+    VaSE,
 )
 
 DENSE, FLOOR, REDRAWN = "FullKV", "RandomEviction", "RandomEviction, drawn anew"
@@ -72,6 +73,7 @@ def compressors(
         "H2O": make(H2O),
         "SnapKV": make(SnapKV),
         "RKV": make(RKV),
+        "VaSE": make(VaSE),
         "ExpectedAttention": make(ExpectedAttention),
         "QFilters": make(QFilters, statistics=statistics),
         "TriAttention": make(TriAttention, statistics=statistics),

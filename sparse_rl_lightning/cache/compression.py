@@ -207,7 +207,10 @@ class Compression:
             )
         cache.store(layer, prompts, scores, budgets, c)
         if prompts.state is not None:
-            _store_state(cache, layer, prompts.places, prompts.state)
+            numbers = padded(prompts.state)
+            if c.score_field:  # 0 where a prompt was not scored
+                numbers[..., c.state_fields.index(c.score_field)] = scores
+            _store_state(cache, layer, prompts.places, numbers)
 
     def compress(
         self, cache: SlotCache, slots: list[int], lengths: list[int], room: list[int],
@@ -285,9 +288,9 @@ class Compression:
         update_after_step(self.compressor, cache, layer, slots, positions[:n], probs, hidden[:n], weights)
 
 
-def _store_state(cache: SlotCache, layer: int, slots: Tensor, state: list[Tensor]) -> None:
-    """Write the running numbers (P) of (H, T, C) of prompts to the places of the entries that their slots keep."""
-    lengths, numbers = cache.lengths[layer, slots], padded(state)
+def _store_state(cache: SlotCache, layer: int, slots: Tensor, numbers: Tensor) -> None:
+    """Write the running numbers (P, H, N, C) of prompts to the places of the entries that their slots keep."""
+    lengths = cache.lengths[layer, slots]
     rows, live = gather_heads(cache.pools.offsets[layer, slots], lengths, int(lengths.max()))
     # an entry's position is its index in the prompt, so it finds the number that belongs to it
     kept = torch.where(live, cache.pools.positions[rows].long(), 0)

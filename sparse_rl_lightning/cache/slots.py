@@ -393,6 +393,10 @@ class SlotCache:
             compressor: Compressor, which determines the pinned entries.
             room: Number of tokens (B,), int64, that each slot must take.
         """
+        if compressor.score_field:
+            within = (slice(None), chosen.places)
+            rows, live = gather_heads(self.pools.offsets[within], self.lengths[within], scores.shape[-1])
+            self.state_pool[rows[live], compressor.state_fields.index(compressor.score_field)] = scores[live]
         ops.evict(
             self.pools, chosen.places, scores, budgets, compressor.num_sinks, compressor.window, self.seen[:-1],
             self.deaths.death, self.state_pool, held=self.held[:-1], event_steps=self.deaths.steps,

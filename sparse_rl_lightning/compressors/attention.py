@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.compressors.entries import live_entries
+from sparse_rl_lightning.ops.window_importance import group_logits
 from sparse_rl_lightning.records import LayerState
 
 
@@ -16,9 +17,7 @@ def recent_attention(layer: LayerState) -> Tensor:
     where ``layer.query_positions`` is largest. A place of the ring that is still empty pays nothing.
     """
     keys = live_entries(layer.keys, layer.valid)
-    slots, _, *width = layer.queries.shape
-    queries = layer.queries.to(keys.dtype).reshape(slots, -1, layer.group_size, *width)
-    logits = torch.einsum("shgad,shnd->shgan", queries, keys) * layer.scale
+    logits = group_logits(layer.queries, keys, layer.scale)
     past = layer.positions[:, :, None, :] <= layer.query_positions[:, None, :, None]
     hidden = ~(layer.valid[:, :, None, :] & past).unsqueeze(2)
     return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).masked_fill(hidden, 0.0)

@@ -143,12 +143,16 @@ class Compressor(Budgeted):
         """Names of float32 numbers per KV head, with the width C of each: (S, H, C) that start at 0 with a prompt."""
         return {}
 
+    score_field: str | None = None
+    """Name in :attr:`state_fields` of the number that every compression sets to the score of the entry."""
     needs_attention = False
     """Whether :meth:`update_state` reads ``update.mass``: the probabilities of every step are then computed."""
     needs_hidden_states = False
     """Whether :meth:`update_state` reads ``update.hidden_states``."""
     needs_output_norms = False
     """Whether :meth:`update_state` reads ``update.output_norms``: as costly per step as the output projection."""
+    needs_turns = False
+    """Whether :meth:`score` reads ``layer.turns``, which else conversations with protected observations have alone."""
     needs_layer_index = False
     """Whether :meth:`score` reads ``layer.layer_index``: layers are then scored one at a time, not several at once."""
     needs_rotation: Rotation = False
@@ -172,11 +176,13 @@ class Compressor(Budgeted):
         """
         raise NotImplementedError
 
+    _has_op = True  # not with options that only score knows
+
     @property
     def scores_natively(self) -> bool:
         """Whether :meth:`score_cached` is defined and up to date: the cache then calls it in place of :meth:`score`."""
         owners = [next(c for c in type(self).__mro__ if name in vars(c)) for name in ("score_cached", "score")]
-        return owners[0] is not Compressor and issubclass(owners[0], owners[1])
+        return self._has_op and owners[0] is not Compressor and issubclass(owners[0], owners[1])
 
     def check_model(self, sizes: ModelSizes) -> None:  # most methods take any model
         """Refuse a model that this method's learned weights do not fit; samplers call it.

@@ -47,6 +47,7 @@ class Combined(Wrapped):
         name = type(self).__name__
         if not compressors:
             raise UserError(f"{name}: give at least one compressor.")
+        super().__init__(compressors)
         for method in compressors:
             _check_sizes(name, compressors[0], method)
         check_choice("normalization", normalization, Normalization, name)
@@ -59,7 +60,6 @@ class Combined(Wrapped):
             )
         for index, weight in enumerate(weights):
             check_number(f"weights[{index}]", weight, above=0, owner=name)
-        super().__init__(compressors)
         self.weights = weights
         self.normalization: Normalization = normalization
         self.across_heads: HeadReduction | None = across_heads
@@ -88,9 +88,7 @@ class Combined(Wrapped):
 
 
 def _check_sizes(name: str, first: Compressor, method: Compressor) -> None:
-    """Refuse a method that never evicts or whose sizes differ from the first's."""
-    if not method.evicts:
-        raise UserError(f"{name}: {method} never evicts, so there are no scores to work on. Leave it out.")
+    """Refuse a method whose sizes differ from the first's."""
     first_sizes, sizes = _sizes(first), _sizes(method)
     for size in first_sizes:
         if first_sizes[size] != sizes[size]:

@@ -1,4 +1,4 @@
-"""Helpers for scores: live entries in float32, newest token and queries, comparable scores."""
+"""Helpers for scores: live entries in float32, newest token and queries, fresh draws, comparable scores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.records import LayerState
 
@@ -22,6 +23,18 @@ def live_entries(tensor: Tensor, valid: Tensor) -> Tensor:
 def newest_position(layer: LayerState) -> Tensor:
     """The true position (S,) of the last token of each sequence, which every head has."""
     return layer.positions.masked_fill(~layer.valid, -1).amax(dim=(1, 2))
+
+
+def fresh_draws(layer: LayerState) -> Tensor:
+    """Random numbers (S, H, N) in (0, 1), others at every compression, for a class with ``needs_layer_index = True``.
+
+    They depend on nothing but the sequence, its newest token, layer, head and position: in any batch and slot a
+    sequence draws the same.
+    """
+    heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)[:, None]
+    newest = newest_position(layer)[:, None, None]
+    keys = layer.sequence_keys[:, None, None]  # the prompt's, until its samples begin
+    return hash_uniform(keys, newest, layer.layer_index, heads, layer.positions)
 
 
 def newest_queries(layer: LayerState, count: int) -> LayerState:

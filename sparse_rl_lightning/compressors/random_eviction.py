@@ -1,4 +1,4 @@
-"""RandomEviction: the baseline that every method has to beat."""
+"""RandomEviction, the baseline that every method has to beat, and RandomAttention, its published form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor
+from sparse_rl_lightning.compressors.entries import fresh_draws
 from sparse_rl_lightning.ops import CachedEntries, score_entries
 from sparse_rl_lightning.ops.keyed_random import hash_uniform
 from sparse_rl_lightning.records import LayerState
@@ -34,19 +35,13 @@ class RandomEviction(Compressor):
     def __init__(self, budget: int | LengthSchedule, *, redraw: bool = False, **sizes: Any) -> None:
         super().__init__(budget, **sizes)
         self.redraw = redraw
-
-    @property
-    def scores_natively(self) -> bool:
-        """Whether the op scores; it knows a token's lasting number only."""
-        return super().scores_natively and not self.redraw
+        self._has_op = not redraw
 
     def score(self, layer: LayerState) -> Tensor:
         """Random number of each token: (S, H, N) in (0, 1)."""
-        heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
         if self.redraw:
-            newest = layer.positions.masked_fill(~layer.valid, -1).amax(dim=(1, 2), keepdim=True)
-            keys = layer.sequence_keys[:, None, None]  # the prompt's, until its samples begin
-            return hash_uniform(keys, newest, layer.layer_index, heads[:, None], layer.positions)
+            return fresh_draws(layer)
+        heads = torch.arange(layer.positions.shape[1], device=layer.positions.device)
         # a prompt may be compressed before its samples begin
         in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
         keys = torch.where(in_prompt, layer.prompt_keys[:, None, None], layer.sequence_keys[:, None, None])
@@ -55,3 +50,28 @@ class RandomEviction(Compressor):
     def score_cached(self, entries: CachedEntries) -> Tensor:
         """The same in all layers at once: (L, B, H, N)."""
         return score_entries(entries, "random")
+
+
+class RandomAttention(RandomEviction):
+    """Keep the prompt, the newest tokens, and what each head draws anew at every compression (arXiv 2609.03430).
+
+    It is :class:`RandomEviction` with ``redraw`` and the sizes of the published runs: what prompt and ``window`` leave
+    of the budget goes to tokens of the completion that each KV head draws without a look at them. After k compressions
+    a token is still there with the k-th power of the chance to survive one, so the past thins out with its age.
+
+    Args:
+        budget: Tokens kept per layer and KV head after a compression, prompt and ``window`` among them; a number, or a
+            schedule by length. It must hold the longest prompt and ``window``.
+        buffer: Tokens appended between two compressions.
+        num_sinks: First positions of the sequence that are never evicted; the protected prompt holds them.
+        window: Most recent tokens that are never evicted.
+        protect_prompt: Whether the prompt is never evicted, as in :class:`Compressor`.
+        **sizes: Other arguments of :class:`Compressor`.
+    """
+
+    def __init__(
+        self, budget: int | LengthSchedule, *, buffer: int = 64, num_sinks: int = 0, window: int = 64,
+        protect_prompt: bool = True, **sizes: Any,
+    ) -> None:  # fmt: skip
+        sizes |= {"buffer": buffer, "num_sinks": num_sinks, "window": window, "protect_prompt": protect_prompt}
+        super().__init__(budget, redraw=True, **sizes)

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
 from sparse_rl_lightning.compressors.entries import newest_queries
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState, StateUpdate
 
 SIZES = (
@@ -17,7 +18,7 @@ SIZES = (
     "protect_observations",
 )  # fmt: skip
 
-NEEDS = "needs_attention", "needs_hidden_states", "needs_output_norms", "needs_layer_index"
+NEEDS = "needs_attention", "needs_hidden_states", "needs_output_norms", "needs_turns", "needs_layer_index"
 """Declarations that a compressor around others passes on."""
 
 
@@ -28,9 +29,21 @@ class Wrapped(Compressor):
 
     Args:
         compressors: Methods inside, one or more, of the same budget and sizes.
+
+    Raises:
+        ValueError: If a method never evicts, or keeps its scores (:attr:`Compressor.score_field`).
     """
 
     def __init__(self, compressors: Sequence[Compressor]) -> None:
+        name = type(self).__name__
+        for method in compressors:
+            if not method.evicts:
+                raise UserError(f"{name}: {method} never evicts, so there are no scores to work on. Leave it out.")
+            if method.score_field:
+                raise UserError(
+                    f"{name}: {type(method).__name__} keeps its scores, which must be the final ones. Put "
+                    f"{type(method).__name__} around {name}, or leave it out."
+                )
         super().__init__(compressors[0].schedule, **{size: getattr(compressors[0], size) for size in SIZES})
         self._parts = list(compressors)
         for need in NEEDS:

@@ -370,7 +370,8 @@ def replay(compressor: Compressor) -> str | None:
 
 
 def _has_state(compressor: Compressor) -> bool:
-    return bool(compressor.state_fields or compressor.head_state_fields(HEAD_DIM))
+    written = {*compressor.state_fields} - {compressor.score_field}  # that is the cache's to write
+    return bool(written or compressor.head_state_fields(HEAD_DIM))
 
 
 def _layer(compressor: Compressor, seed: int = 0, dtype: torch.dtype = torch.float32) -> LayerState:

@@ -20,7 +20,14 @@ from sparse_rl_lightning.compressors import H2O, Compressor, FullKV, RandomEvict
 from sparse_rl_lightning.testing import tiny_model
 
 SIZES: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 1, "window": 3}
-SEEN_BY_NAME = {"QueryStatistics", "Compressor", "LearnedScore"}  # no methods of their own, or not before training
+SEEN_BY_NAME = {
+    "QueryStatistics",
+    "Compressor",
+    "LearnedScore",
+    "OldestTurns",
+    "RandomAttention",
+    "Smoothed",
+}  # no methods of their own, those of others by their sizes, not before training, or for conversations
 
 
 @pytest.fixture(scope="module")

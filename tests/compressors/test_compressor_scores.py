@@ -21,12 +21,15 @@ from sparse_rl_lightning.compressors import (
     KeyDiff,
     KNorm,
     LagKV,
+    OldestTurns,
     QFilters,
     QueryStatistics,
     SnapKV,
     TriAttention,
+    VaSE,
 )
 from sparse_rl_lightning.compressors.attention import recent_attention
+from sparse_rl_lightning.compressors.entries import fresh_draws
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing.layers import fill_free_memory, random_layer
 
@@ -185,6 +188,75 @@ def test_tova_finds_tokens_by_their_positions() -> None:
     assert alone > 5
 
 
+def importance_of_each_query(layer: LayerState, s: int, h: int, n: int, window: int, variant: str) -> list[list[float]]:
+    """What each query of each head of the group pays to the entries before the window."""
+    paid = []
+    for q in (2 * h, 2 * h + 1):
+        for query, at in zip(layer.queries[s, q], layer.query_positions[s].tolist(), strict=True):
+            if at >= 0:
+                attended = n - window if variant == "decode" else n
+                seen = [i for i in range(attended) if layer.positions[s, h, i] <= at]
+                shares = softmax([0.3 * dot(query, layer.keys[s, h, i]) for i in seen])
+                paid.append([shares[seen.index(i)] if i in seen else 0.0 for i in range(n - window)])
+    return paid
+
+
+def average_of_neighbors(row: list[float], size: int) -> list[float]:
+    return [sum(row[max(i - size // 2, 0) : i + size // 2 + 1]) / size for i in range(len(row))]
+
+
+@pytest.mark.parametrize("variant", ["decode", "original"])
+@pytest.mark.parametrize(("pooling", "size"), [("avg", 3), ("max", 5), ("none", 7)])
+def test_snapkv_defends_what_one_query_needs(variant: Any, pooling: Any, size: int) -> None:
+    layer = layer_of(lengths=[[3, 3], [14, 10], [12, 14]])
+    method = SnapKV(**SIZES, aggregation="max_clamped", variant=variant, pooling=pooling, kernel_size=size)
+    scores = method.score(layer)
+    assert not method.scores_natively
+    raised = 0
+    for s, h, n in rows(layer):
+        largest = [0.0] * (n - 3)
+        for paid in importance_of_each_query(layer, s, h, n, 3, variant):
+            pooled = {
+                "avg": average_of_neighbors(paid, size), "none": paid,
+                "max": [max(paid[max(i - size // 2, 0) : i + size // 2 + 1]) for i in range(n - 3)],
+            }[pooling]  # fmt: skip
+            shares = [share * sum(paid) / sum(pooled) for share in pooled]
+            largest = [max(pair) for pair in zip(largest, shares, strict=True)]
+        mean = sum(largest) / max(n - 3, 1)
+        norms = [math.sqrt(dot(v, v)) for v in layer.values[s, h, : n - 3]]
+        wanted = [max(share, mean) * norm for share, norm in zip(largest, norms, strict=True)]
+        close(scores[s, h, :n], [*wanted, 0.0, 0.0, 0.0])
+        raised += sum(share < mean for share in largest)
+    assert raised > 10
+
+
+@pytest.mark.parametrize(("num_large", "size", "num_sinks"), [(None, 3, 2), (5, 1, 1), (0, 5, 0)])
+def test_vase(num_large: int | None, size: int, num_sinks: int) -> None:
+    layer = layer_of(lengths=[[3, 3], [14, 10], [12, 14]])
+    method = VaSE(**{**SIZES, "num_sinks": num_sinks}, num_large=num_large, kernel_size=size)
+    scores, uniform = method.score(layer), fresh_draws(layer).double()
+    num_drawn = 0
+    for s, h, n in rows(layer):
+        ranges = [float(v.max() - v.min()) for v in layer.values[s, h, :n]]
+        sinks = [i for i in range(n - 3) if layer.positions[s, h, i] < num_sinks]
+        others = sorted(set(range(n - 3)) - {*sinks}, key=lambda i: -ranges[i])
+        large = {*sinks, *others[: max((10 // 4 if num_large is None else num_large) - len(sinks), 0)]}
+        paid = importance_of_each_query(layer, s, h, n, 3, "decode")
+        pooled = [average_of_neighbors(row, size) for row in paid]
+        for i in range(n - 3):
+            if i in large:
+                close(scores[s, h, i], ranges[i])
+            else:
+                weight = sum(row[i] for row in pooled) / len(pooled)
+                wanted = math.log1p(-float(uniform[s, h, i])) / weight
+                torch.testing.assert_close(float(scores[s, h, i]), wanted, rtol=1e-6, atol=0)
+                num_drawn += 1
+    assert num_drawn > 15
+    published = VaSE(512)
+    assert (published.buffer, published.window, published.num_sinks, published.kernel_size) == (64, 64, 4, 5)
+    assert published.num_queries == 64
+
+
 def rotation(position: float, inv_freq: Tensor) -> Tensor:
     """(D, D) matrix that transformers' rotate_half amounts to."""
     half = len(inv_freq)
@@ -221,6 +293,28 @@ def test_expected_attention(covariance: Any, value_norm: bool, epsilon: float, n
             share = (shares[0][place] + shares[1][place]) / 2
             norm = math.sqrt(dot(layer.values[s, h, i], layer.values[s, h, i]))
             close(scores[s, h, i], (share + epsilon) * norm if value_norm else share)
+
+
+@pytest.mark.parametrize(("budget", "window", "protects"), [(10, 3, True), (7, 5, False), (7, 1, False), (12, 2, True)])
+def test_oldest_turns(budget: int, window: int, protects: bool) -> None:
+    """Whole turns leave until the rest fits, then single tokens of those that reach into the window."""
+    method = OldestTurns(budget=budget, buffer=4, num_sinks=1, window=window, protect_prompt=protects)
+    fewer = 0
+    for seed in range(16):
+        layer = layer_of(seed, num_sinks=1, window=window, lengths=[[3, 3], [14, 14], [13, 14]])
+        kept = method.select(layer)
+        for s, h, n in rows(layer):
+            positions, turns = layer.positions[s, h].tolist(), layer.turns[s, h].tolist()
+            at_least = layer.prompt_lengths[s] if protects else 1
+            left, first = list(range(n)), turns[n - window] if n > window else 0
+            order = [i for i in range(n - window) if positions[i] >= at_least]
+            while len(left) > budget:
+                oldest = turns[order[0]]
+                gone = [i for i in order if turns[i] == oldest] if oldest < first else order[:1]
+                order, left = order[len(gone) :], [i for i in left if i not in gone]
+            assert kept[s, h].nonzero().flatten().tolist() == left
+            fewer += len(left) < min(n, budget)
+    assert fewer > 3
 
 
 def statistics_of(layer: LayerState, seed: int = 0) -> QueryStatistics:

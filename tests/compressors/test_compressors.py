@@ -21,11 +21,14 @@ from sparse_rl_lightning.compressors import (
     FullKV,
     LagKV,
     QueryStatistics,
+    RandomAttention,
     RandomEviction,
     SnapKV,
     StreamingLLM,
     TriAttention,
+    VaSE,
 )
+from sparse_rl_lightning.compressors.attention import recent_attention
 from sparse_rl_lightning.ops import key_redundancy, window_importance
 from sparse_rl_lightning.records import LayerState
 from sparse_rl_lightning.testing import random_layer
@@ -36,7 +39,7 @@ close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
 SHIPPED = [
     getattr(compressors, name)
     for name in compressors.__all__
-    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined")
+    if name not in ("Compressor", "FullKV", "LearnedScore", "QueryStatistics", "Combined", "Smoothed")
 ]
 ATTENTION = [SnapKV, RKV]
 SETTING: dict[str, Any] = {"budget": 10, "buffer": 4, "num_sinks": 2, "window": 3}
@@ -50,6 +53,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 VARIANTS: list[tuple[type[Compressor], dict[str, Any]]] = [
     *((cls, NEEDED.get(cls.__name__, {})) for cls in SHIPPED),
     *((cls, {"variant": "original", "pooling": "avg", "group_reduction": "mean"}) for cls in ATTENTION),
+    *((cls, {"aggregation": "max_clamped"}) for cls in ATTENTION),
     (ExpectedAttention, {"covariance": "diagonal"}),
     (H2O, {"value_weighted": True}),
 ]
@@ -107,7 +111,7 @@ def test_autocast_does_not_round_scores(compressor: Compressor) -> None:
 def test_queries_asked_for_are_enough(compressor: Compressor) -> None:
     """A cache that holds no more of them gives the same scores as the formula's tests, which are on such layers."""
     assert compressor.num_queries == {
-        "SnapKV": 3, "RKV": 3, "TOVA": 1, "ExpectedAttention": 64
+        "SnapKV": 3, "RKV": 3, "VaSE": 3, "TOVA": 1, "ExpectedAttention": 64
     }.get(type(compressor).__name__, 0)  # fmt: skip
 
 
@@ -121,6 +125,8 @@ ATTENTION_REFUSED = [
     ({"pooling": "mean"}, "pooling must be one of max, avg, none, got pooling='mean'"),
     ({"group_reduction": "sum"}, "group_reduction must be one of max, mean, got group_reduction='sum'"),
     ({"variant": "Decode"}, "variant must be one of decode, original, got variant='Decode'"),
+    ({"aggregation": "max"}, "aggregation must be one of mean, max_clamped, got aggregation='max'"),
+    ({"aggregation": "max_clamped", "group_reduction": "mean"}, "group_reduction must be 'max', got .*='mean'. Leave"),
 ]  # fmt: skip
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *((cls, *row) for cls in SHIPPED for row in SIZES_REFUSED),
@@ -128,6 +134,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (RKV, {"mix_lambda": -0.1}, "mix_lambda=-0.1"), (RKV, {"mix_lambda": 1.5}, "mix_lambda=1.5"),
     (RKV, {"similarity_threshold": 1.01}, "similarity_threshold=1.01"),
     (RKV, {"similarity_threshold": -2}, "similarity_threshold=-2"),
+    (VaSE, {"kernel_size": 4}, "kernel_size=4"), (VaSE, {"num_large": 8}, "num_large must be .*at most 7.*got"),
+    (VaSE, {"num_large": 2.5}, "num_large=2.5"), (VaSE, {"num_large": -1}, "num_large=-1"),
     (LagKV, {"lag_size": 7}, "from 2 to 6, .* = 14 tokens holds two chunks.*got lag_size=7"),
     (LagKV, {"lag_size": 1}, "lag_size=1"), (TriAttention, {"max_offset": 0}, "max_offset=0"),
     (TriAttention, {"group_reduction": "sum"}, "group_reduction='sum'"),
@@ -208,8 +216,43 @@ def test_random_redraws_at_every_compression_and_then_favors_the_young() -> None
     assert not lot.scores_natively
 
 
+def test_random_attention_is_the_redraw_of_published_sizes() -> None:
+    method = RandomAttention(512)
+    assert (method.buffer, method.num_sinks, method.window, method.protect_prompt) == (64, 0, 64, True)
+    layer = random_layer(lengths=[[14, 14]] * 3)  # prompts of 3, 5, 6 tokens
+    small = RandomAttention(10, buffer=4, window=3)
+    assert torch.equal(small.score(layer), RandomEviction(**SETTING, redraw=True).score(layer))
+    kept = small.select(layer)
+    in_prompt = layer.positions < layer.prompt_lengths[:, None, None]
+    assert bool(kept[in_prompt].all())
+    assert not torch.equal(kept[:, 0], kept[:, 1]), "a head draws for itself"
+    assert not torch.equal(kept, small.select(replace(layer, layer=0)))
+
+
+def test_vase_draws_with_chances_proportional_to_attention() -> None:
+    """The first of the drawn entries is each of them as often as its share of the attention says."""
+    slots, method = 4000, VaSE(10, buffer=4, num_sinks=1, window=3, num_large=3, kernel_size=1)
+    layer = random_layer(lengths=[[14, 14]] * 3)
+    tensors = {
+        name: getattr(layer, name)[1:2].expand(slots, *getattr(layer, name).shape[1:])
+        for name in ("keys", "values", "valid", "positions", "lengths", "queries", "query_positions")
+    }
+    scores = method.score(replace(layer, sequence_keys=torch.arange(slots) * 7919, **tensors))[:, 0]
+    drawn = scores[0] < 0
+    assert int(drawn.sum()) == 14 - 3 - 3  # neither large, a sink among them, nor in the window
+    assert not bool(drawn[11:].any())
+    chances = recent_attention(layer)[1, 0].masked_fill(~drawn, 0.0)
+    outside = recent_attention(layer)[1, 0, ..., :11].sum(dim=-1, keepdim=True)
+    chances = (chances / outside).mean(dim=(0, 1))
+    counts = scores.masked_fill(~drawn, -torch.inf).argmax(dim=-1).bincount(minlength=14)
+    expected = slots * chances / chances.sum()
+    assert bool(((counts - expected).abs() <= 5 * expected.sqrt()).all())
+    again = method.score(replace(layer, sequence_keys=torch.arange(slots) * 7919, **tensors))[:, 0]
+    assert torch.equal(scores, again)
+
+
 def test_defaults_are_those_of_sparse_rl() -> None:
-    scoring = "kernel_size=7, pooling='max', group_reduction='max', variant='decode'"
+    scoring = "kernel_size=7, pooling='max', group_reduction='max', variant='decode', aggregation='mean'"
     sizes = "budget=512, buffer=128, num_sinks=4, window=8, compress_prompt=True"
     sizes += ", protect_prompt=False, protect_token_ids=[], protect_observations=0, budget_rule=Uniform()"
     assert repr(SnapKV(512)) == f"SnapKV({sizes}, {scoring})"

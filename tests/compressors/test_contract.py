@@ -21,6 +21,7 @@ from sparse_rl_lightning.compressors import (
     KNorm,
     QueryStatistics,
     RandomEviction,
+    Smoothed,
     SnapKV,
 )
 from sparse_rl_lightning.ops import CachedEntries
@@ -39,11 +40,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {  # beside the defaults, or in place
     ],
     "H2O": [{}, {"age_normalized": True, "value_weighted": True}],
     "LagKV": [{"lag_size": 3}, {"lag_size": 2, "num_sinks": 0}],
+    "OldestTurns": [{"protect_prompt": False}, {"budget": 24, "window": 4}],
+    "RandomAttention": [{"protect_prompt": False}, {"budget": 24, "window": 4}],
     "RKV": [{}, {"variant": "original", "pooling": "avg", "group_reduction": "mean"}],
-    "SnapKV": [{}, {"variant": "original", "pooling": "none", "group_reduction": "mean"}, {"window": 8}],
+    "SnapKV": [{}, {"variant": "original", "pooling": "none", "group_reduction": "mean"}, {"window": 8},
+               {"aggregation": "max_clamped", "variant": "original", "pooling": "avg"}, {"aggregation": "max_clamped"}],
     "StreamingLLM": [{}, {"budget": 5, "buffer": 1}, {"compress_prompt": False}],
     "TriAttention": [{}, {"max_offset": 7, "group_reduction": "mean"}],
-}
+    "VaSE": [{}, {"num_large": 5, "kernel_size": 1, "num_sinks": 0}],
+}  # fmt: skip
 CASES = [(cls, options) for cls in SHIPPED for options in OPTIONS.get(cls.__name__, [{}])]
 WRAPPED = [
     FullKV(),
@@ -51,6 +56,8 @@ WRAPPED = [
     Combined([SnapKV(**SMALL)], normalization="standard", across_heads="mean"),
     Combined([SnapKV(**SMALL), TOVA(**SMALL), ExpectedAttention(**SMALL, query_window=5)], [1.0, 2.0, 0.5]),
     Combined([KNorm(**SMALL), RandomEviction(**SMALL)], normalization="standard"),
+    Smoothed(SnapKV(**SMALL)),
+    Smoothed(Combined([H2O(**SMALL), RandomEviction(**SMALL)]), decay=0.5),
     SnapKV(budget=26, buffer=4, num_sinks=1, window=4, protect_prompt=True),
     KNorm(**SMALL, protect_token_ids=[9]),
     SnapKV(**SMALL, protect_observations=1),

@@ -21,10 +21,11 @@ from sparse_rl_lightning.compressors import (
     FullKV,
     KeyDiff,
     KNorm,
+    Smoothed,
     SnapKV,
     StreamingLLM,
 )
-from sparse_rl_lightning.compressors.entries import newest_queries, normalized_ranks, standardized
+from sparse_rl_lightning.compressors.entries import newest_position, newest_queries, normalized_ranks, standardized
 from sparse_rl_lightning.ops.entries import shared_scores
 from sparse_rl_lightning.records import NEVER, LayerState
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -186,6 +187,84 @@ def test_wrappers_show_what_is_inside() -> None:
     assert repr(Combined([protected], across_heads="max")) == f"Combined(compressors=[{text}], {options})"
 
 
+class Waves(Compressor):
+    """Whole numbers that change from compression to compression, so that averages by halves are exact."""
+
+    num_queries = 0
+
+    def score(self, layer: LayerState) -> Tensor:
+        newest = newest_position(layer)[:, None, None]
+        return ((layer.positions * 37 + newest * 101) % 64 - 20).to(torch.float32)
+
+
+def deaths_by_hand(length: int, prompt: int, decay: float, whole: bool) -> list[int]:
+    """When each token dies, of a budget of 10 with a buffer of 4, two sinks and a window of 3."""
+    held, average, death = list(range(prompt)), dict[int, float](), [NEVER] * length
+    room = max(14, prompt + 4) if whole else 14
+    for fed in range(prompt, length + 1):
+        if len(held) >= room:
+            room = 14
+            before = held[:-3]
+            for at in before:
+                new = float((at * 37 + (fed - 1) * 101) % 64 - 20)
+                average[at] = decay * average[at] + (1 - decay) * new if average.get(at, 0) else new
+            free = sorted((at for at in before if at > 1), key=lambda at: (-average[at], at))
+            for at in free[10 - 3 - 2 :]:
+                death[at] = fed
+            held = [at for at in held if death[at] == NEVER]
+        held.append(fed)
+    return death
+
+
+@pytest.mark.parametrize(
+    ("decay", "options"),
+    [
+        (0.0, {}),
+        (0.75, {}),
+        (0.5, {"max_prefill_tokens": 7}),
+        (0.5, {"decoder": "transformers"}),
+        (0.5, {"whole": True}),
+    ],
+    ids=["none", "packed", "chunks", "transformers", "whole prompts"],
+)  # fmt: skip
+def test_averages_decide_over_a_whole_rollout(decay: float, options: dict[str, Any]) -> None:
+    """Prompts that are compressed, stored whole and short, in slots that are used again: against a table by hand."""
+    more = dict(options)
+    whole = more.pop("whole", False)
+    model = tiny_model(initializer_range=0.2, eos_token_id=None)
+    prompts = [list(range(5, 5 + n)) for n in (3, 27, 14, 13)]
+    method = Smoothed(Waves(**SIZES, compress_prompt=not whole), decay)
+    params = SamplingParams(num_generations=2, max_completion_length=40, seed=1)
+    rollout = RolloutSampler(model, method, num_slots=3, **more).generate(prompts, params)
+    plain = RolloutSampler(model, Waves(**SIZES, compress_prompt=not whole), num_slots=3).generate(prompts, params)
+    for row, prompt in enumerate(prompt for prompt in prompts for _ in range(2)):
+        fed = len(prompt) + 39  # the last token of all is drawn and not fed
+        wanted = torch.tensor(deaths_by_hand(fed, len(prompt), decay, whole))
+        death = rollout.evictions.death[:, row, :, :fed]
+        assert torch.equal(death, wanted.expand_as(death).to(death.dtype)), row
+    assert torch.equal(rollout.evictions.death, plain.evictions.death) == (decay == 0)
+
+
+def test_an_average_begins_with_the_first_score_outside_the_window() -> None:
+    layer = random_layer(state_fields=("average",), lengths=[[14, 14]] * 3)
+    before = layer.state["average"]
+    before[:, :, 4:7], before[:, :, 7] = 0.0, torch.inf
+    new = Waves(**SIZES).score(layer)
+    average = Smoothed(Waves(**SIZES), 0.8).score(layer)
+    assert torch.equal(average[..., 4:8], new[..., 4:8])
+    assert not average[..., 11:].any()
+    for part in (slice(0, 4), slice(8, 11)):
+        torch.testing.assert_close(average[..., part], 0.8 * before[..., part] + 0.2 * new[..., part])
+
+
+def test_averages_have_a_number_beside_those_of_the_method() -> None:
+    method = Smoothed(Combined([H2O(**SIZES), KNorm(**SIZES)]), 0.25)
+    assert method.state_fields == ("0.0.mass", "average")
+    assert method.score_field == "average"
+    assert repr(Smoothed(KNorm(**SIZES), 0.25)) == f"Smoothed(compressor={KNorm(**SIZES)!r}, decay=0.25)"
+    assert method.with_budget(12).budget == 12
+
+
 def test_protected_tokens_stay_first_of_all() -> None:
     layer = random_layer(lengths=[[14, 14]] * 3)  # prompts of 3, 5, 6 tokens
     kept = KNorm(12, 2, num_sinks=1, window=2, protect_prompt=True, protect_token_ids=[6]).select(layer)
@@ -256,8 +335,22 @@ def test_a_protected_prompt_outlives_the_rollout() -> None:
         ([KNorm(20)] * 2, {"weights": [1.0, 0.0]}, r"weights\[1\] must be above 0, got weights\[1\]=0.0"),
         ([KNorm(20, protect_prompt=True), RKV(20)], {}, ".*same protect_prompt, but KNorm has .*=True"),
         ([KNorm(20, protect_observations=1), RKV(20)], {}, ".*protect_observations, but KNorm has .*=1 and"),
+        ([KNorm(20), Smoothed(KNorm(20))], {}, "Smoothed keeps its scores, .* Put Smoothed around Combined"),
     ],
 )
 def test_mistakes_are_named(compressors: list[Compressor], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^Combined: {message}"):
         Combined(compressors, **options)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "decay", "message"),
+    [
+        (FullKV(), 0.5, r"FullKV\(.*\) never evicts"),
+        (KNorm(20), 1.0, "decay must be at least 0 and below 1, got decay=1.0"),
+        (KNorm(20), -0.1, "decay must be at least 0 and below 1, got decay=-0.1"),
+    ],
+)
+def test_mistakes_of_an_average_are_named(compressor: Compressor, decay: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Smoothed: {message}"):
+        Smoothed(compressor, decay)

@@ -37,7 +37,7 @@ from tests.replay.test_death_attention import SCALE, compile_for, inputs
 PROMPTS = [list(range(5, 5 + n)) for n in (3, 17, 33, 1)]
 SIZES: dict[str, Any] = {"budget": 12, "buffer": 5, "num_sinks": 1, "window": 3}
 PARAMS = SamplingParams(num_generations=2, max_completion_length=26, temperature=0.9, seed=4)
-NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "LearnedScore")
+NOT_ALONE = ("Compressor", "FullKV", "QueryStatistics", "Combined", "LearnedScore", "Smoothed")
 EVICTING = sorted(name for name in compressors.__all__ if name not in NOT_ALONE)
 RULES: dict[str, BudgetRule | None] = {
     "uniform": None,
@@ -58,6 +58,8 @@ def build(name: str, rule: BudgetRule | None = None, **options: Any) -> compress
         options["statistics"] = gathered()
     if name == "LagKV":
         options["lag_size"] = 4  # the default is for large slots
+    if name in ("RandomAttention", "OldestTurns"):
+        options["protect_prompt"] = False  # which is larger than the slot
     return cls(**SIZES, budget_rule=rule, **options)
 
 

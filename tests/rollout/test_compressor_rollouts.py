@@ -31,6 +31,12 @@ METHODS: list[c.Compressor] = [
     c.Combined([c.SnapKV(**SMALL, budget_rule=Adaptive())], across_heads="max"),
     c.Combined([c.H2O(**SMALL), c.SnapKV(**SMALL), c.Combined([c.H2O(**SMALL)], across_heads="max")]),
     c.KeyDiff(budget=46, buffer=5, window=4, protect_prompt=True, protect_token_ids=[7]),
+    c.RandomAttention(budget=46, buffer=5, window=4),
+    c.OldestTurns(budget=46, buffer=5, window=4),
+    c.VaSE(**SMALL),
+    c.SnapKV(**SMALL, aggregation="max_clamped", variant="original", pooling="avg"),
+    c.Smoothed(c.SnapKV(**SMALL, budget_rule=Adaptive(8, layers=Pyramid(1.5)))),
+    c.Smoothed(c.H2O(**SMALL), decay=0.5),
 ]
 IDS = [f"{index}-{type(compressor).__name__}" for index, compressor in enumerate(METHODS)]
 

@@ -45,10 +45,13 @@ def methods(statistics: Any, **sizes: Any) -> list[c.Compressor]:
         c.SnapKV(**{**sizes, "budget_rule": Uniform()}), c.KNorm(**{**sizes, "budget_rule": Pyramid(1.5)}),
         c.KNorm(**{**sizes, "budget": LengthSchedule((0, 20, 30), (10, 13, 16))}),
         learned_score(**sizes),
+        c.RandomAttention(**{**sizes, "budget": sizes["budget"] + 20}), c.VaSE(**sizes),
+        c.SnapKV(**sizes, aggregation="max_clamped"), c.Smoothed(c.SnapKV(**sizes)),
+        c.OldestTurns(**sizes, protect_prompt=False),
     ]  # fmt: skip
 
 
-NUMBER = 26
+NUMBER = 31
 every_method = pytest.mark.parametrize("index", range(NUMBER))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ METHODS = [
     c.KeyDiff(**TWO), c.CUR(**TWO), c.LagKV(**TWO, lag_size=4), c.TOVA(**TWO), c.SnapKV(**TWO), c.RKV(**TWO),
     c.ExpectedAttention(**TWO), c.H2O(**TWO),
     c.Combined([c.SnapKV(**TWO), c.KNorm(**TWO)]), c.Combined([c.SnapKV(**TWO)], across_heads="max"),
+    c.Smoothed(c.SnapKV(**TWO)),
 ]  # fmt: skip
 SETTINGS = [
     c.SnapKV(**ONE), c.SnapKV(**TWO | {"protect_observations": 100, "budget": 40}), c.SnapKV(**{**TWO, "buffer": 1}),
@@ -82,6 +84,53 @@ def test_the_newest_texts_stay_and_the_record_is_exact(compressor: c.Compressor)
     assert kept > 5
     assert (lost > 3) == (compressor.protect_observations < 100)
     check_exact(model, compressor, rollout, tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        c.OldestTurns(46, buffer=5, num_sinks=0, window=4),
+        c.OldestTurns(22, buffer=5, num_sinks=1, window=4, protect_prompt=False),
+        c.OldestTurns(50, buffer=5, num_sinks=0, window=4, budget_rule=Pyramid(1.1)),
+        c.OldestTurns(LengthSchedule([0, 50, 60], [46, 50, 48]), buffer=5, num_sinks=0, window=4),
+        c.Combined([c.OldestTurns(46, buffer=5, num_sinks=0, window=4)]),
+    ],
+    ids=["prompt kept", "prompt open", "pyramid", "schedule", "combined"],
+)  # fmt: skip
+def test_whole_turns_leave_the_oldest_first(compressor: c.Compressor) -> None:
+    """But for turns that reach into the window when the budget does not hold them, from their oldest token on."""
+    model = small_model().double()
+    rollout = converse(model, compressor, max_prefill_tokens=7)
+    whole = torn = 0
+    for row in range(len(rollout)):
+        turns, death = rollout.turns[row], rollout.evictions.death[:, row]
+        assert bool((death == death[:, :1]).all()), "heads keep the same"
+        if compressor.protect_prompt:
+            assert bool((death[..., turns == 0][..., : rollout.prompt_lengths[row]] == NEVER).all())
+        for layer in death[:, 0]:
+            order = [layer[turns == turn] for turn in range(1, int(turns.max()) + 1)]
+            for older, newer in pairwise(order):
+                assert older.max() <= newer.min(), "an older turn outlived a newer one"
+            for turn, deaths in enumerate(order, start=1):
+                last = int((turns == turn).nonzero().max())
+                assert bool((deaths.diff() >= 0).all())
+                late = deaths[deaths > last + compressor.window]  # it had left the window, so all that was left of it
+                assert len(late.unique()) <= 1, (row, turn)
+                whole, torn = whole + (len(late) == len(deaths)), torn + (0 < len(late) < len(deaths))
+    assert whole > 10
+    assert torn < whole
+    check_exact(model, compressor, rollout, tolerance=1e-6)
+
+
+def test_without_turns_the_most_recent_stay() -> None:
+    sizes: dict[str, Any] = {"budget": 24, "buffer": 5, "num_sinks": 2, "window": 4, "protect_prompt": True}
+    params = SamplingParams(num_generations=2, max_completion_length=40, seed=3)
+    prompts = [list(range(5, 5 + n)) for n in (3, 17)]
+    deaths = [
+        RolloutSampler(small_model(eos_token_id=None), method).generate(prompts, params).evictions.death
+        for method in (c.OldestTurns(**sizes), c.StreamingLLM(**sizes))
+    ]
+    assert torch.equal(*deaths)
 
 
 @pytest.mark.parametrize("method", [c.QFilters, c.TriAttention])

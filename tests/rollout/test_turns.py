@@ -35,6 +35,8 @@ EVICTING = [
     c.StreamingLLM(**SMALL), c.RandomEviction(**SMALL), c.RandomEviction(**SMALL, redraw=True), c.KNorm(**SMALL),
     c.KeyDiff(**SMALL), c.CUR(**SMALL), c.LagKV(**SMALL, lag_size=4), c.TOVA(**SMALL), c.SnapKV(**SMALL),
     c.RKV(**SMALL), c.ExpectedAttention(**SMALL), c.H2O(**SMALL),
+    c.VaSE(**SMALL), c.SnapKV(**SMALL, aggregation="max_clamped"), c.Smoothed(c.SnapKV(**SMALL)),
+    c.OldestTurns(**SMALL, protect_prompt=False),
 ]  # fmt: skip
 MORE = [
     c.FullKV(), c.SnapKV(**SMALL, budget_rule=Adaptive()), c.SnapKV(**SMALL, compress_prompt=False),

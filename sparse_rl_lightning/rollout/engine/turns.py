@@ -157,8 +157,9 @@ class TurnScheduler(Scheduler):
         sequence.by_token, self.paused[slot] = by_token, sequence
 
     def compress(self, full: list[int], running: dict[int, TurnSequence]) -> None:  # type: ignore[override]
-        """Compress these slots, with the turns of their sequences if the compressor protects observations."""
-        protects = self.engine.compression.compressor.protect_observations > 0
+        """Compress these slots, with the turns of their sequences if the compressor asks for them."""
+        c = self.engine.compression.compressor
+        protects = c.needs_turns or c.protect_observations > 0
         super().compress(full, running, [running[slot].turn_starts for slot in full] if protects else None)
 
     # ---------------------------------------------------------------- between turns
