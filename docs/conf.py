@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
     ("py:class", r"sparse_rl_lightning\..*\.(Pass|Results)"),  # type variables
     (
         "py:class",
-        r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ScoreNetwork|StorageKind|Wrapped)",
+        r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ReadsCandidates|RowParams|ScoreNetwork|StorageKind|Wrapped)",
     ),
     ("py:class", r"sparse_rl_lightning\..*\.ShardedStrategy"),
 ]

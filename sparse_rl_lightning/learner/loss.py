@@ -56,7 +56,7 @@ class Denominators:
 
 
 class Loss(ABC):
-    """What an optimizer step minimizes: the loss of a micro-batch, in :meth:`__call__`, which a subclass writes.
+    """What an optimizer step minimizes: the loss of a micro-batch, in ``__call__``, which a subclass writes.
 
     A configuration names the class at ``model.loss`` (``docs/own_correction.md``).
     """

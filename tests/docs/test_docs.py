@@ -155,7 +155,7 @@ def test_settings_list_every_class_that_can_be_named() -> None:
     text = (DOCS / "settings.md").read_text("utf-8") + (DOCS / "callbacks.md").read_text("utf-8")
     listed = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
     python_only = {"LoadedPolicy", "PolicySource", "PromptDataModule", "RepeatedBlockSampler", "QueryStatistics"}
-    python_only |= {"CorrectionCallback", "RolloutCallback", "RewardFunction"}
+    python_only |= {"CorrectionCallback", "RolloutCallback", "RewardFunction", "Loss", "AdvantageEstimator"}
     packages = [getattr(listing, name) for name in PACKAGES]
     named = {name for package in packages for name in package.__all__ if isinstance(getattr(package, name), type)}
     assert named - listed - python_only == set()

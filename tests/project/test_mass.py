@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_846,
-    "statements of the spine": 7_212,
+    "statements of the package": 21_972,
+    "statements of the spine": 7_223,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 54_500,
+    "lines of tests": 54_880,
     "statements of experiments": 1_550,
     "statements of docs": 684,
 }

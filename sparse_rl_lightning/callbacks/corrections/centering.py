@@ -62,7 +62,6 @@ class CenteredLearner(Learner):
         return logprobs[..., 0], entropy, torch.zeros_like(entropy).masked_scatter(mask, scores)
 
 
-@dataclass(frozen=True)
 class CenteredLoss(GRPOLoss):
     """The loss, of whose kept tokens each also has its advantage times the expected score."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -67,7 +65,6 @@ class SamplerSupport(ReadsCandidates):
         module.log_dict(logged, batch_size=len(rollout))
 
 
-@dataclass(frozen=True)
 class SupportLearner(Learner):
     """A learner whose log-probs are of the tokens that the sampler could have drawn, where a rollout says which."""
 
