@@ -54,6 +54,7 @@ STEP = Rule(
         "ops/summarize_pages.py:write_summaries",  # and retrievers without a kernel
         "retrieval/logprobs.py",  # of the learner
         "ops/library.py",  # passes arguments on
+        "ops/draw.py:_by_rows",  # unlike requests where there is no kernel, of which no step draws any
     }),
 )  # fmt: skip
 EVENT = Rule(
