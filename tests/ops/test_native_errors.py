@@ -104,7 +104,7 @@ def test_wrong_arguments_are_refused(name: str, field: str, spoil: Callable[[Ten
 )
 def test_kernels_survive_any_wrong_tensor(name: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args = recorded(name, Case(), monkeypatch)
-    x = args[place]
+    x = args[place] if place < len(args) else None
     if x is None:
         pytest.skip("an optional tensor that the case leaves out")
     shorter = x[: x.shape[0] - 1].contiguous()

@@ -163,17 +163,16 @@ class FinishedSequence:
         entries = cache.held[slot] / (g.depth * g.num_kv_heads)  # a mean over all layers and heads
         # the next step reads the entries held before, and its own token, for which windows drop another
         read = entries + (1 - windowed) + windowed * (fed + 1).clamp(max=g.window)
+        # zeros where a log says nothing: in the prompt, or of the last token, which was never fed
+        taken = {name: _within(log[slot, : end + 1], prompt_length, end + 1) for name, log in logs.drawn.items()}
+        taken |= {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()}
+        # most likely tokens, if there are any, take more memory than all else
+        taken |= {name: taken[name].cpu() for name in ON_HOST if taken[name].numel()}
         return cls(
             prompt_length,
             by_token,
             tokens=cache.tokens[slot, : end + 1].clone(),
-            # zeros where a log says nothing: in the prompt, or of the last token, which was never fed
-            logs={
-                # most likely tokens take more memory than all else: the host has it
-                name: _within(log[slot, : end + 1], prompt_length, end + 1).to("cpu" if name in ON_HOST else log.device)
-                for name, log in logs.drawn.items()
-            }
-            | {name: _within(log[slot, : end + 1], 0, end) for name, log in logs.fed.items()},
+            logs=taken,
             evictions=cache.evictions_of(slot, end, running.cuts),
             stored=entries[end - 1] + windowed * min(end, g.window),  # the last token drawn was never fed
             stored_integral=read[prompt_length - 1 : end - 1].sum(),
