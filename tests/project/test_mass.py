@@ -21,8 +21,8 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_972,
-    "statements of the spine": 7_223,
+    "statements of the package": 21_974,
+    "statements of the spine": 7_226,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
     "lines of tests": 54_880,
