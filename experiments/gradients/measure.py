@@ -166,10 +166,10 @@ def gram(gradients: dict[str, list[Tensor]]) -> Tensor:
 
 def table(lines: Lines) -> Table:
     """Every line: agreement with the full cache's gradient, and what the rollouts were like."""
-    heads = [measure.__name__ for measure in MEASURES] + ["lead"] * all("lead" in line for line in lines)
+    heads = [measure.__name__ for measure in MEASURES] + ["lead"] * any("lead" in line for line in lines)
     result = Table("", ["weights", "cache", "gradient", *heads, "sequences rejected", "k3"])
     for line in lines:
-        numbers = [str(Estimate(**line[name])) for name in heads]
+        numbers = [str(Estimate(**line[name])) if name in line else "" for name in heads]
         cache, ends = f"{line['method']} {line['budget']}", (f"{line['rejected']:.1%}", f"{line['k3']:.2g}")
         result.add(line["weights"], cache, line["variant"], *numbers, *ends)
     return result

@@ -15,6 +15,7 @@ from benchmarks import ROOT
 from benchmarks.common import kept
 from experiments.gradients.__main__ import CASES, SOURCES, missing
 from experiments.gradients.agreement import Estimate, cosine, estimate, lead, length, noise, projection
+from experiments.gradients.centering import Centered
 from experiments.gradients.measure import FULL, Samples, gram, leads, measured, table
 from experiments.gradients.variants import BOTH, CENTERING, VARIANTS
 from experiments.runner.studies import Where, planned
@@ -124,3 +125,17 @@ def test_a_lead_is_the_difference_of_two_cosines_and_nothing_over_oneself() -> N
     assert lead(cosine, products, 0, 2, 2) == Estimate(0.0, 0.0)
     assert leads(products, ["b", "third"], "third", 1)["lead"]["value"] == pytest.approx(ahead.value)
     assert leads(products, ["b", "third"], "nobody", 1) == {}
+
+
+def test_the_page_says_what_was_measured_of_centering() -> None:
+    lines = kept.read(ROOT / "benchmarks" / "results" / "centering_gradients.jsonl")
+    measured_at = {line["variant"]: line for line in lines if (line["weights"], line["budget"]) == ("warm", 26)}
+    cosines = [Estimate(**measured_at[variant.name]["cosine"]) for variant in Centered.variants]
+    said = " ".join((ROOT / "docs" / "corrections.md").read_text("utf-8").split())
+    naive, weights, alone, both = map(str, cosines)
+    assert (
+        f"is {naive} for naive training, {weights} with bounded weights, {alone} with centering and {both} with both"
+        in said
+    )
+    assert f"over weights alone, {Estimate(**measured_at['centering and weights']['lead'])}, is not established" in said
+    assert len(table(lines).rows) == len(lines)
