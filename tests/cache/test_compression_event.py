@@ -184,6 +184,14 @@ class Slots:
         pools = [cache.pools.positions, cache.pools.keys, cache.pools.values, cache.state_pool]
         return [pool[rows].clone() for pool in pools]
 
+    def scored(self, layer: int, slot: int, head: int) -> list[Tensor]:
+        """The content with what a compression event writes: its scores, where a compressor keeps them."""
+        content, compressor = self.content(layer, slot, head), self.compression.compressor
+        if compressor.score_field:
+            scores = compressor.score(self.state(layer, slot))[0, head, : len(content[0])]
+            content[3][:, compressor.state_fields.index(compressor.score_field)] = scores
+        return content
+
     def state(self, layer: int, slot: int) -> LayerState:
         """One layer of one slot, as a compressor sees it: every entry copied by itself."""
         cache, size = self.cache, self.cache.size
@@ -240,7 +248,7 @@ def run_events(compressor: Compressor, dtype: torch.dtype, kv_dtype: torch.dtype
         want, death = {}, deaths(cache)
         for slot in due:
             for layer, head, kept in slots.chosen(slot):
-                own = slots.content(layer, slot, head)
+                own = slots.scored(layer, slot, head)
                 want[layer, slot, head] = [part[kept] for part in own]
                 gone = torch.ones(len(own[0]), dtype=torch.bool).index_fill_(0, kept, False)
                 death[layer, slot, head, own[0][gone].long()] = slots.fed[slot]
