@@ -89,11 +89,10 @@ def rollout_acceptance(
             "with top_logprobs=20, in SamplingParams or as model.top_logprobs."
         )
     mask = rollout.completion_mask
-    likely, sparse = rollout.topk_ids.to(mask.device), rollout.topk_logprobs.to(mask.device)
     dense = logprobs_at(
-        model, rollout.sequences, likely, mask, temperature, chunk_size, head_in_float32, rollout.routing
+        model, rollout.sequences, rollout.topk_ids, mask, temperature, chunk_size, head_in_float32, rollout.routing
     )  # (B, T, K)
-    lower, upper = acceptance_bounds(dense, sparse)
+    lower, upper = acceptance_bounds(dense, rollout.topk_logprobs.to(mask.device))
     return lower * mask, upper * mask
 
 

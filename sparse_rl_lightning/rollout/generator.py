@@ -72,7 +72,7 @@ class Generator:
         self.compressor = compressor
         self.retriever = retriever
         self.sampling = sampling
-        self.top: dict[str, int] = {}  # numbers of most likely tokens that callbacks want of training rollouts
+        self.top: dict[object, int] = {}  # most likely tokens that callbacks, by id, want of training rollouts
         self.options = options
         self.rank, self.world_size = 0, 1  # this process among those that share a rollout
         # contexts that switch the policy to the sparse one, and to the dense one

@@ -30,11 +30,6 @@ class ReadsCandidates(RolloutCallback):
         self.top = top
         self._before: tuple[RolloutModule, Learner, Loss] | None = None
 
-    @property
-    def key(self) -> str:
-        """Its name among those that want most likely tokens."""
-        return f"{type(self).__name__} {id(self)}"
-
     def install(self, module: RolloutModule, learner: type[Learner], **more: Any) -> None:
         """Put a learner of this class, with what the module's has and more, in its place, and ask for the tokens.
 
@@ -45,7 +40,7 @@ class ReadsCandidates(RolloutCallback):
             raise UserError(f"trainer.callbacks: two of {type(self).__name__}. Keep one of them.")
         self._before = module, module.learner, module.loss
         module.learner = learner(**{f.name: getattr(module.learner, f.name) for f in fields(Learner)}, **more)
-        module.generator.top[self.key] = min(self.top, int(module.policy.config.vocab_size))
+        module.generator.top[id(self)] = min(self.top, int(module.policy.config.vocab_size))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give learner and loss back."""
@@ -59,7 +54,7 @@ class ReadsCandidates(RolloutCallback):
         if self._before is not None:
             (module, learner, loss), self._before = self._before, None
             module.learner, module.loss = learner, loss
-            module.generator.top.pop(self.key, None)
+            module.generator.top.pop(id(self), None)
 
 
 def token_and_most_likely(rollout: Rollout) -> Tensor:

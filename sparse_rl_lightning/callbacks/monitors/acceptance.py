@@ -119,26 +119,22 @@ class AcceptanceMonitor(RolloutCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Request the report already now, so that a dry run of the worst case includes it."""
         module = rollout_module(pl_module, self)
-        module.generator.top[self._key] = self._top(module)
+        module.generator.top[id(self)] = self._top(module)
 
     def on_rollout_start(self, trainer: Trainer, module: RolloutModule, rows: Rows) -> None:
         """Request the report only for measured rollouts, since it takes memory; partial rollouts keep it."""
         due = not module.num_rollouts % self.every_n_rollouts or module.generator.partial is not None
-        module.generator.top[self._key] = self._top(module) if due else 0
+        module.generator.top[id(self)] = self._top(module) if due else 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop requesting the report."""
         generator = getattr(pl_module, "generator", None)  # fit may have refused the module
         if generator is not None:
-            generator.top.pop(self._key, None)
+            generator.top.pop(id(self), None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop requesting it after a fit that failed, too."""
         self.teardown(trainer, pl_module, "fit")
-
-    @property
-    def _key(self) -> str:
-        return f"{type(self).__name__} {id(self)}"
 
     def _top(self, module: RolloutModule) -> int:
         return min(self.top_k, int(module.policy.config.vocab_size))
