@@ -6,7 +6,8 @@ Runs by the recipe of `experiments.stability` leave policies: one with the full 
 two of the main comparison that go wrong, one naive and one that rejects alone, each at its last evaluation before
 accuracy falls. At each, and at the policy before training, rollouts of the same prompts are drawn with the full cache
 and under every compressor, and the policy gradient of each variant is compared with the full cache's. What is measured
-is a line in --kept, a file of the repository, and is not measured again.
+is a line in --kept, a file of the repository, and is not measured again; the table goes to where the page has a place
+for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import kept
+from benchmarks.common.pages import insert_if_marked, mark
 from experiments.gradients.measure import Case, Samples, lines_of, table
 from experiments.runner.execution import execute
 from experiments.runner.probes import probe
@@ -28,6 +30,7 @@ from experiments.runner.runs import DENSE, NAIVE, Arm, Run, warmed
 from experiments.runner.studies import Where
 from experiments.stability.studies import MAIN, REJECTION
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measured" / "gradients.md"
 CASES: tuple[Case, ...] = (("SnapKV", 34), ("SnapKV", 30), ("SnapKV", 26), ("R-KV", 30), ("R-KV", 26))
 SOURCES: Mapping[str, tuple[Arm, int, int]] = {
     "middle": (DENSE, 20, 80),
@@ -87,7 +90,9 @@ def main(
         probe(tasks, lines, args.kept, args.jobs)
     if not lines:
         sys.exit("error: nothing is measured: run without --finished")
-    print(table(lines).untitled)
+    text = table(lines).untitled
+    insert_if_marked(PAGE, text, mark("experiments.gradients", name))
+    print(text)
 
 
 if __name__ == "__main__":

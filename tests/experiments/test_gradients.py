@@ -13,7 +13,8 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.common import kept
-from experiments.gradients.__main__ import CASES, SOURCES, missing
+from benchmarks.common.pages import mark, replaced
+from experiments.gradients.__main__ import CASES, PAGE, SOURCES, missing
 from experiments.gradients.agreement import Estimate, cosine, estimate, lead, length, noise, projection
 from experiments.gradients.centering import Centered
 from experiments.gradients.measure import FULL, Samples, gram, leads, measured, table
@@ -138,4 +139,6 @@ def test_the_page_says_what_was_measured_of_centering() -> None:
         in said
     )
     assert f"over weights alone, {Estimate(**measured_at['centering and weights']['lead'])}, is not established" in said
-    assert len(table(lines).rows) == len(lines)
+    begin, shown = mark("experiments.gradients", "centering_gradients"), PAGE.read_text("utf-8")
+    assert shown == replaced(shown, begin, table(lines).untitled)
+    assert begin in shown
