@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.real.teacher import network_of, teach
-from experiments.runner.runs import CAPPED, Arm, Settings
+from experiments.runner.runs import CAPPED, CENTERING_AND_WEIGHTS, Arm, Settings
 from experiments.runner.studies import Recipe, Study, Where
 
 BASE, REPLAYED, LEARNING, FULL = (
@@ -73,6 +73,22 @@ class Writing(Study):
         )
 
 
+@dataclass(frozen=True)
+class Ending(Writing):
+    """The same, judged with the full cache alone after each of the last three rollouts, whose mean is the end."""
+
+    judged: tuple[int, ...] = ()
+
+    last = 3
+
+    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
+        """Notes three evaluations and no other."""
+        usual = super().settings(arm, seed, where)
+        course = usual.course(())
+        course["init_args"]["also_before"] = [self.recipe.rollouts - 2, self.recipe.rollouts - 1]
+        return replace(usual, notebook=course)
+
+
 USUAL = Recipe(prompts=4, steps=1, rate=5e-4, rollouts=12, warm_up=0)
 """The best of RATES."""
 RATES = tuple(
@@ -88,6 +104,10 @@ CELL = replace(_QUARTER, seeds=(20,), apart="again")
 _CHANCE = tuple(replace(study, method="RandomEviction", arms=(SPARSE_RL,)) for study in (_HALF, _QUARTER))
 MAIN = (_HALF, _QUARTER, *_CHANCE)
 """Five arms under a half, four under a quarter, and chance under both."""
+CENTERED = replace(_QUARTER, arms=(replace(CENTERING_AND_WEIGHTS, config=BASE),))
+"""Under a quarter, beside the kept arms of MAIN."""
+EQUIVALENCE = Ending("SnapKV", HALF, (DENSE, REWEIGHTING), USUAL, tuple(range(25, 38)))
+"""Is training with bounded weights under a half as good as with the full cache?"""
 LEARNING_TO_EVICT = (
     replace(_QUARTER, method="H2O, by age", arms=(REPLAY,)),
     replace(_QUARTER, method="LearnedScore", arms=(REPLAY, DRAWN, LEARNED)),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
 from benchmarks.common.tables import Table
 from experiments.real.studies import (
     CELL,
+    CENTERED,
     DENSE,
+    EQUIVALENCE,
     FIVE,
     HALF,
     MAIN,
     NAIVE,
     QUARTER,
+    REWEIGHTING,
     SPARSE_RL,
 )
-from experiments.runner.outcomes import MISSING, lead
+from experiments.runner.outcomes import MISSING, Runs, lead, paired
+from experiments.runner.runs import Arm
+from experiments.runner.studies import planned
 from experiments.runner.tables import (
     COLUMNS,
     COMPRESSED,
@@ -29,6 +38,7 @@ from experiments.runner.tables import (
 
 ENDING = named("full cache, by seed", "sequences rejected", "mismatch k3", "tokens at the end", "minutes")
 LEADS = ("ahead of naive, full cache", "ahead of dense, full cache", "ahead of dense, compressed")
+T_OF_13 = 1.782  # Student's t at 95 %, 12 degrees
 BRIEFLY = ("", FULL, "compressed", *LEADS, "collapsed", "sequences rejected")
 
 
@@ -54,11 +64,13 @@ def arms_table(results: Results) -> Table:
     return table
 
 
-def arms_columns(results: Results, budget: int, before: float | None) -> dict[str, Column]:
+def arms_columns(
+    results: Results, budget: int, before: float | None, rivals: Sequence[Arm] = (NAIVE, DENSE, SPARSE_RL)
+) -> dict[str, Column]:
     """The columns of arms under a budget, whose rivals had the same slots under SnapKV."""
     (source,) = (study for study in MAIN if study.method == "SnapKV" and study.budget == budget)
     columns: dict[str, Column] = {FULL: COLUMNS[FULL], "compressed": COLUMNS[COMPRESSED]}
-    for rival in (NAIVE, DENSE, SPARSE_RL):
+    for rival in rivals:
         runs = results.of(source if rival != DENSE else MAIN[0], rival, budget)
         columns[f"ahead of {rival.label}, full cache"] = ahead_of(runs, "dense")
         columns[f"ahead of {rival.label}, compressed"] = ahead_of(runs, str(budget))
@@ -92,6 +104,47 @@ def against_dense(results: Results) -> Table:
         if half and quarter:
             table.add(arm.label, columns[HALF](half), columns[QUARTER](quarter), under(quarter))
     return table
+
+
+def centered_table(results: Results) -> Table:
+    """Centering with weights under a quarter, by its leads over kept arms, whose training has not changed since."""
+    results.archive.admit(planned(MAIN, results.where))
+    columns = arms_columns(results, QUARTER, started(results, MAIN, "dense"), (NAIVE, DENSE, REWEIGHTING))
+    table = Table("", ["", *columns])
+    for arm in CENTERED.arms:
+        add_row(table, results.of(CENTERED, arm), columns, arm.label)
+    return table
+
+
+def equivalence_table(results: Results) -> Table:
+    """Bounded weights under a half and dense training, by the end and by the interval of the test."""
+    dense, _ = ends = [results.of(EQUIVALENCE, arm) for arm in EQUIVALENCE.arms]
+    columns: dict[str, Column] = {
+        **named(FULL, "full cache, by seed"),
+        "ahead of dense": ahead_of(dense, "dense"),
+        "90 % interval": lambda runs: ninety(list(paired(fulls(runs), fulls(dense)).values())),
+        **named("sequences rejected", "mismatch k3", "minutes"),
+    }
+    table = Table("", ["", "seeds", *columns])
+    for arm, runs in zip(EQUIVALENCE.arms, ends, strict=True):
+        add_row(table, runs, columns, arm.label, str(len(runs)))
+    return table
+
+
+def fulls(runs: Runs) -> dict[int, float]:
+    """Ends with the full cache by seed."""
+    return {seed: run.dense for seed, run in runs.items()}
+
+
+def ninety(leads: Sequence[float]) -> str:
+    """The 90 % interval of a mean lead in points, which lies within the margin where two one-sided tests at 5 % say so.
+
+    A dash before the last seed of the protocol.
+    """
+    if len(leads) < len(EQUIVALENCE.seeds):
+        return MISSING
+    middle, half = 100 * fmean(leads), 100 * T_OF_13 * stdev(leads) / math.sqrt(len(leads))
+    return f"{middle - half:+.1f} to {middle + half:+.1f}"
 
 
 def cell_table(results: Results) -> Table:

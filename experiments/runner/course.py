@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Course(Notebook):
         num_problems: Validation rows to solve.
         problems_seed: Seed of other validation rows than the run's own, the same for runs of different seeds.
         reward: Import path of the reward that answers are judged by.
+        also_before: Numbers of rollouts before which to evaluate besides.
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class Course(Notebook):
         num_problems: int = 256,
         problems_seed: int | None = None,
         reward: str = "sparse_rl_lightning.rewards.arithmetic_reward",
+        also_before: Sequence[int] = (),
     ) -> None:
         self.caches: dict[str, Compressor] = {"dense": FullKV(), **{str(c.budget): c for c in compressors}}
         self.every_n_rollouts = every_n_rollouts
         self.num_problems = num_problems
         self.problems_seed = problems_seed
         self.judge = Rewards(imported(reward))
+        self.also_before = also_before
         self.record = {
             "evaluations": [], "splits": [], "unused": [], "clipped": [], "ratios": [], "grad_norms": [],
             "seconds": 0.0,
@@ -92,7 +96,7 @@ class Course(Notebook):
     def on_rollout_start(self, trainer: Trainer, module: LightningModule, rows: list[dict[str, Any]]) -> None:
         """Evaluate, if it is time."""
         number: Any = module.num_rollouts
-        if self.every_n_rollouts and number % self.every_n_rollouts == 0:
+        if number in self.also_before or (self.every_n_rollouts and number % self.every_n_rollouts == 0):
             self._evaluate(trainer, module, number)
 
     def on_rollout_scored(self, trainer: Trainer, module: LightningModule, scored: ScoredRollout) -> None:

@@ -58,6 +58,8 @@ CAPPED = {"class_path": "ImportanceReweighting", "init_args": {"clip_max": 1.5}}
 DENSE, NAIVE = Arm("dense", "dense"), Arm("naive", "naive")
 PAPER, REPLAY = Arm("Sparse-RL (paper)", "sparse_rl_paper"), Arm("replay", "replay")
 SPARSE_RL = Arm("Sparse-RL", "naive", ("SparsityAwareRejection", CAPPED))
+CENTERING = Arm("centering", "naive", ("ScoreCentering",))
+CENTERING_AND_WEIGHTS = Arm("centering and weights", "naive", ("ScoreCentering", CAPPED))
 OFFICIAL = Arm("Sparse-RL (official)", "sparse_rl_official")
 
 

@@ -8,21 +8,22 @@ process of its own, in a folder below --runs, from one warm-up per task. What an
 on from its last checkpoint. What a finished run came to is a line in --kept, a file of the repository, and a run that
 has one is not run again, unless its rewards, task or compressor have other code now: delete the line to have it anew.
 Seeds come one after the other, so that an early end leaves whole ones. --save writes what the front pages rest on,
-`again`; the tables of the other studies stand on the page as they were measured.
+`again`, and `centered`; the tables of the other studies stand on the page as they were measured.
 """
 
 from experiments.runner.command import Program, main
 from experiments.stability.studies import GROUPS
-from experiments.stability.tables import again_table, overview
+from experiments.stability.tables import again_table, centered_table, overview
 
 PROGRAM = Program(
     "stability",
     GROUPS,
-    blocks={"again": ("again", again_table), "overview": ("again", overview)},
-    pages={"again": "stability.md", "overview": "../results.md"},
+    blocks={"again": ("again", again_table), "overview": ("again", overview), "centered": ("centered", centered_table)},
+    pages={"again": "stability.md", "overview": "../results.md", "centered": "stability.md"},
     optional=("short",),
     together=(
-        ("quiet", "main", "tight", "steps", "control", "spiral"), ("countdown",), ("again", "remedies"), ("short",),
+        ("quiet", "main", "tight", "steps", "control", "spiral"), ("countdown",), ("again", "remedies"), ("centered",),
+        ("short",),
     ),
 )  # fmt: skip
 

@@ -7,7 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.runner.runs import CAPPED, DENSE, NAIVE, OFFICIAL, PAPER, REPLAY, SPARSE_RL, Arm, Settings, warmed
+from experiments.runner.runs import (
+    CAPPED,
+    CENTERING,
+    CENTERING_AND_WEIGHTS,
+    DENSE,
+    NAIVE,
+    OFFICIAL,
+    PAPER,
+    REPLAY,
+    SPARSE_RL,
+    Arm,
+    Settings,
+    warmed,
+)
 from experiments.runner.studies import Recipe, Study, Where
 
 DELTA = Arm("naive, δ = 2", "naive", options={"loss.delta": 2.0})
@@ -141,6 +154,8 @@ REMEDIES = replace(
     seeds=(30, 31, 32),
 )
 """What may keep Sparse-RL from rejecting more and more, in the seeds where it was seen first and one beside them."""
+CENTERED = tuple(replace(study, arms=(CENTERING, CENTERING_AND_WEIGHTS)) for study in AGAIN)
+"""Score centering in the same seeds under both caches, beside the kept arms of AGAIN."""
 
 _EACH_STEPS = [Recipe(steps=steps, rate=rate) for rate in (2e-4, 3e-4) for steps in (1, 2, 4)]
 STEPS = (  # dense rollouts know no budget, main has one of them; where there are most steps, their ratio is bounded too
@@ -160,5 +175,5 @@ SHORT = (
 GROUPS: dict[str, tuple[Study, ...]] = {
     "quiet": QUIET, "main": (MAIN,), "steps": STEPS, "countdown": COUNTDOWN,
     "control": CONTROL, "spiral": (SPIRAL,), "tight": (TIGHT,), "again": AGAIN,
-    "remedies": (REMEDIES,), "short": SHORT,
+    "remedies": (REMEDIES,), "centered": CENTERED, "short": SHORT,
 }  # fmt: skip

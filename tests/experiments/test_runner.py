@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from finished_runs import write
 
+from benchmarks import REAL, ROOT
 from benchmarks.common import code
 from benchmarks.common.pages import END, mark
 from experiments.arms import PROGRAM as ARMS
+from experiments.real.__main__ import PROGRAM as REAL_PROGRAM
+from experiments.real.studies import CENTERED as REAL_CENTERED
+from experiments.real.studies import EQUIVALENCE
+from experiments.real.tables import equivalence_table
 from experiments.runner import execution
 from experiments.runner import runs as running
+from experiments.runner.command import Program
+from experiments.runner.course import Course
 from experiments.runner.outcomes import mean
 from experiments.runner.records import BINS, Archive, binned, long_steps
 from experiments.runner.runs import CODE, NOTES, Run
-from experiments.runner.studies import Where, planned
+from experiments.runner.studies import Study, Where, planned
 from experiments.runner.tables import Results
 from experiments.stability.__main__ import PROGRAM
-from experiments.stability.studies import AGAIN, MAIN, NAIVE, SPARSE_RL
+from experiments.stability.studies import AGAIN, CENTERED, MAIN, NAIVE, SPARSE_RL
 from sparse_rl_lightning.callbacks.guards.step_guard import large_ratio_warning, long_step_advice
 
 
@@ -215,6 +225,57 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
     page = (docs / "stability.md").read_text("utf-8")
     assert page.startswith("before\n")
     assert texts["again"] in page
+
+
+@pytest.mark.parametrize(
+    ("program", "studies", "columns"),
+    [
+        (PROGRAM, CENTERED, (7, 9, 11)),  # ahead of naive, dense and weights, with the full cache
+        (REAL_PROGRAM, (REAL_CENTERED,), (3, 5, 7)),
+    ],
+)  # fmt: skip
+def test_new_arms_are_led_and_followed_by_kept_ones(
+    program: Program, studies: Sequence[Study], columns: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The rivals' lines are of other code: their training has not changed since."""
+    kept = shutil.copy(ROOT / "benchmarks" / "results" / f"{program.name}.jsonl", tmp_path)
+    where = Where(tmp_path, REAL)
+    for run in planned(studies, where):
+        write(run)
+    text = program.texts(Results(where, Archive(Path(kept))), ["centered"])["centered"]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()[2:]]
+    assert len(rows) == sum(len(study.arms) for study in studies)
+    for row in rows:
+        assert all("±" in row[place] for place in columns), row
+
+
+def test_equivalence_is_of_all_seeds_and_three_rollouts_each(tmp_path: Path) -> None:
+    where, dense, ours = Where(tmp_path, REAL), *EQUIVALENCE.arms
+    course = EQUIVALENCE.runs(25, where)[1].settings.notebook
+    assert course is not None
+    assert (course["init_args"]["also_before"], course["init_args"]["compressors"]) == ([10, 11], [])
+    leads = dict(zip(EQUIVALENCE.seeds, [0.1] * 6 + [0.0] + [-0.1] * 6, strict=True))
+    for seeds, shown in ((EQUIVALENCE.seeds[:-1], "–"), (EQUIVALENCE.seeds, "-4.9 to +4.9")):  # 1.782 x 10 / sqrt(13)
+        for run in planned([EQUIVALENCE], where, seeds):
+            if not run.folder.exists():
+                write(run, end=0.5 + leads[run.seed] * (run.arm == ours))
+        results = Results(where, Archive(tmp_path / "kept.jsonl"))
+        first, second = equivalence_table(results).rows
+        assert (first[0], second[0]) == (dense.label, ours.label)
+        assert second[5] == shown
+        assert second[1] == str(len(seeds))
+    assert second[4] == "+0.0 ± 6.0"  # 2.179 x 10 / sqrt(13)
+
+
+def test_a_course_is_judged_at_rollouts_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+    monkeypatch.setattr(Course, "_evaluate", lambda course, trainer, module, number: judged.append(number))
+    trainer: Any = None
+    for course in (Course([], every_n_rollouts=0, also_before=[2, 3]), Course([], every_n_rollouts=3)):
+        for number in range(5):
+            module: Any = SimpleNamespace(num_rollouts=number)
+            course.on_rollout_start(trainer, module, [])
+    assert judged == [2, 3, 0, 3]
 
 
 def test_studies_without_tables_of_their_own_have_a_plain_one(tmp_path: Path) -> None:

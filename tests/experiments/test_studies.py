@@ -281,6 +281,7 @@ FINISHED = {
 def test_tables_of_finished_studies_stay_as_they_were_measured(page: str) -> None:
     """Their lines are kept, but no program writes these tables any more: nobody may mend a number."""
     written = {mark(f"experiments.{program.name}", name) for program in PROGRAMS for name in program.pages}
+    written.add(mark("experiments.gradients", "centering_gradients"))
     text = (ROOT / "docs" / "measured" / page).read_text("utf-8")
     blocks = re.findall(rf"(<!-- written by .*?-->)(.*?{END})", text, re.DOTALL)
     finished = "\n".join(begin + rest for begin, rest in blocks if begin not in written)

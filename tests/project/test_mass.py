@@ -25,8 +25,8 @@ CEILINGS = {
     "statements of the spine": 7_226,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 54_910,
-    "statements of experiments": 1_550,
+    "lines of tests": 54_970,
+    "statements of experiments": 1_597,
     "statements of docs": 684,
 }
 SLACK = 0.01
