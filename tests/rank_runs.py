@@ -24,6 +24,7 @@ from tiny_grpo import Recorder, Rows, Stale, likes_a, module
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from sparse_rl_lightning import callbacks as corrections
 from sparse_rl_lightning import modules
 from sparse_rl_lightning.callbacks import (
     AcceptanceMonitor,
@@ -286,6 +287,8 @@ def asked(job: Job) -> list[Any]:
     if job.get("corrected", True):
         weights = ImportanceReweighting(clip_max=1.5, normalize="batch")
         callbacks = [SparsityAwareRejection(threshold=0.5), weights, *callbacks]
+    if job.get("candidates"):
+        callbacks.append(getattr(corrections, job["candidates"])(top=12))
     if job.get("poison"):
         callbacks.append(Poison())
     if job.get("uneven"):
@@ -349,7 +352,7 @@ def train(job: Job, world_size: int, out: Path) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy(job.get("strategy", "ddp"), world_size), logger=False,
         enable_checkpointing=bool(job.get("checkpoints")), enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*asked(job), tap, sampled, told], default_root_dir=out,
+        callbacks=[sampled, *asked(job), tap, told], default_root_dir=out,
         **{**TRAINER, "limit_val_batches": 0, **job.get("trainer", {})},
     )  # fmt: skip
     ckpt_path = job.get("ckpt_path")

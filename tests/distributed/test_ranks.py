@@ -18,6 +18,10 @@ SLOW = ["zero1", "zero2"]  # each strategy takes half a dozen runs of two proces
 each_strategy = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STRATEGIES]
 )
+CANDIDATES: dict[str, dict[str, Any]] = {  # what reads the sampler's most likely tokens
+    "ScoreCentering": {"corrected": False},
+    "SamplerSupport": {"corrected": False, "settings": {"top_k": 12}},
+}
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -28,7 +32,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     outcome = train({"name": "alone"}, 1, folder)
     torch.save(outcome["sampled"], folder / "record.pt")
     train({"name": "begin", "checkpoints": str(folder / "begin"), "trainer": {"max_steps": 3}}, 1, folder)
-    return outcome | {"record": str(folder / "record.pt"), "last": str(folder / "begin" / "last.ckpt")}
+    outcome |= {"record": str(folder / "record.pt"), "last": str(folder / "begin" / "last.ckpt")}
+    for name, job in CANDIDATES.items():
+        outcome[name] = train({"name": name, "candidates": name, **job}, 1, folder)
+        torch.save(outcome[name]["sampled"], folder / f"{name}.pt")
+    return outcome | {"folder": str(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,10 @@ def together(alone: dict[str, Any], strategies: list[str], tmp_path_factory: pyt
             {"name": f"rest-{name}", **last},
             {"name": f"poison-{name}", "strategy": name, "poison": True, "trainer": {"max_steps": 3}},
         ]
+    jobs += [
+        {"name": f"{name}-{s}", "strategy": s, "candidates": name, "record": f"{alone['folder']}/{name}.pt", **job}
+        for name, job in CANDIDATES.items() for s in strategies
+    ]  # fmt: skip
     jobs += [uneven(name, "ReplayGRPO", replay_objective="mixed") for name in strategies]
     kept = {"checkpoints": str(folder / "ddp-kept"), "trainer": {"max_steps": 3}}
     jobs += [
@@ -118,6 +130,19 @@ def test_gradients_and_weights_of_one_rank(name: str, alone: dict[str, Any], tog
         torch.testing.assert_close(outcome["weights"][key], value, rtol=0, atol=1e-6)
     length = float(torch.stack([g.norm() for g in alone["gradients"][-1].values()]).norm())
     assert outcome["metrics"]["grad_norm"] == pytest.approx(length, rel=1e-5)
+
+
+@pytest.mark.parametrize("callback", CANDIDATES)
+@each_strategy
+def test_most_likely_tokens_of_the_sampler_are_of_one_rank(
+    name: str, callback: str, alone: dict[str, Any], together: Outcomes
+) -> None:
+    usual, want, outcome = alone["gradients"], alone[callback]["gradients"], together[f"{callback}-{name}"]["gradients"]
+    assert len(outcome) == STEPS
+    for step, (gradients, wanted) in enumerate(zip(outcome, want, strict=True)):
+        for key, value in wanted.items():
+            torch.testing.assert_close(gradients[key], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
+        assert any(not torch.equal(wanted[key], usual[step][key]) for key in wanted)
 
 
 @each_strategy
