@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import ROOT, equal_memory, float8, learner, prompts, routing
+from benchmarks import ROOT, centering, equal_memory, float8, learner, prompts, routing
 from benchmarks.common.tables import Table
 from benchmarks.trainer.contenders import DENSE, PLAIN, SPARSE, TRL
+from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.testing import tiny_model
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
@@ -29,6 +31,7 @@ RETRIEVAL = [
     ("checker", "checker-cpu", [], ["rationals", "symbolic"]),
     ("ops", "retrieval-cpu", ["--device=cpu", "--rounds=1", "--parts=retrieval"], RETRIEVAL),
     pytest.param("learner", "learner-cpu", ["--device=cpu"], [*learner.WAYS], marks=needs_proc),
+    pytest.param("centering", "centering-cpu", ["--rounds=1", "--policy=work"], [*centering.WAYS], marks=needs_proc),
     pytest.param("trainer", "trainer-cpu", ["--work=work"], [TRL, DENSE, SPARSE, PLAIN], marks=needs_proc),
 ])  # fmt: skip
 def test_a_quick_run_saves_its_table(
@@ -36,6 +39,9 @@ def test_a_quick_run_saves_its_table(
 ) -> None:
     if program == "trainer":
         pytest.importorskip("trl", reason='needs TRL: pip install "sparse-rl-lightning[trl]"')
+    if program == "centering":
+        for item in TinyPolicy(alphabet=string.printable, max_position_embeddings=256).load():
+            item.save_pretrained(tmp_path / "work")
     threads = [] if program == "checker" else ["--threads=1"]
     command = [sys.executable, "-m", f"benchmarks.{program}", "--quick", *threads, f"--save={tmp_path}"]
     command += [argument.replace("=work", f"={tmp_path}/work") for argument in arguments]
