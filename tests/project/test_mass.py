@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_226,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_000,
+    "lines of tests": 55_100,
     "statements of experiments": 1_597,
     "statements of docs": 684,
 }
