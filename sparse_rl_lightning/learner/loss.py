@@ -44,11 +44,12 @@ class Denominators:
     policy: Tensor | None = None  # ()
     penalty: Tensor | None = None  # (), for the KL term
     everything: Tensor | None = None  # (), for a second term from which nothing is rejected (replay, distillation)
+    sequences: Tensor | None = None  # (), how many, whatever the loss divides by
     max_completion_length: int | None = None  # the constant of dr_grpo
 
     def summed(self, add: Callable[[Tensor], Tensor]) -> Denominators:
         """The same denominators, each summed over all ranks by ``add``, in one call."""
-        names = [name for name in ("policy", "penalty", "everything") if getattr(self, name) is not None]
+        names = [name for name in ("policy", "penalty", "everything", "sequences") if getattr(self, name) is not None]
         if not names:
             return self
         totals: Any = add(torch.stack([getattr(self, name) for name in names])).unbind()
@@ -105,14 +106,17 @@ class Loss(ABC):
         return False
 
     def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
-        """The divisors of one optimizer step, by default its tokens.
+        """The divisors of one optimizer step, by default its tokens; ``sequences`` are counted beside them.
 
         Args:
             window: Sequences of the step, all of them.
             max_completion_length: Longest completion that rollouts draw.
         """
         tokens = self.mask(window).sum()
-        return Denominators(policy=tokens, everything=tokens, max_completion_length=max_completion_length)
+        return Denominators(
+            policy=tokens, everything=tokens, sequences=torch.ones_like(window.prompt_lengths).sum(),
+            max_completion_length=max_completion_length,
+        )  # fmt: skip
 
     def second_term(self, beta: float = 0.0) -> Loss:
         """The loss of a second term over the same sequences, from which nothing is rejected, with this KL penalty.
@@ -203,6 +207,7 @@ class GRPOLoss(Loss):
             policy=count_items(mask, window.keep, self.loss_type, self.denominator),
             penalty=count_items(mask, kept, self.loss_type, self.denominator) if self.beta > 0 else None,
             everything=count_items(mask, None, self.loss_type, self.denominator),
+            sequences=torch.ones_like(window.prompt_lengths).sum(),
             max_completion_length=max_completion_length,
         )
 

@@ -70,7 +70,10 @@ def replayable(model: PreTrainedModel, rollout: Rollout) -> EvictionRecord:
         ValueError: For the reasons of :func:`replay_logprobs`.
     """
     if rollout.evictions is None:
-        raise UserError("This rollout has no record of its evictions (rollout.evictions is None): nothing to replay.")
+        raise UserError(
+            "This rollout has no record of its evictions (rollout.evictions is None): nothing to replay. A module "
+            "keeps it with keeps_evictions = True."
+        )
     rows = drawn_by_several(rollout).nonzero().flatten().tolist()
     if rows:
         raise UserError(

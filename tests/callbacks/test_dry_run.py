@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from sparse_rl_lightning.callbacks import (
 )
 from sparse_rl_lightning.callbacks.guards.dry_run import oldest_go
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, StreamingLLM
-from sparse_rl_lightning.modules import GRPOLoss, ReplayGRPO, SparseGRPO, SupervisedWarmup
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.modules import GRPOLoss, Loss, ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import NEVER, LayerState, LossOutput, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
@@ -131,6 +133,57 @@ def test_a_correction_that_cannot_work_ends_the_run_before_the_policy_is_loaded(
     assert f"trial of {type(mine).__name__} on a made-up rollout" in error.value.__notes__[0]
     with pytest.raises(AssertionError, match="the policy is loaded"):  # which is left out where it is not wanted
         fit(grpo, 1, [DryRun(enabled=False), *([mine] if isinstance(mine, Callback) else [])])
+
+
+def weights_of(value: Callable[[Rollout], Any]) -> CorrectionCallback:
+    """A correction that leaves this in the place of the weights."""
+
+    class Weighs(CorrectionCallback):
+        def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+            part.weights = value(part)
+
+    return Weighs()
+
+
+class Returns(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> Any:
+        return part.completion_mask.float()
+
+
+class KeepsNumbers(CorrectionCallback):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        part.keep = part.completion_mask.float()
+
+
+class Returned(Loss):
+    """Returns what it is given a way to make of its log-probs."""
+
+    def __init__(self, value: Callable[[Any], Any]) -> None:
+        self.value = value
+
+    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Any) -> LossOutput:
+        return self.value(logprobs)  # type: ignore[no-any-return]
+
+
+SHAPE = r"\(8, 13\)"
+MISTAKES = [
+    (Returns(), f"Returns.correct must change part.weights or part.keep, and return nothing, got a tensor {SHAPE}"),
+    (KeepsNumbers(), rf"leave booleans {SHAPE} in part.keep, got a tensor {SHAPE} of torch.float32"),
+    (weights_of(lambda part: part.rewards), rf"leave finite numbers {SHAPE} in part.weights, got a tensor \(8,\)"),
+    (weights_of(lambda part: part.keep), rf"leave finite numbers {SHAPE} in part.weights, got .* of torch.bool"),
+    (weights_of(lambda part: part.weights / 0), rf"got a tensor {SHAPE} of torch.float32 with NaN or infinity in it"),
+    (weights_of(lambda part: 1.0), rf"leave finite numbers {SHAPE} in part.weights, got 1.0"),
+    (Returned(lambda logprobs: logprobs.sum()), r"return a LossOutput with a scalar loss, .* got a tensor \(\)"),
+    (Returned(lambda logprobs: LossOutput(logprobs.detach().sum(), {})), "The loss of Returned has no gradient"),
+]
+
+
+@pytest.mark.parametrize(("mine", "said"), MISTAKES)
+def test_what_a_correction_or_a_loss_leaves_is_looked_at(mine: Any, said: str) -> None:
+    grpo = module(**({"loss": mine} if isinstance(mine, Loss) else {}))
+    grpo.policy_source = Never()
+    with pytest.raises(UserError, match=said):
+        fit(grpo, 1, [] if isinstance(mine, Loss) else [mine])
 
 
 class MadeLater(CorrectionCallback):

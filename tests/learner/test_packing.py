@@ -383,5 +383,7 @@ def test_a_block_taken_up_inside_a_step_counts_the_whole_step(packs: bool) -> No
 
 def test_what_every_micro_batch_divides_by_itself_is_not_counted() -> None:
     assert objective(loss_type="bnpo").denominators(recorded_rollout()) == Denominators()
+    for loss_type in ("grpo", "dapo"):
+        assert objective(loss_type=loss_type).denominators(recorded_rollout()).sequences == len(recorded_rollout())
     assert Denominators().summed(torch.neg) == Denominators()
     assert objective(beta=0.0).denominators(recorded_rollout()).penalty is None

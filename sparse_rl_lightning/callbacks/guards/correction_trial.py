@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
 
 from sparse_rl_lightning.advantages import AdvantageEstimator
-from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, correct_by, rollout_callbacks
+from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_callbacks
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, LossOutput, Rollout
@@ -70,8 +71,9 @@ def try_corrections(trainer: Trainer, module: RolloutModule) -> None:
 
 
 def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
+    name = type(piece).__name__
     if isinstance(piece, RolloutCallback):
-        return correct_by([piece], trainer, trial, rollout)
+        return _correct(trainer, trial, piece, rollout)
     if isinstance(piece, AdvantageEstimator):
         assert rollout.rewards is not None
         piece(rollout.rewards, trial.group_size)
@@ -79,7 +81,36 @@ def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
     denominators = piece.denominators(rollout, trial.generator.sampling.max_completion_length)
     output = piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
     if not isinstance(output, LossOutput) or output.loss.shape != ():
-        raise UserError(f"{type(piece).__name__} must return a LossOutput with a scalar loss, got {output!r}.")
+        raise UserError(f"{name} must return a LossOutput with a scalar loss, as token_mean does, got {_seen(output)}.")
+    if not output.loss.requires_grad:
+        raise UserError(f"The loss of {name} has no gradient. Compute it from the log-probs it is called with.")
+
+
+def _correct(trainer: Trainer, trial: Any, callback: Any, rollout: Rollout) -> None:
+    """Call ``correct`` as a run does, and look at what it leaves.
+
+    Raises:
+        ValueError: If it returns something, or weights or kept tokens are of another kind.
+    """
+    name, mask = f"{type(callback).__name__}.correct", rollout.completion_mask
+    rollout.weights = mask.to(rollout.sampler_logprobs.dtype)
+    with torch.no_grad():
+        returned = callback.correct(trainer, trial, rollout)
+    if returned is not None:
+        raise UserError(f"{name} must change part.weights or part.keep, and return nothing, got {_seen(returned)}.")
+    for field, wanted in (("weights", "finite numbers"), ("keep", "booleans")):
+        value = getattr(rollout, field)
+        fits = isinstance(value, Tensor) and value.shape == mask.shape and bool(value[mask].isfinite().all())
+        if not fits or (value.dtype == torch.bool) != (field == "keep"):
+            raise UserError(f"{name} must leave {wanted} {tuple(mask.shape)} in part.{field}, got {_seen(value)}.")
+
+
+def _seen(value: Any) -> str:
+    """A value for a message: of a tensor its shape, and whether it has a NaN."""
+    if not isinstance(value, Tensor):
+        return repr(value)[:200]
+    wrong = "" if value.isfinite().all() else " with NaN or infinity in it"
+    return f"a tensor {tuple(value.shape)} of {value.dtype}{wrong}"
 
 
 def made_up_rollout(module: RolloutModule) -> Rollout:
@@ -106,7 +137,7 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
         ),
         kv=KVUsage(used, used, used, used, 0, 0, 0),
         keys=torch.zeros(count, 2, dtype=torch.int64),
-        old_logprobs=sparse * 1.1,
+        old_logprobs=sparse * (1 + position / 100),
         ref_logprobs=sparse if module.loss.beta > 0 else None,
         replay_logprobs=sparse if module.keeps_evictions else None,
         rewards=sample / count,
