@@ -119,13 +119,14 @@ GROUPS: list[Group] = [
     (
         "Data",
         "`data.class_path`. All of them have the keys of `PromptDataModule`, the base of a data module of your own.",
-        [data.PromptDataModule, data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks],
+        [data.PromptDataModule, data.ArithmeticTasks, data.JsonlPrompts, data.MathBenchmarks, data.ReasoningGym],
     ),
     (
         "Rewards",
         "`model.init_args.reward_funcs` takes functions by their import path, one or a list, and objects such as this "
         "one. The functions shipped are `arithmetic_reward`, `worked_steps_reward`, `boxed_math_reward` and "
-        "`boxed_format_reward` in `sparse_rl_lightning.rewards`.",
+        "`boxed_format_reward` in `sparse_rl_lightning.rewards`, and `reasoning_gym_reward` in "
+        "`sparse_rl_lightning.data.gym`.",
         [rewards.MathReward],
     ),
     (

@@ -14,7 +14,7 @@ from typing import Any
 from sparse_rl_lightning.data import PromptDataModule
 
 NAMES = (
-    "Ada Amir Ben Bella Carlos Chen Dana Elif Emma Farid Grace Hana Igor Ines Jonas Kofi Lena Liam Maya Mei Nadia Noah "
+    "Ada Amir Ben Bella Carlos Chen Dana Elif Emma Farid Grace Hana Igor Inga Jonas Kofi Lena Liam Maya Mei Nadia Noah "
     "Olga Omar Pia Priya Quinn Rosa Ruth Sam Sofia Tariq Tomas Uma Vera Wei Yara Yuki Zane Zoe"
 ).split()
 THINGS = (

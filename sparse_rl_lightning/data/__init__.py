@@ -3,6 +3,7 @@
 from sparse_rl_lightning.data.arithmetic import ArithmeticTasks
 from sparse_rl_lightning.data.base import PromptDataModule, Row
 from sparse_rl_lightning.data.benchmarks import MathBenchmarks
+from sparse_rl_lightning.data.gym import ReasoningGym
 from sparse_rl_lightning.data.jsonl import JsonlPrompts
 from sparse_rl_lightning.data.sampler import RepeatedBlockSampler
 
@@ -11,6 +12,7 @@ __all__ = [
     "JsonlPrompts",
     "MathBenchmarks",
     "PromptDataModule",
+    "ReasoningGym",
     "RepeatedBlockSampler",
     "Row",
 ]

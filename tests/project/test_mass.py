@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 21_991,
+    "statements of the package": 22_056,
     "statements of the spine": 7_227,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_160,
+    "lines of tests": 55_290,
     "statements of experiments": 1_597,
     "statements of docs": 684,
 }

@@ -1,0 +1,54 @@
+"""examples.word_problems: what a text says has the answer beside it, and held-out problems are of other templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from examples.word_problems import HELD_OUT, TRAINING, Draws, Template, WordProblems
+from sparse_rl_lightning.rewards import boxed_math_reward
+
+SOLVED: dict[str, Callable[..., float]] = {  # of the numbers in the order of the text
+    "change": lambda first, price, second, other, paid: paid - first * price - second * other,
+    "boxes": lambda count, size, gift, friends: count * size - gift * friends,
+    "savings": lambda weekly, weeks, gift, price: weekly * weeks + gift - price,
+    "pages": lambda total, slow, days, fast, late: total - slow * days - fast * late,
+    "wages": lambda hours, rate, extra, more, cost: hours * rate + extra * more - cost,
+    "shared": lambda first, second, lost, people: (first + second - lost) / people,
+    "twice": lambda count, factor, more: count + count * factor + more,
+    "rows": lambda lines, tulips, share, sold: lines * (1 - 1 / share) * tulips - sold,
+    "trip": lambda total, hours, slow, late, fast: total - hours * slow - late * fast,
+    "trays": lambda count, each, eaten, size: (count * each - eaten) / size,
+    "farm": lambda daily, eaten, price: 7 * (daily - eaten) / 12 * price,
+    "bus": lambda start, off, on, again: start - off + on + 2 * on - again,
+    "parking": lambda cars, four, bikes, two, trucks, six: cars * four + bikes * two + trucks * six,
+    "tank": lambda start, fill, drain, minutes: start + fill * minutes - drain * minutes,
+    "tickets": lambda adults, price, children, less, cost: adults * price + children * (price - less) - cost,
+}
+
+
+@pytest.mark.parametrize("template", [*TRAINING, *HELD_OUT], ids=lambda template: template.__name__)
+def test_the_text_has_the_answer(template: Template) -> None:
+    random, solve = Random(5), SOLVED[template.__name__]  # type: ignore[attr-defined]
+    for _ in range(300):
+        text, answer = template(Draws(random))
+        assert solve(*map(int, re.findall(r"\d+", text))) == pytest.approx(answer), text
+        assert answer > 0
+        assert min(map(int, re.findall(r"\d+", text))) > 0
+
+
+def test_the_checker_knows_right_from_wrong_and_held_out_problems_are_of_other_templates() -> None:
+    data = WordProblems(num_train=40, num_val=20, seed=3)
+    rows = data.train_rows() + data.val_rows()
+    assert rows == WordProblems(num_train=40, num_val=20, seed=3).train_rows() + data.val_rows()
+    assert rows != WordProblems(num_train=40, num_val=20, seed=4).train_rows() + data.val_rows()
+    prompts, golds = [row["prompt"] for row in rows], [row["answer"] for row in rows]
+    for change, reward in ((0, 1.0), (1, 0.0)):
+        texts = [rf"So it is \boxed{{{int(gold) + change}}}." for gold in golds]
+        assert (
+            boxed_math_reward(prompts=prompts, completions=texts, completion_ids=texts, answer=golds) == [reward] * 60
+        )
+    assert not {*TRAINING} & {*HELD_OUT}
