@@ -224,6 +224,7 @@ class Poison(RolloutCallback):
     """Spoils one sequence of the first rollout on the last rank only."""
 
     def correct(self, trainer: Trainer, module: Any, part: Rollout) -> None:
+        assert module.policy.config  # there is none in the trial, which would refuse it
         if module.num_rollouts == 0 and trainer.global_rank == trainer.world_size - 1:
             assert part.weights is not None
             part.weights[0] *= float("nan")

@@ -35,6 +35,7 @@ class Poison(RolloutCallback):
         self.rollouts, self.value = rollouts, value
 
     def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        assert module.policy.config  # there is none in the trial, which would refuse it
         if module.num_rollouts in self.rollouts:
             part.weights = part.completion_mask.float()
             part.weights[0] *= self.value

@@ -100,6 +100,8 @@ def _correct(trainer: Trainer, trial: Any, callback: Any, rollout: Rollout) -> N
         raise UserError(f"{name} must change part.weights or part.keep, and return nothing, got {_seen(returned)}.")
     for field, wanted in (("weights", "finite numbers"), ("keep", "booleans")):
         value = getattr(rollout, field)
+        if value is None:  # as where no callback has any
+            continue
         fits = isinstance(value, Tensor) and value.shape == mask.shape and bool(value[mask].isfinite().all())
         if not fits or (value.dtype == torch.bool) != (field == "keep"):
             raise UserError(f"{name} must leave {wanted} {tuple(mask.shape)} in part.{field}, got {_seen(value)}.")
