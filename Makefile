@@ -60,7 +60,7 @@ math-model: runs/models/qwen2.5-coder-$(or $(SIZE),0.5b)-instruct/config.json ##
 
 # Apache-2.0 both; examples/models.py says whose hashes are checked
 runs/models/%/config.json: | $(INSTALLED)
-	$(BIN)/python -m examples.models $* $(if $(FILE),--file $(FILE))
+	$(BIN)/python -m examples.models $* $(if $(FILE),--file "$(FILE)")
 
 # the mathematics, operations, cache, engine and learner, and one tiny rollout; pages, benchmarks and wrong inputs are for make test
 CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors tests/learner tests/replay tests/rollout/test_rollout.py tests/project

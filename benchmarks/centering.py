@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=128, help="most likely tokens")
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     args = options.parsed(parser)
+    if args.top < 1:
+        parser.error(f"--top must be at least 1, got {args.top}")
     if not (args.policy / "config.json").is_file():
         sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
     steps: dict[str, list[Step]] = {name: [] for name in WAYS}

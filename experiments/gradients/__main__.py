@@ -91,7 +91,8 @@ def main(
     if not lines:
         sys.exit("error: nothing is measured: run without --finished")
     text = table(lines).untitled
-    insert_if_marked(PAGE, text, mark("experiments.gradients", name))
+    if args.kept == parser.get_default("kept"):
+        insert_if_marked(PAGE, text, mark("experiments.gradients", name))
     print(text)
 
 

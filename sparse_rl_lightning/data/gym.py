@@ -1,7 +1,6 @@
 r"""ReasoningGym: tasks of reasoning-gym (arXiv 2505.24760) as prompts, and the reward that its own scorers give.
 
-Some of its scorers run what a completion says as Python. Here an answer reaches them only if it consists of what the
-task's own answers consist of, numbers, operators and brackets, and tasks that need more are refused.
+Some of its scorers run what a completion says as Python, or read numbers of any size. Such tasks are refused.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from sparse_rl_lightning.data.base import PromptDataModule, Row
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.rewards.math import extract_boxed
 
 PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-RUNS = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
-HARMLESS = re.compile(r"(?![\s\S]*\*\*)[\d\s+\-*/().]{1,200}|[\d\s\-.,\[\]'\"]{1,2000}")
-"""Sums without powers, and lists of numbers."""
+UNSAFE = re.compile(r"\b(eval|exec|parse_expr|sympify|Fraction|Decimal)\(")
+"""What a scorer must not do with an answer: the last two take hours for ``1e999999999``."""
 
 
 class ReasoningGym(PromptDataModule):
@@ -37,8 +37,8 @@ class ReasoningGym(PromptDataModule):
         **blocks: Arguments of PromptDataModule.
 
     Raises:
-        ValueError: If reasoning-gym is not installed, a task or setting is unknown, or the task's scorer would run what
-            a policy writes.
+        ValueError: If reasoning-gym is not installed, a task or setting is unknown, the task's scorer would run what a
+            policy writes, or its answers are too long for a box.
     """
 
     def __init__(
@@ -72,34 +72,43 @@ class ReasoningGym(PromptDataModule):
         rows = []
         for number in range(count):
             spec, index = specs[number % len(specs)], number // len(specs)
-            problem = _dataset(spec)[index]
+            problem = _problem(spec, index)
             prompt = [{"role": "user", "content": PROMPT.format(problem["question"])}]
             rows.append({"prompt": prompt, "answer": str(problem["answer"]), "gym": json.dumps([spec, index])})
         return rows
 
 
 def check_task(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a task that is unknown, or whose scorer runs answers that cannot be told to be harmless.
+    """Refuse a task that is unknown, whose scorer is no match for hostile answers, or whose answers cannot be paid.
 
     Raises:
         ValueError: If so, or if reasoning-gym is not installed.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError("ReasoningGym needs the package reasoning-gym: pip install 'sparse-rl-lightning[gym]'.")
-    try:
-        dataset = _dataset(json.dumps([name, {**settings, "seed": 0, "size": 8}]))
-        answers = [str(problem["answer"]) for problem in dataset]
-    except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"ReasoningGym: task {name!r} with {dict(settings)} is not to be had: {error}.") from error
-    if _runs_answers(dataset) and not all(map(HARMLESS.fullmatch, answers)):
+    if taken := sorted({"seed", "size"} & settings.keys()):
         raise UserError(
-            f"ReasoningGym: the scorer of {name!r} would run what the policy writes as Python, and its answers, such "
-            f"as {answers[0][:60]!r}, are not numbers and operators alone. Leave the task out."
+            f"ReasoningGym: {taken} of task {name!r} are num_train, num_val and seed of the data. Leave them out."
+        )
+    spec = json.dumps([name, {**settings, "seed": 0, "size": 4}])
+    try:
+        answers = [str(_problem(spec, index)["answer"]).strip() for index in range(4)]
+    except Exception as error:  # generators raise whatever a setting makes them raise
+        raise UserError(f"ReasoningGym: task {name!r} with {dict(settings)} is not to be had: {error}.") from error
+    if found := UNSAFE.search(inspect.getsource(type(_dataset(spec)).score_answer)):
+        raise UserError(
+            f"ReasoningGym: the scorer of {name!r} calls {found[1]}, which runs or reads whatever the policy writes. "
+            "Leave the task out. Countdown puzzles are in ArithmeticTasks, too."
+        )
+    if unpaid := [answer for answer in answers if extract_boxed(rf"\boxed{{{answer}}}") != answer]:
+        raise UserError(
+            f"ReasoningGym: answers of {name!r} are not read from a box, for example one of {len(unpaid[0])} "
+            f"characters, {unpaid[0][:60]!r}. Leave the task out, or make it shorter."
         )
 
 
 def reasoning_gym_reward(completions: Sequence[str], gym: Sequence[str], **_: Any) -> list[float]:
-    r"""What the task's scorer gives the last ``\boxed{}``, from 0 to 1; 0 where it fails, or would run something else.
+    r"""What the task's scorer gives the last ``\boxed{}``, from 0 to 1; 0 where it cannot read that.
 
     Args:
         completions: Texts.
@@ -109,17 +118,22 @@ def reasoning_gym_reward(completions: Sequence[str], gym: Sequence[str], **_: An
 
 
 def _score(completion: str, spec: str, index: int) -> float:
-    dataset, answer = _dataset(spec), extract_boxed(completion)
-    if answer is None or (_runs_answers(dataset) and not HARMLESS.fullmatch(answer)):
+    answer, problem = extract_boxed(completion), _problem(spec, index)
+    if answer is None:
         return 0.0
     try:
-        return float(dataset.score_answer(answer, dataset[index]))
+        return float(_dataset(spec).score_answer(answer, problem))
     except Exception:  # scorers raise whatever reading an answer raises
         return 0.0
 
 
-def _runs_answers(dataset: Any) -> bool:
-    return RUNS.search(inspect.getsource(type(dataset).score_answer)) is not None
+@lru_cache(maxsize=4096)  # all samples of a prompt are scored one after the other, and some problems take a second
+def _problem(spec: str, index: int) -> Any:
+    state = np.random.get_state()  # which a generator seeds anew
+    try:
+        return _dataset(spec)[index]
+    finally:
+        np.random.set_state(state)
 
 
 @lru_cache(maxsize=256)

@@ -44,7 +44,7 @@ class Denominators:
     policy: Tensor | None = None  # ()
     penalty: Tensor | None = None  # (), for the KL term
     everything: Tensor | None = None  # (), for a second term from which nothing is rejected (replay, distillation)
-    sequences: Tensor | None = None  # (), how many, whatever the loss divides by
+    sequences: Tensor | None = None  # (), how many, whatever else the loss divides by
     max_completion_length: int | None = None  # the constant of dr_grpo
 
     def summed(self, add: Callable[[Tensor], Tensor]) -> Denominators:

@@ -167,7 +167,10 @@ class Returned(Loss):
 
 SHAPE = r"\(8, 13\)"
 MISTAKES = [
-    (Returns(), f"Returns.correct must change part.weights or part.keep, and return nothing, got a tensor {SHAPE}"),
+    (
+        Returns(),
+        f"Returns.correct must change weights, keep or advantages, and return nothing, got a tensor {SHAPE}",
+    ),
     (KeepsNumbers(), rf"leave booleans {SHAPE} in part.keep, got a tensor {SHAPE} of torch.float32"),
     (weights_of(lambda part: part.rewards), rf"leave finite numbers {SHAPE} in part.weights, got a tensor \(8,\)"),
     (weights_of(lambda part: part.keep), rf"leave finite numbers {SHAPE} in part.weights, got .* of torch.bool"),

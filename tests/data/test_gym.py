@@ -1,10 +1,10 @@
-"""ReasoningGym: real tasks of reasoning-gym, paid by their scorers, which run nothing that a policy writes."""
+"""ReasoningGym: real tasks of reasoning-gym, paid by their scorers, of which those that run answers are refused."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparse_rl_lightning.data.gym import ReasoningGym, reasoning_gym_reward
@@ -14,9 +14,9 @@ from sparse_rl_lightning.rewards import compute_rewards
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is an extra (gym)")
 TASKS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 3},
-    "countdown": {},
+    "products": {},
     "gsm_symbolic": {},
-    "spiral_matrix": {},
+    "base_conversion": {},
 }
 
 
@@ -46,20 +46,27 @@ def test_it_is_a_reward_as_any_other() -> None:
     assert total.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("task", ["countdown", "spiral_matrix", "puzzle24", "number_sorting", "binary_matrix"])
-def test_scorers_that_run_answers_are_given_numbers_and_operators_alone(task: str, tmp_path: Path) -> None:
-    rows = ReasoningGym([task], num_train=1, num_val=0, seed=1).train_rows()
-    assert paid([rows[0]["answer"]], rows) == [1.0]
-    mark = tmp_path / "ran"
-    for answer in (f"open('{mark}', 'w')", f"[open('{mark}', 'w')]", "9**9**9**9", "1\n+9**9**9**9", "'1'*9999999999"):
-        assert paid([answer], rows) == [0.0]
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("task", ["n_queens", "simple_integration", "polynomial_multiplication", "string_insertion"])
-def test_a_task_whose_answers_need_more_is_refused(task: str) -> None:
-    with pytest.raises(UserError, match=f"the scorer of '{task}' would run what the policy writes as Python"):
+@pytest.mark.parametrize(
+    ("task", "call"),
+    [("countdown", "parse_expr"), ("spiral_matrix", "eval"), ("n_queens", "eval"), ("simple_integration", "parse_expr"),
+     ("coin_flip", "Fraction")],
+)  # fmt: skip
+def test_a_task_whose_scorer_runs_answers_is_refused(task: str, call: str) -> None:
+    with pytest.raises(UserError, match=f"the scorer of '{task}' calls {call}, which runs or reads whatever"):
         ReasoningGym([task])
+
+
+def test_a_task_whose_answers_are_longer_than_a_box_is_refused() -> None:
+    with pytest.raises(UserError, match=r"answers of 'tower_of_hanoi' are not read from a box, .* \d+ characters"):
+        ReasoningGym({"tower_of_hanoi": {"min_disks": 6, "max_disks": 6}})
+
+
+def test_a_generator_that_seeds_numpy_leaves_its_state() -> None:
+    np.random.seed(1)
+    want = np.random.rand()
+    np.random.seed(1)
+    ReasoningGym(["pool_matrix"], num_train=2, num_val=0, seed=1).train_rows()
+    assert np.random.rand() == want
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,11 @@ def test_a_task_whose_answers_need_more_is_refused(task: str) -> None:
         (["nothing"], "task 'nothing' with {} is not to be had: Dataset 'nothing' not registered"),
         ({"chain_sum": {"terms": 3}}, "unexpected keyword argument 'terms'"),
         ({"chain_sum": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"chain_sum": {"seed": 3}}, r"\['seed'\] of task 'chain_sum' are num_train, num_val and seed of the data"),
+        (
+            {"composite": {"datasets": [{"name": "chain_sum", "weight": 1}]}},
+            "task 'composite' with .* not to be had",
+        ),
         ([], "tasks is empty"),
     ],
 )

@@ -106,8 +106,10 @@ def test_a_model_is_joined_from_pinned_wheels_and_known_by_its_hash(index: Path)
     assert joined.read_bytes() == b"".join(PIECES)
     assert models.gguf_file(CODER, index / "unused", file=joined) == joined
     (index / "other.gguf").write_bytes(b"GGUF of another model")
-    with pytest.raises(UserError, match=r"other.gguf is not the publisher's file of qwen.*SHA-256 is"):
+    with pytest.raises(UserError, match=r"other.gguf is not the publisher's file: its SHA-256 is"):
         models.gguf_file(CODER, index / "unused", file=index / "other.gguf")
+    with pytest.raises(UserError, match=r"There is no file .*nothing.gguf"):
+        models.gguf_file(CODER, index / "unused", file=index / "nothing.gguf")
 
 
 def test_a_wheel_with_another_hash_is_not_opened(index: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_wheel_with_another_hash_is_not_opened(index: Path) -> None:
     with zipfile.ZipFile(path, "a") as wheel:
         wheel.writestr("more.bin", b"of somebody else")
     (index / "scratch").mkdir()
-    with pytest.raises(UserError, match="the package index does not give it here"):
+    with pytest.raises(UserError, match=r"OFFLINE=1\. The package index does not give it \(THESE PACKAGES DO NOT"):
         models.gguf_file(CODER, index / "scratch")
 
 

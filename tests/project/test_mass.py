@@ -21,12 +21,12 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_058,
+    "statements of the package": 22_069,
     "statements of the spine": 7_227,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_290,
-    "statements of experiments": 1_597,
+    "lines of tests": 55_310,
+    "statements of experiments": 1_598,
     "statements of docs": 684,
 }
 SLACK = 0.01

@@ -78,6 +78,8 @@ def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
         assert rollout.rewards is not None
         piece(rollout.rewards, trial.group_size)
         return
+    if any(callback.corrects for callback in rollout_callbacks(trial)):  # then a loss may rely on weights
+        rollout.weights = rollout.completion_mask.to(rollout.sampler_logprobs.dtype)
     denominators = piece.denominators(rollout, trial.generator.sampling.max_completion_length)
     output = piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
     if not isinstance(output, LossOutput) or output.loss.shape != ():
@@ -97,14 +99,16 @@ def _correct(trainer: Trainer, trial: Any, callback: Any, rollout: Rollout) -> N
     with torch.no_grad():
         returned = callback.correct(trainer, trial, rollout)
     if returned is not None:
-        raise UserError(f"{name} must change part.weights or part.keep, and return nothing, got {_seen(returned)}.")
-    for field, wanted in (("weights", "finite numbers"), ("keep", "booleans")):
-        value = getattr(rollout, field)
+        raise UserError(f"{name} must change weights, keep or advantages, and return nothing, got {_seen(returned)}.")
+    numbers = "finite numbers"
+    fields = ("weights", mask, numbers), ("keep", mask, "booleans"), ("advantages", rollout.finished, numbers)
+    for field, counted, wanted in fields:
+        value, shape = getattr(rollout, field), counted.shape
         if value is None:  # as where no callback has any
             continue
-        fits = isinstance(value, Tensor) and value.shape == mask.shape and bool(value[mask].isfinite().all())
+        fits = isinstance(value, Tensor) and value.shape == shape and bool(value[counted].isfinite().all())
         if not fits or (value.dtype == torch.bool) != (field == "keep"):
-            raise UserError(f"{name} must leave {wanted} {tuple(mask.shape)} in part.{field}, got {_seen(value)}.")
+            raise UserError(f"{name} must leave {wanted} {tuple(shape)} in part.{field}, got {_seen(value)}.")
 
 
 def _seen(value: Any) -> str:
