@@ -78,8 +78,6 @@ def _run(trainer: Trainer, trial: Any, piece: Any, rollout: Rollout) -> None:
         assert rollout.rewards is not None
         piece(rollout.rewards, trial.group_size)
         return
-    if any(callback.corrects for callback in rollout_callbacks(trial)):  # then a loss may rely on weights
-        rollout.weights = rollout.completion_mask.to(rollout.sampler_logprobs.dtype)
     denominators = piece.denominators(rollout, trial.generator.sampling.max_completion_length)
     output = piece(rollout, rollout.sampler_logprobs.clone().requires_grad_(), denominators)
     if not isinstance(output, LossOutput) or output.loss.shape != ():
@@ -95,7 +93,6 @@ def _correct(trainer: Trainer, trial: Any, callback: Any, rollout: Rollout) -> N
         ValueError: If it returns something, or weights or kept tokens are of another kind.
     """
     name, mask = f"{type(callback).__name__}.correct", rollout.completion_mask
-    rollout.weights = mask.to(rollout.sampler_logprobs.dtype)
     with torch.no_grad():
         returned = callback.correct(trainer, trial, rollout)
     if returned is not None:
@@ -149,4 +146,6 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
         rewards=sample / count,
         advantages=sample / count - 0.5,
         keep=mask.clone(),
+        # where a callback corrects, it and the loss may rely on weights
+        weights=mask.float() if any(callback.corrects for callback in rollout_callbacks(module)) else None,
     ).to(module.device)
