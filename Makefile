@@ -84,7 +84,7 @@ test-processors: $(INSTALLED) ## the numeric tests as three kinds of processors 
 test-real: $(REAL)/config.json ## what is shown on the real model; minutes
 	$(BIN)/python -m pytest -m real
 
-# NUMBER=160, SEED=20261129; a baseline of coverage first, which is kept in build/mutants as long as that folder is
+# NUMBER=160, SEED=20261130; a baseline of coverage first, which is kept in build/mutants as long as that folder is
 mutants: $(INSTALLED) ## put small mistakes into the library: which do the fast tests notice? into tests/mutants.md; an hour or two
 	$(BIN)/python tests/mutants.py --jobs $(WORKERS) $(if $(NUMBER),--number $(NUMBER)) $(if $(SEED),--seed $(SEED))
 

@@ -384,7 +384,7 @@ def main() -> None:
     """Draw, judge, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=20261129)
+    parser.add_argument("--seed", type=int, default=20261130)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=40, help="of tests that a mutant is shown to")
     parser.add_argument("--only", default="", help="mutants whose name has this text, judged again")
