@@ -53,6 +53,10 @@ FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it diff
     r"importance_kernel": 2,
     r"redundancy_kernel<float>": 2,  # 80 registers spill on 8.0; models keep 16 bits
     r"redundancy_kernel": 4,
+    r"linear_kernel<float>": 2,
+    r"(linear|spare)_kernel": 4,
+    r"similar_rows_kernel<float>": 2,
+    r"similar_rows_kernel": 3,  # 64 registers spill on 9.0
     r"rms_norm_kernel": 4,
     r"select_pages_kernel": {"80": 3, "89": 3, "90": 3, "100": 2, "120": 2},
     r"silu_mul_kernel": 4,

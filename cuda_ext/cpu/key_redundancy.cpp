@@ -108,7 +108,7 @@ struct Unit {
     std::fill(row, row + num_entries, 0.0f);
     if (span.slot < 0 || length == 0) return;
     const T* keys = op.keys + span.start * dim;
-    float* norm = op.scratch + place * 2 * num_entries;
+    float* norm = op.scratch + place * 3 * num_entries;
     auto* pending = reinterpret_cast<int32_t*>(norm + num_entries);
     inverse_norms(keys, length, dim, norm);
     linear_part(keys, length, dim, norm, row);

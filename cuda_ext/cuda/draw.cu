@@ -13,26 +13,32 @@ namespace sparse_rl {
 namespace {
 
 constexpr int kPerLane = static_cast<int>(kChunk) / 32;
-constexpr double kWhole = 4503599627370496.0;  // 2^52: probability 1 as a mass; float64 has the sum of a row exactly
+constexpr float kWhole = 1099511627776.0f;  // 2^40: the mass of the best token; 64 bits have the sum of any vocabulary
 constexpr double kFarthest = 32;               // in units of the temperature: next to no mass is left beyond
+constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 using Mass = unsigned long long;
 
-template <int Words, class T>
-SPARSE_RL_DEVICE T shuffle_xor(T value, int step) {
-  static_assert(sizeof(T) == 4 * Words);
-  uint32_t words[Words];
+// A value of 64 bits from another lane of the warp, word by word.
+template <class T, class Move>
+SPARSE_RL_DEVICE T moved(T value, Move move) {
+  static_assert(sizeof(T) == 8);
+  uint32_t words[2];
   memcpy(words, &value, sizeof(value));
-#pragma unroll
-  for (int i = 0; i < Words; ++i) words[i] = __shfl_xor_sync(kAll, words[i], step);
+  words[0] = move(words[0]), words[1] = move(words[1]);
   memcpy(&value, words, sizeof(value));
   return value;
 }
 
-SPARSE_RL_DEVICE double warp_sum_wide(double x) {
+template <class T>
+SPARSE_RL_DEVICE T warp_sum_wide(T x) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += shuffle_xor<2>(x, step);
+  for (int step = 16; step > 0; step /= 2) x += moved(x, [=](uint32_t word) { return __shfl_xor_sync(kAll, word, step); });
   return x;
+}
+
+SPARSE_RL_DEVICE double from_below(double x, int step) {
+  return moved(x, [=](uint32_t word) { return __shfl_up_sync(kAll, word, step); });
 }
 
 // The logits of one row: the policy's (part 0), or those to draw from.
@@ -110,11 +116,11 @@ __global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> all) {
 }
 
 struct Shared {
-  double totals[kWarps], weights[kThreads];
-  float exponentials[kChunk];
+  double totals[kWarps], rest;
+  float ends[2 * kWarps];
   unsigned low[kThreads], high[kThreads];  // words of the masses in bins
   Mass sums[kWarps], left, mass;
-  int per_warp[kWarps], bin, count;
+  int per_warp[kWarps], bin, count, place;
   int64_t token;
 };
 
@@ -122,6 +128,13 @@ struct Shared {
 struct Reached {
   int bin;
   Mass left, mass;
+};
+
+// Where a cumulative sum of weights passes a target, which holds in all threads: the place, -1 if no weight is above 0,
+// what is left of the target there, and the sum of all.
+struct Passed {
+  int place;
+  double left, all;
 };
 
 // One row as a distribution over the tokens within a limit. The same in all threads of a block.
@@ -147,7 +160,7 @@ struct Row {
     }
     maximum = warp_max(maximum), lowest = -warp_max(-lowest);
     broken = count_block(broken, shared.per_warp).all > 0;
-    float* ends = shared.exponentials;
+    float(&ends)[2 * kWarps] = shared.ends;
     if (threadIdx.x % 32 == 0) ends[threadIdx.x / 32] = maximum, ends[kWarps + threadIdx.x / 32] = lowest;
     __syncthreads();
     for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, ends[w]), lowest = fminf(lowest, ends[kWarps + w]);
@@ -227,7 +240,9 @@ struct Row {
     }
   }
 
-  SPARSE_RL_DEVICE Mass mass(float logit) const { return static_cast<Mass>(exponential(logit) / total * kWhole); }
+  SPARSE_RL_DEVICE Mass mass(float logit) const {
+    return static_cast<Mass>(expf((logit - maximum) * static_cast<float>(1 / op.temperature)) * kWhole);
+  }
 
   // Add to a bin. Shared memory adds words of 32 bits; for 64 bits at once it would wait for itself in a loop.
   template <bool Counts>
@@ -257,9 +272,7 @@ struct Row {
       if (bin >= 0) add<Counts>(bin, logit);
     });
     __syncthreads();
-    Mass sum = in_bin(threadIdx.x);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += shuffle_xor<2>(sum, step);
+    const Mass sum = warp_sum_wide(in_bin(threadIdx.x));
     if (threadIdx.x % 32 == 0) shared.sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x == 0) find_bin(Counts || search.shift != kBySteps ? target : share());
@@ -347,44 +360,65 @@ struct Row {
     }
   }
 
-  // Look for the chunk that passes `target` among those with their weights in shared memory. By rounding there may be
-  // none: then it is the end of the last one that has a weight.
-  SPARSE_RL_DEVICE void pass_chunks(int64_t first, double& target, double& left) {
-    for (int i = 0; i < kThreads && !shared.count; ++i) {
-      if (!(shared.weights[i] > 0)) continue;
-      shared.token = first + i, shared.count = target < shared.weights[i];
-      left = shared.count ? target / exponential(chunks[first + i].maximum) : std::numeric_limits<double>::infinity();
-      target -= shared.weights[i];
+  // Find the place at which the cumulative sum of the weights, `Each` neighbors in each thread, passes `target`. By
+  // rounding there may be none: then it is the last one with a weight, and infinity is left.
+  template <int Each>
+  SPARSE_RL_DEVICE Passed pass(const double (&weights)[Each], double target) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    double own = 0;
+#pragma unroll
+    for (int i = 0; i < Each; ++i) own += weights[i];
+    double sum = own;  // of the lanes up to here
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const double below = from_below(sum, step);
+      if (lane >= step) sum += below;
     }
+    const double below = from_below(sum, 1);
+    if (lane == 31) shared.totals[warp] = sum;
+    if (threadIdx.x == 0) shared.place = -1;
+    double before = lane ? below : 0, all = 0;
+    __syncthreads();
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp) before += all;
+      all += shared.totals[w];
+    }
+    const bool passes = own > 0 && target < before + own;
+    const Count passing = count_block(passes, shared.per_warp), positive = count_block(own > 0, shared.per_warp);
+    if (passing.all ? passes && passing.before == 0 : own > 0 && positive.before == positive.all - 1) {
+      double left = passing.all ? target - before : kInf;
+      for (int i = 0; i < Each; ++i) {
+        if (!(weights[i] > 0)) continue;
+        shared.place = Each * static_cast<int>(threadIdx.x) + i;
+        if (left < weights[i]) break;
+        left -= weights[i];
+      }
+      shared.rest = left;
+    }
+    __syncthreads();
+    const Passed passed{shared.place, shared.rest, all};
+    __syncthreads();
+    return passed;
   }
 
   // The token at which the cumulative sum passes `target`, which is below `total`.
   SPARSE_RL_DEVICE int64_t find(double target) {
-    __shared__ double left;
-    if (threadIdx.x == 0) shared.count = 0;
-    for (int64_t first = 0; first < op.num_chunks; first += kThreads) {
+    int64_t c = 0;
+    double left = kInf;
+    for (int64_t first = 0; first < op.num_chunks && !(left < kInf); first += kThreads) {
       const int64_t own = first + threadIdx.x;
-      shared.weights[threadIdx.x] = own < op.num_chunks ? weight(own) : 0.0;
-      __syncthreads();
-      if (threadIdx.x == 0) pass_chunks(first, target, left);
-      __syncthreads();
-      if (shared.count) break;
+      const double weights[1] = {own < op.num_chunks ? weight(own) : 0.0};
+      const Passed at = pass(weights, target);
+      if (at.place >= 0) c = first + at.place, left = at.left;
+      target -= at.all;
     }
-    const int64_t c = shared.token;
-    for (int64_t i = threadIdx.x; i < size(c); i += kThreads) {
-      shared.exponentials[i] = relative(c, source.at(c * kChunk + i), c * kChunk + i);
+    double weights[kChunk / kThreads];
+#pragma unroll
+    for (int i = 0; i < kChunk / kThreads; ++i) {
+      const int64_t place = kChunk / kThreads * threadIdx.x + i, token = c * kChunk + place;
+      weights[i] = place < size(c) ? relative(c, source.at(token), token) : 0.0f;
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int64_t last = 0;
-      for (int64_t i = 0; i < size(c) && left >= 0; ++i) {
-        if (!(shared.exponentials[i] > 0)) continue;
-        last = i, left -= shared.exponentials[i];
-      }
-      shared.token = c * kChunk + last;
-    }
-    __syncthreads();
-    return shared.token;
+    return c * kChunk + pass(weights, left / exponential(chunks[c].maximum)).place;
   }
 
   // The most likely tokens, the best first. They fit into one block of threads.

@@ -4,6 +4,9 @@
 // k_j . (sum_i k_i - k_j) for unit keys. Only the search for each row's last similar column is pairwise: it goes over
 // tiles of 64 columns from the last one on; a row leaves the list of pending rows at its first hit, and the search ends
 // with the list. The cosines taken from a column are summed in the order of the rows.
+//
+// Fewer heads than a GPU has places for would leave most of it idle: then every 64 rows of a head are searched by a block
+// of their own, and a third launch takes their cosines from the columns, in the same order, so with the same bits.
 
 #include "key_redundancy.h"
 #include "rows.cuh"
@@ -13,6 +16,7 @@ namespace sparse_rl {
 namespace {
 
 constexpr int kTile = 64;
+constexpr int kFew = 512;  // heads: four blocks on each of 128 multiprocessors
 using Square = Product<kTile, kTile>;
 
 // The last similar column of a row so far, and its cosine.
@@ -40,6 +44,10 @@ struct Unit {
   float *out, *norm;
 
   SPARSE_RL_DEVICE int* pending() const { return reinterpret_cast<int*>(norm + op.entries.num_entries); }
+
+  // Where a few heads keep the last similar column of each row, and its cosine.
+  SPARSE_RL_DEVICE int* column() const { return pending(); }
+  SPARSE_RL_DEVICE float* cosine() const { return norm + 2 * op.entries.num_entries; }
 
   SPARSE_RL_DEVICE const T* key(int j) const { return keys + static_cast<int64_t>(j) * op.entries.dim; }
 
@@ -187,10 +195,84 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) redundancy_k
   }
 }
 
+// ---------------------------------------------------------------- a few heads
+
+// Head u, which has a block or several to itself; a length of 0 is one to skip.
+template <class T>
+SPARSE_RL_DEVICE Unit<T> unit_of(const Redundancy<T>& op, unsigned u) {
+  const Span span = find_span(op.entries, u);
+  const int64_t place = static_cast<int64_t>(u) * op.entries.num_entries;
+  return {op, op.keys + span.start * op.entries.dim, span.length, op.out + place, op.scratch + 3 * place};
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) linear_kernel(Redundancy<T> op) {
+  __shared__ float parts[kWarps][kMaxHeadDim];
+  const Unit<T> unit = unit_of(op, blockIdx.x);
+  for (int j = unit.length + static_cast<int>(threadIdx.x); j < op.entries.num_entries; j += kThreads) unit.out[j] = 0;
+  if (unit.length == 0) return;
+  unit.inverse_norms();
+  sum_rows(unit.keys, unit.length, op.entries.dim, unit.norm, parts);
+  unit.linear_part(parts[0]);
+}
+
+// 64 rows of a head, until the last of them has its column.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) similar_rows_kernel(Redundancy<T> op) {
+  __shared__ Search search;
+  const Unit<T> unit = unit_of(op, blockIdx.x);
+  const int r = threadIdx.x, row = static_cast<int>(blockIdx.y) * kTile + r;
+  if (row - r >= unit.length) return;
+  if (r < kTile) search.rows[r] = row < unit.length ? row : -1;
+  __syncthreads();
+  for (int start = (unit.length - 1) / kTile * kTile; start >= 0; start -= kTile) {
+    unit.find_hits(search, start);
+    __syncthreads();
+    bool waits = false;
+    if (r < kTile && search.rows[r] >= 0) {
+      const int hit = search.hit_column[r];
+      waits = hit < 0;
+      if (!waits) unit.column()[row] = start + hit, unit.cosine()[row] = search.hit_cosine[r], search.rows[r] = -1;
+    }
+    if (!__syncthreads_or(waits)) return;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4) spare_kernel(Redundancy<T> op) {
+  __shared__ int columns[kThreads];
+  __shared__ float cosines[kThreads], parts[kWarps];
+  const Unit<T> unit = unit_of(op, blockIdx.x);
+  if (unit.length == 0) return;
+  for (int first = 0; first < unit.length; first += kThreads) {
+    const int j = first + static_cast<int>(threadIdx.x);
+    float spared = 0;
+    for (int from = 0; from < unit.length; from += kThreads) {
+      const int row = from + static_cast<int>(threadIdx.x);
+      __syncthreads();  // the last rows have been read
+      columns[threadIdx.x] = row < unit.length ? unit.column()[row] : -1;
+      cosines[threadIdx.x] = row < unit.length ? unit.cosine()[row] : 0.0f;
+      __syncthreads();
+      for (int k = 0; k < kThreads; ++k) {
+        if (columns[k] == j) spared += cosines[k];
+      }
+    }
+    if (j < unit.length) unit.out[j] = (unit.out[j] - spared) / static_cast<float>(unit.length);
+  }
+  __syncthreads();
+  if (op.importance) mix_with(op, op.importance + (unit.out - op.out), unit.out, unit.length, parts);
+}
+
 struct Kernel : Device {
   template <class T>
   static void run(const Redundancy<T>& op, const Tensor& on) {
-    launch(redundancy_kernel<T>, op.entries.count > 0 ? op.at_a_time : 0, 1, kThreads, on, op);
+    const int64_t count = op.entries.count;
+    if (count > kFew || count > op.at_a_time) {
+      return launch(redundancy_kernel<T>, op.at_a_time, 1, kThreads, on, op);
+    }
+    launch(linear_kernel<T>, count, 1, kThreads, on, op);
+    launch(similar_rows_kernel<T>, count, (op.entries.num_entries + kTile - 1) / kTile, kThreads, on, op);
+    launch(spare_kernel<T>, count, 1, kThreads, on, op);
   }
 };
 

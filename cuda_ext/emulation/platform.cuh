@@ -69,7 +69,7 @@ struct Copy {
 struct Fiber {
   void* stack_pointer = nullptr;
   std::vector<char> stack;
-  bool done = false;
+  bool done = false, vote = false;
   const Barrier* barrier = nullptr;  // the barrier that it waits at, and since which round
   unsigned round = 0;
   std::vector<Copy> copies;              // asynchronous ones of no group yet
@@ -243,6 +243,14 @@ auto exchange(const uint32_t* words, int count, Read read) {
 inline void __syncthreads() {
   emulation::state.fibers[emulation::state.current].land();
   emulation::wait(emulation::state.block);
+}
+inline int __syncthreads_or(int vote) {
+  emulation::state.fibers[emulation::state.current].vote = vote != 0;
+  __syncthreads();
+  int any = 0;
+  for (unsigned t = 0; t < blockDim.x; ++t) any |= emulation::state.fibers[t].vote;
+  __syncthreads();  // all have been read
+  return any;
 }
 inline void __syncwarp() {
   emulation::state.fibers[emulation::state.current].land();

@@ -10,7 +10,7 @@ struct Redundancy {
   Entries entries;
   const P* keys;            // (R, D)
   const float* importance;  // (L, B, H, N), null for none: the similarities themselves
-  float *out, *scratch;     // (L, B, H, N), (X, 2, N)
+  float *out, *scratch;     // (L, B, H, N), (X, 3, N)
   int64_t at_a_time;        // X
   float threshold, mix;     // weight of the importance
 };
@@ -24,7 +24,7 @@ void key_redundancy(
       key_pool, slots, offsets, lengths, redundancy, "redundancy", errors, Op::key_redundancy);
   const int64_t L = all.num_layers, B = all.num_rows, H = all.num_heads, N = all.num_entries;
   check_tensor("importance", importance, key_pool, ScalarType::Float, {L, B, H, N});
-  const int64_t X = check_scratch(scratch, key_pool, 2, N);
+  const int64_t X = check_scratch(scratch, key_pool, 3, N);
   const ScalarType dtype = key_pool.scalar_type();
   Backend::dispatch(dtype, dtype == ScalarType::Float8_e4m3fn ? ScalarType::Float : dtype, [&](auto, auto stored) {
     using P = decltype(stored);

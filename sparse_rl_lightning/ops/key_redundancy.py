@@ -39,7 +39,7 @@ def key_redundancy(keys: Tensor, lengths: Tensor, threshold: float = 0.5) -> Ten
     redundancy = torch.empty(1, *keys.shape[:3], dtype=accumulation_dtype(keys.dtype), device=keys.device)
     call(
         "key_redundancy", keys, pools.keys, slots, pools.offsets, pools.lengths, threshold, None, 0.0, redundancy,
-        scratch_for(redundancy, 2),
+        scratch_for(redundancy, 3),
     )  # fmt: skip
     return redundancy[0]
 
@@ -60,7 +60,7 @@ def cached_mixture(entries: CachedEntries, importance: Tensor, mix_lambda: float
     p, mixed = entries.pools, entries.scores()
     call(
         "key_redundancy", p.keys, p.keys, entries.slots, p.offsets, p.lengths, threshold, importance, mix_lambda, mixed,
-        scratch_for(mixed, 2), p.errors,
+        scratch_for(mixed, 3), p.errors,
     )  # fmt: skip
     return mixed
 

@@ -63,7 +63,7 @@ SCHEMAS = {
         Tensor lengths, float scale, int window, bool exclude_window, str group_reduction, str query_reduction,
         str pooling, int kernel_size, Tensor? query_positions, Tensor(a!) importance, Tensor(b!) scratch,
         Tensor(c!)? errors=None) -> ()""",
-    # scratch with Y = 2; with an importance R-KV's mixture of both
+    # scratch with Y = 3; with an importance R-KV's mixture of both
     "key_redundancy": """(
         Tensor key_pool, Tensor slots, Tensor offsets, Tensor lengths, float threshold, Tensor? importance,
         float mix_lambda, Tensor(a!) redundancy, Tensor(b!) scratch, Tensor(c!)? errors=None) -> ()""",

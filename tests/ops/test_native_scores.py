@@ -154,8 +154,10 @@ def check_redundancy(device: str, pools: KVPools, threshold: float, g: torch.Gen
     shape, chosen = (layers, slots, heads, width), pick_slots(g, slots)
     importance = None if mix is None else torch.rand(shape, generator=g)
     args = [pools.keys, chosen, pools.offsets, pools.lengths, threshold, importance, mix or 0.0,
-            torch.full(shape, 7.0), torch.full((2, 2, width), torch.nan)]  # fmt: skip
+            torch.full(shape, 7.0), torch.full((2, 3, width), torch.nan)]  # fmt: skip
     native, reference = (result[REDUNDANCY] for result in both("key_redundancy", args, device))
+    args[-1] = torch.full((layers * len(chosen) * heads, 3, width), torch.nan)  # all heads at a time
+    assert torch.equal(both("key_redundancy", args, device)[0][REDUNDANCY], native)
     assert (native[:, chosen < 0] == 0).all()
     assert (reference[:, chosen < 0] == 0).all()
     for layer, (row, slot), h in every_head(pools, chosen):
@@ -177,7 +179,7 @@ def test_a_cosine_at_the_threshold_is_not_similar(device: str) -> None:
     keys = torch.zeros(5, 8)
     keys[0, :4], keys[1:, :4] = 1.0, torch.eye(4)  # the first with each of the others: exactly one half
     args = [keys, torch.tensor([0]), torch.zeros(1, 1, 1).long(), torch.tensor([[[5]]], dtype=torch.int32), 0.5, None,
-            0.0, torch.zeros(1, 1, 1, 5), torch.zeros(1, 2, 5)]  # fmt: skip
+            0.0, torch.zeros(1, 1, 1, 5), torch.zeros(1, 3, 5)]  # fmt: skip
     for result in both("key_redundancy", args, device):
         exact = published_redundancy(keys.double(), 0.5)
         torch.testing.assert_close(result[REDUNDANCY].flatten().double(), exact)
