@@ -23,7 +23,8 @@ MASK_SIZE = 2**27
 """Pairs of a query and a key in one mask: its copy in the queries' type is larger, and kernels count in 32 bits."""
 HALF = (torch.bfloat16, torch.float16)
 HAS_VARLEN = "num_splits" in signature(varlen_attn).parameters  # else results could depend on the batch
-VARLEN_WIDTH, VARLEN_MULTIPLE, VARLEN_CAPABILITY = 256, 8, (8, 0)  # head sizes and cards that it takes
+FLASH_WIDTH, FLASH_CAPABILITY = 256, (8, 0)  # head sizes and cards that FlashAttention takes
+VARLEN_MULTIPLE = 8  # of head sizes
 ALIGNMENT = 8  # elements: attention on GPUs wants rows of whole words of 16 bytes
 
 
@@ -92,7 +93,7 @@ def packed_attention(
         The result (R, Hq, D), zeros in the padding.
     """
     out, rows, longest = torch.zeros_like(query), sum(lengths), max(lengths)
-    if query.device.type == "cuda" and sinks is None and _has_varlen(value):
+    if sinks is None and _has_varlen(value):
         q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
         # one split, so that a sequence's result is the same in any batch
         packed = varlen_attn(
@@ -109,9 +110,13 @@ def packed_attention(
 
 def _has_varlen(value: Tensor) -> bool:
     """Whether torch has a kernel for packed sequences with such values on their GPU: FlashAttention's."""
-    width = value.shape[-1]
-    fits = value.dtype in HALF and width <= VARLEN_WIDTH and width % VARLEN_MULTIPLE == 0
-    return HAS_VARLEN and fits and torch.cuda.get_device_capability(value.device) >= VARLEN_CAPABILITY
+    return HAS_VARLEN and value.shape[-1] % VARLEN_MULTIPLE == 0 and _has_flash(value)
+
+
+def _has_flash(value: Tensor) -> bool:
+    """Whether torch has FlashAttention for such values on their GPU."""
+    fits = value.device.type == "cuda" and value.dtype in HALF and value.shape[-1] <= FLASH_WIDTH
+    return fits and torch.cuda.get_device_capability(value.device) >= FLASH_CAPABILITY
 
 
 def causal_attention(
@@ -160,9 +165,14 @@ def visible_attention(
     ``mask`` (H, Q, N), or (1, Q, N) for all heads, says which entries a query sees; None is causal, for Q = N, and a
     causal bias of torch is for the last queries.
     """
-    group = query.shape[1] // len(keys)
-    # each KV head is repeated: the grouped form of torch's attention is slow on the CPU
-    keys, values = (t.to(values.dtype).repeat_interleave(group, dim=0)[None] for t in (keys, values))
-    if mask is not None and not isinstance(mask, CausalBias):
+    group, query = query.shape[1] // len(keys), query.transpose(0, 1)[None]
+    keys, values = keys.to(values.dtype)[None], values[None]
+    has_mask = not (mask is None or isinstance(mask, CausalBias))
+    # the grouped form of torch's attention is slow on the CPU, and on a GPU without FlashAttention, which has no masks
+    is_grouped = sinks is None and not has_mask and _has_flash(values)
+    if not is_grouped:
+        keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+    if mask is not None and has_mask:
         mask = (mask if len(mask) == 1 else mask.repeat_interleave(group, dim=0))[None]
-    return torch_attention(query.transpose(0, 1)[None], keys, values, mask, scale, sinks)[0].transpose(0, 1)
+    options = {"enable_gqa": True} if is_grouped else {}
+    return torch_attention(query, keys, values, mask, scale, sinks, **options)[0].transpose(0, 1)

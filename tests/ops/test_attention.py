@@ -128,6 +128,7 @@ def test_a_gpu_reads_later_chunks_of_a_prompt_without_a_mask(dtype: torch.dtype)
     ops = {op for _, op in gpu.launches}
     assert "scaled_dot_product_attention" in ops
     assert not ops & {"arange", "le"}
+    assert ("clone" in ops) == (dtype == torch.float32), "FlashAttention groups heads without copies of keys"
 
 
 def test_a_share_of_extreme_numbers() -> None:
