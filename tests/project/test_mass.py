@@ -21,8 +21,8 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_066,
-    "statements of the spine": 7_227,
+    "statements of the package": 22_091,
+    "statements of the spine": 7_245,
     "classes of the rollout half": 84,
     "blank names in ten thousand": 13,
     "lines of tests": 55_310,

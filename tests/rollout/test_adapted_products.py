@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -91,14 +92,18 @@ def test_adapters_that_are_off_add_nothing_until_they_are_on_again() -> None:
 def test_in_16_bits_and_under_autocast_as_close_as_its_rounding(
     has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A scaling of 1.5 is rounded with the weights that it is folded into, where peft rounds its products with it."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
-    modules = layers(torch.bfloat16)
-    product = adapted(modules, torch.bfloat16)
-    for _ in range(2):
-        check(product, modules, tolerance=0.02)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            check(adapted(modules, torch.bfloat16), modules, tolerance=0.02)
-        product.refresh()
+    modules, x = layers(torch.bfloat16), torch.randn(256, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = Projection([copy.deepcopy(module).double() for module in modules])(x.double())
+    for is_autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast), torch.inference_mode():
+            product = adapted(modules, torch.bfloat16)
+            assert isinstance(product, Adapted)
+            product.refresh()
+            ours, pefts = ((result - exact).square().mean().sqrt() for result in (product(x), Projection(modules)(x)))
+        assert 0 < ours < 1.2 * pefts
 
 
 def test_outside_of_autocast_adapters_compute_in_their_own_type() -> None:
@@ -197,9 +202,10 @@ def test_on_a_gpu_layers_have_products_of_their_own_and_adapters_share_theirs(dt
         for product in (layer.project_in, layer.project_out, layer.mlp):
             product(torch.zeros(8, 32, dtype=dtype, device="cuda"))
     ops = Counter(op for _, op in gpu.launches.elements())
-    casts = 0 if dtype == torch.float32 else 4  # of each input, to the adapters' float32
-    assert ops["mm"] + ops["addmm"] == 7 + 2 * 4
-    assert (ops["addcmul_"], ops["cat"], ops["_to_copy"]) == (4, 2, casts)
+    casts = 0 if dtype == torch.float32 else 2 * 4  # of each input, to the adapters' float32, and of what they give
+    assert sum(ops[op] for op in ("mm", "addmm")) == 2 * 4
+    assert (ops["addmm_"], ops["_to_copy"]) == (7, casts)
+    assert sum(ops.values()) - ops["zeros"] == 15 + casts + 1, "20 a layer, with norms, append and attention"
     assert not gpu.waits
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from sparse_rl_lightning.ops.pools import accumulation_dtype
 from sparse_rl_lightning.policies.patched import is_changed
 from sparse_rl_lightning.rollout.engine.decoders.linear_products import Projection, copied_bytes, join
 
@@ -30,31 +29,62 @@ class Adapter(NamedTuple):
 class SideBySide:
     """The adapters of layers with the same input, as two products, whose memory CUDA graphs may read for good.
 
+    Scalings are folded into copies of the second weights. On a GPU the layers' biases are added, too.
+
     Args:
-        adapters: Adapter of each layer.
-        dtype: Type that they compute in.
+        modules: Layers of peft with plain adapters.
+        dtype: Type that adapters compute in.
+        with_bias: Whether to add the layers' biases.
     """
 
-    def __init__(self, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, modules: Sequence[Any], dtype: torch.dtype, with_bias: bool) -> None:
+        self.dtype, self._modules, adapters = dtype, modules, plain_adapters(modules)
         joined = nn.Linear(1, 1, bias=False, device="meta")  # from what all downs give to what all ups give
         joined.weight = nn.Parameter(_block_diagonal(adapters).to(dtype), requires_grad=False)
-        self._joined, self._sizes = joined, [adapter.up.out_features for adapter in adapters]
+        if with_bias and any(module.base_layer.bias is not None for module in modules):
+            joined.bias = nn.Parameter(_biases(modules).to(dtype), requires_grad=False)
+        self._joined = joined
         self._down, self._up = join([adapter.down for adapter in adapters], dtype), join([joined], dtype)
-        self._scaling = joined.weight.new_zeros(sum(self._sizes), dtype=accumulation_dtype(dtype))
-        self.refresh(adapters)
 
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        """Add what the adapters make of an input (R, in) to the layers' own results (R, sum of outputs), in place."""
-        return out.addcmul_(self._up(self._down(x.to(self.dtype))), self._scaling)
+    def __call__(self, x: Tensor) -> Tensor:
+        """What they add (R, sum of outputs), for an input (R, in)."""
+        return self._up(self._down(x.to(self.dtype)))
 
-    def refresh(self, adapters: Sequence[Adapter]) -> None:
+    def refresh(self) -> None:
         """Copy the current weights and scalings of the same adapters."""
-        self._joined.weight.copy_(_block_diagonal(adapters))
-        for adapter, scaling in zip(adapters, torch.split(self._scaling, self._sizes), strict=True):
-            scaling.fill_(adapter.scaling)
+        self._joined.weight.copy_(_block_diagonal(plain_adapters(self._modules)))
+        if self._joined.bias is not None:
+            self._joined.bias.copy_(_biases(self._modules))
         self._down.refresh()
         self._up.refresh()
+
+
+class Apart:
+    """Products of layers that are added to what is there, each where it belongs, in one launch on a GPU.
+
+    To lie side by side, the weights of a plain model are copied, which takes half as much memory as the model. Frozen
+    ones are there to save memory: they stay where they are, but for a copy in the compute type if theirs is another.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        self.dtype, self._layers = dtype, layers
+        self._weights = [layer.weight.detach().to(dtype) for layer in layers]
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add the products of an input (R, in) to (R, sum of outputs), in place."""
+        parts = torch.split(out, [len(weight) for weight in self._weights], dim=1)
+        with torch.autocast(x.device.type, enabled=False):
+            for weight, part in zip(self._weights, parts, strict=True):
+                part.addmm_(x, weight.t())
+        return out
+
+    def refresh(self) -> None:
+        """Take the current weights."""
+        for place, layer in enumerate(self._layers):
+            if layer.weight.dtype == self.dtype:
+                self._weights[place] = layer.weight.detach()
+            else:
+                self._weights[place].copy_(layer.weight.detach())
 
 
 class Adapted(Projection):
@@ -65,25 +95,21 @@ class Adapted(Projection):
 
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__(modules)
-        self.dtype, adapters = dtype, plain_adapters(modules)
-        # on a GPU they stay apart: to lie side by side, the weights of a plain model are copied, which takes half as
-        # much memory as the model. Frozen ones are there to save memory.
-        layers = [module.base_layer for module in modules]
-        is_joined = layers[0].weight.device.type == "cpu"
-        self._base = [join(layers, dtype)] if is_joined else [join([layer], dtype) for layer in layers]
-        self._adapters = SideBySide(adapters, adapter_dtype(adapters, dtype))
+        self.dtype, layers = dtype, [module.base_layer for module in modules]
+        is_apart = layers[0].weight.device.type != "cpu"
+        self._base = Apart(layers, dtype) if is_apart else join(layers, dtype)
+        self._adapters = SideBySide(modules, adapter_dtype(plain_adapters(modules), dtype), with_bias=is_apart)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
         x = x.to(self.dtype)
-        parts = [product(x) for product in self._base]
-        return self._adapters.add(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1), x)
+        added = self._adapters(x)
+        return self._base.add(added.to(self.dtype), x) if isinstance(self._base, Apart) else self._base(x).add_(added)
 
     def refresh(self) -> None:
         """Copy the current weights of layers and adapters."""
-        for product in self._base:
-            product.refresh()
-        self._adapters.refresh(plain_adapters(self.modules))
+        self._base.refresh()
+        self._adapters.refresh()
 
 
 def adapted(modules: Sequence[nn.Module], dtype: torch.dtype) -> Adapted | None:
@@ -99,10 +125,11 @@ def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     adapters, layers = plain_adapters(modules), cast("Any", modules)
     if not adapters:
         return 0
-    base = sum(copied_bytes([layer.base_layer], dtype) for layer in layers)
+    weights, has_bias = [layer.base_layer.weight for layer in layers], any(module.bias is not None for module in layers)
+    base = sum(int(weight.numel()) * dtype.itemsize for weight in weights if weight.dtype != dtype)
     downs, ups, to = [a.down for a in adapters], [a.up for a in adapters], adapter_dtype(adapters, dtype)
     outputs, rank = sum(up.out_features for up in ups), sum(up.in_features for up in ups)
-    return base + copied_bytes(downs, to) + outputs * (rank * to.itemsize + accumulation_dtype(to).itemsize)
+    return base + copied_bytes(downs, to) + outputs * (rank + has_bias) * to.itemsize
 
 
 def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
@@ -116,8 +143,8 @@ def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
 def adapter_of(layer: Any) -> Adapter | None:
     """The adapter of a layer of peft, if there is one, and it is plain: without dropout, and neither has hooks."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    hooked = is_changed(layer) or is_changed(layer.base_layer)
-    if hooked or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
+    is_called = is_changed(layer) or is_changed(layer.base_layer) or type(layer.base_layer) is not nn.Linear
+    if is_called or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
@@ -135,5 +162,12 @@ def adapter_dtype(adapters: Sequence[Adapter], dtype: torch.dtype) -> torch.dtyp
 
 
 def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
-    weight: Tensor = torch.block_diag(*(adapter.up.weight.detach() for adapter in adapters))  # type: ignore[no-untyped-call]
+    scaled = [adapter.up.weight.detach() * adapter.scaling for adapter in adapters]
+    weight: Tensor = torch.block_diag(*scaled)  # type: ignore[no-untyped-call]
     return weight
+
+
+def _biases(modules: Sequence[Any]) -> Tensor:
+    layers = [module.base_layer for module in modules]
+    parts = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    return torch.cat(parts).detach()
