@@ -12,6 +12,7 @@ tokens, and compared in float32. Parts:
     sinks       chance and the best six at 128, without sinks
     cool        the same at 128, at temperature 0.7
     open, kept  the same at 192 with prompts of at most 96 tokens, open to eviction and protected
+    newer       what came after the other parts, between SnapKV and chance, at 96 and 192 with these prompts
 
 ``--save`` keeps the tables of these parts in methods.json, each with its machine, beside other parts that are there.
 Cells that are finished in the folder of a part are not measured again.
@@ -39,6 +40,10 @@ PLAIN = (
     "RandomEviction", "SnapKV", "RKV", "TOVA", "H2O", "StreamingLLM", "KNorm", "KeyDiff", "CUR", "ExpectedAttention",
     "QFilters", "TriAttention", "LearnedScore", "RandomAttention", "VaSE",
 )  # fmt: skip
+NEWER = (
+    "SnapKV", "SnapKV, defensive", "Smoothed, SnapKV", "VaSE", "VaSE, window 64", "RandomAttention",
+    "RandomAttention, window 64", "RandomEviction",
+)  # fmt: skip
 BEST = ("RandomEviction", "SnapKV", "RKV", "TOVA", "H2O, by age", "ExpectedAttention", "StreamingLLM")
 """Chance, and the six that the other parts measure."""
 LENGTH_OF_KEPT = 96  # tokens of a prompt, so that the budget is twice as large
@@ -50,8 +55,9 @@ PARTS: dict[str, list[str]] = {
     "cool": ["--budgets", "128", "--temperature", "0.7"],
     "open": ["--budgets", "192"],
     "kept": ["--budgets", "192", "--protect_prompt"],
+    "newer": ["--budgets", "96", "192"],
 }
-SHORT = ("open", "kept")
+SHORT = ("open", "kept", "newer")
 """Parts whose prompts have at most 96 tokens."""
 
 
@@ -69,6 +75,8 @@ def with_arguments(sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "RandomEviction, drawn anew": own("RandomEviction", redraw=True),
         "RandomEviction, window 32": own("RandomEviction", window=32),
         "SnapKV, defensive": own("SnapKV", aggregation="max_clamped", variant="original", pooling="avg"),
+        "VaSE, window 64": own("VaSE", window=64),  # as published
+        "RandomAttention, window 64": own("RandomAttention", window=64),
         "H2O, by age": own("H2O", age_normalized=True),
         "LagKV": own("LagKV", lag_size=31),  # a quarter of the slot: the default is larger than it
         "SnapKV, Pyramid": own("SnapKV", budget_rule=around("Pyramid", beta=2)),
@@ -84,7 +92,8 @@ def methods(part: str, folder: Path) -> list[str]:
     sizes = SIZES | ({"num_sinks": 0} if part == "sinks" else {}) | ({"protect_prompt": True} if part == "kept" else {})
     variants = with_arguments(sizes)
     named = []
-    for name in {"all": (*PLAIN, *variants), "budgets": BEST[:4], "others": BEST[4:]}.get(part, BEST):
+    names = {"all": (*PLAIN, *variants), "budgets": BEST[:4], "others": BEST[4:], "newer": NEWER}
+    for name in names.get(part, BEST):
         path = folder / f"{name}.yaml"
         if name in variants:
             write_whole(path, yaml.safe_dump(variants[name]))
