@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
 WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
+MATH := runs/models/qwen2.5-coder-0.5b-instruct
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
 
@@ -120,7 +121,7 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
-BENCHMARKS := centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
+BENCHMARKS := accuracy centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
 STUDIES := arms distill gradients real schedule stability turns
 $(foreach one,trainer,$(eval NEEDS.$(one) := $(WARMUP)))
 $(foreach one,centering engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
@@ -129,7 +130,8 @@ SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
 $(foreach one,centering engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
 $(foreach one,float8 prompts routing,$(eval TOLD.$(one) := --save docs))
-$(foreach one,compressors real stability,$(eval TOLD.$(one) := --save docs/measured))
+$(foreach one,accuracy compressors real stability,$(eval TOLD.$(one) := --save docs/measured))
+NEEDS.accuracy := $(MATH)/config.json
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }

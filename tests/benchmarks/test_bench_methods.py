@@ -1,15 +1,18 @@
-"""The run behind the page of methods: every compressor is in it, and its tables are kept."""
+"""The runs behind the pages of methods: every compressor is in them, and their lines and tables are kept."""
 
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 import pytest
 
-from benchmarks import methods
+from benchmarks import accuracy, methods
+from benchmarks.common import kept as lines_kept
 from docs.listing import METHODS, WRAPPERS
 from sparse_rl_lightning.cli.benchmark import FLOOR, FULL, Method
+from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
@@ -60,3 +63,53 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     again = json.loads((tmp_path / "methods.json").read_text())["parts"]
     assert again["all"]["machine"] == "another machine"
     assert again["kept"] == kept["parts"]["kept"], "parts of other runs stay"
+
+
+# ---------------------------------------------------------------- right answers
+
+
+def line(cell: str, right: str) -> accuracy.Line:
+    return accuracy.Line(
+        cell=cell, right=right, lenient=right, finished="1110", lengths=[10, 20, 30, 40], kv_saved=0.25, minutes=1.0,
+        policy="", machine="",
+    )  # fmt: skip
+
+
+def test_answers_are_compared_problem_by_problem() -> None:
+    lines = {cell: line(cell, right) for cell, right in ((accuracy.FULL, "1100"), ("RKV 192", "1010"))}
+    (full, compressed) = (row.split(" | ") for row in accuracy.table(lines).splitlines()[2:])
+    assert full[2:4] == ["", ""]
+    # one lost and one won of four: differences of 1, -1, 0 and 0 have a standard error of sqrt(2 / 3) / 2
+    assert compressed[2:4] == ["1, 1", f"0.0 ± {1.96 * (2 / 3) ** 0.5 / 2 * 100:.1f}"]
+    assert compressed[1].startswith("50.0 [15.0, 85.0")
+    assert compressed[4:] == ["25", "25.0 %", "25.0 % |"]
+
+
+@pytest.mark.parametrize("cell", list(accuracy.cells()))
+def test_every_cell_has_a_cache_of_its_budget(cell: str, tmp_path: Path) -> None:
+    given = accuracy.configuration(cell, tmp_path, tmp_path, tmp_path, 4)["model"]["init_args"]["compressors"]
+    assert len(given) == (not cell.startswith(accuracy.FULL))
+    for config in given:
+        path = tmp_path / "method.yaml"
+        path.write_text(json.dumps(config))
+        compressor = Method.of(str(path)).compressor({"budget": config["init_args"]["budget"]})
+        assert str(compressor.budget) in cell
+        assert compressor.protect_prompt == ("protected" in cell)
+
+
+@pytest.mark.slow
+def test_a_cell_is_evaluated_once_and_its_verdicts_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for item in TinyPolicy(alphabet=string.printable, max_position_embeddings=1024).load():
+        item.save_pretrained(tmp_path / "policy")
+    rows = [{"question": f"1 + {n} = ?", "answer": f"#### {1 + n}"} for n in range(3)]
+    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = ["--policy", str(tmp_path / "policy"), "--runs", str(tmp_path / "runs"), "--save", str(tmp_path)]
+    given = [*folders, "--kept", str(tmp_path / "kept.jsonl"), "--cells", accuracy.FULL, "RKV 192"]
+    accuracy.main([*given, "--data", str(tmp_path), "--problems", "2"])
+    lines = lines_kept.read(tmp_path / "kept.jsonl")
+    assert [kept["cell"] for kept in lines] == [accuracy.FULL, "RKV 192"]
+    assert all(len(kept["right"]) == len(kept["lengths"]) == 2 for kept in lines)
+    assert lines[0]["kv_saved"] == 0 < lines[1]["kv_saved"]
+    capsys.readouterr()
+    accuracy.main(given)  # without data: nothing is left to run
+    assert capsys.readouterr().out.strip() in (tmp_path / accuracy.PAGE).read_text()
