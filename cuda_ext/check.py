@@ -38,12 +38,12 @@ LIMITS = {
 # more registers, and RTX cards (8.6, 8.9, 12.0) have less shared memory and fewer threads.
 FLOORS: dict[str, int | dict[str, int]] = {  # by compute capability, if it differs
     r"append_kernel": {"80": 8, "89": 8, "90": 8, "100": 6, "120": 6},
-    r"attend_tensor<.*, 64, \w+, \w+>": {"80": 6, "86": 4, "89": 4, "90": 6, "100": 6, "120": 4},  # blocks of 24 KiB
+    r"attend_tensor<.*, 64, \w+(, \w+)?>": {"80": 6, "86": 4, "89": 4, "90": 6, "100": 6, "120": 4},  # blocks of 24 KiB
     r"attend_tensor<\w+, Float8": 4,
     # blocks of 48 KiB: all that the shared memory holds
     r"attend_tensor|attend_wide": {"80": 3, "86": 2, "89": 2, "90": 4, "100": 4, "120": 2},
     r"attend_plain": 2,  # float32 and heads above 256, for tests
-    r"combine_splits_kernel": 8,
+    r"combine_(splits|appended)_kernel": 8,
     r"draw_sums_kernel": 4,
     r"draw_token_kernel": 2,
     r"entry_scores_kernel<float>": 2,  # eight floats of a row in each lane

@@ -34,16 +34,16 @@ struct TileEntries<true> {
   SPARSE_RL_DEVICE bool valid(int row) const { return index(row) >= 0; }
 };
 
-// The entries of one head to read: all, or those of the listed pages.
+// The entries of one head to read: all, and `more` that its length does not count yet, or those of the listed pages.
 template <bool kPaged>
 struct KVEntries {
   int count;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit) {
+  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit, int more) {
     const auto heads = static_cast<unsigned>(op.heads.num_heads);
-    span = find_slot_span(op.heads, unit / heads, unit % heads, op.max_length, op.pool_rows);
-    count = span.length;
+    span = find_slot_span(op.heads, unit / heads, unit % heads, op.max_length - more, op.pool_rows);
+    count = span.slot < 0 ? 0 : span.length + more;
   }
 
   // The index of the j-th entry, -1 from `end` on.
@@ -59,7 +59,7 @@ struct KVEntries<true> {
   const int32_t* pages;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit)
+  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit, int)
       : page_size(op.page_size), pages(op.pages + unit * op.width) {
     const int num_pages = count_pages(pages, op.width);
     const auto heads = static_cast<unsigned>(op.heads.num_heads);
@@ -104,7 +104,7 @@ struct BlockWork {
   int num_heads, split, num_splits, begin, end;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE explicit BlockWork(const Attention<T, P>& op) : entries(op, blockIdx.x) {
+  SPARSE_RL_DEVICE BlockWork(const Attention<T, P>& op, int more) : entries(op, blockIdx.x, more) {
     const auto passes = static_cast<unsigned>((op.group + kHeads - 1) / kHeads);
     const int64_t skipped = blockIdx.y % passes * kHeads;
     first_head = blockIdx.x * op.group + skipped;
@@ -203,9 +203,9 @@ struct alignas(16) BlockMerge {
 
 // The sum over the splits, in their order. A block per (row, KV head), whose warps take query heads in turn; a head of
 // one split is finished already.
-template <class T, class P, bool kPaged>
-__global__ void __launch_bounds__(kCombineThreads, 8) combine_splits_kernel(Attention<T, P> op) {
-  const KVEntries<kPaged> entries(op, blockIdx.x);
+template <bool kPaged, class T, class P>
+SPARSE_RL_DEVICE void combine_splits(const Attention<T, P>& op, int more) {
+  const KVEntries<kPaged> entries(op, blockIdx.x, more);
   const int splits = static_cast<int>(count_splits(entries.count)), dim = static_cast<int>(op.dim);
   if (splits == 1) return;
   const int lane = threadIdx.x % 32;
@@ -232,6 +232,11 @@ __global__ void __launch_bounds__(kCombineThreads, 8) combine_splits_kernel(Atte
       return sum;
     });
   }
+}
+
+template <class T, class P, bool kPaged>
+__global__ void __launch_bounds__(kCombineThreads, 8) combine_splits_kernel(Attention<T, P> op) {
+  combine_splits<kPaged>(op, 0);
 }
 
 // A row's 16 bytes at `column`, zeros if they are not valid.

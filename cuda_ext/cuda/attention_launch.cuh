@@ -38,16 +38,22 @@ Variant<float, P> plain_variant(int64_t dim, int64_t group) {
   return {attend_plain<float, P, 32, 4, 4, kPaged>, 4, kAttendThreads};
 }
 
-// A block per (row, KV head), some of its query heads and a split of its entries. The grid has the splits of the
-// longest head that there can be, which the host knows without a wait; blocks without entries end at once.
+// The splits of the longest head that there can be, which the host knows without a wait.
 template <bool kPaged, class T, class P>
-void launch_attention(const Attention<T, P>& op, const Tensor& on) {
+int64_t checked_splits(const Attention<T, P>& op) {
   check_aligned("query", op.query);
   check_aligned("value_pool", op.value_pool);
   const int64_t most = kPaged ? int64_t{op.width} * op.page_size : op.max_length, splits = count_splits(most);
   STD_TORCH_CHECK(
       splits == 1 || (op.partials && op.max_splits >= splits), "partials has room for ",
       op.partials ? op.max_splits : 0, " splits of a head, ", most, " entries are up to ", splits);
+  return splits;
+}
+
+// A block per (row, KV head), some of its query heads and a split of its entries; blocks without entries end at once.
+template <bool kPaged, class T, class P>
+void launch_attention(const Attention<T, P>& op, const Tensor& on) {
+  const int64_t splits = checked_splits<kPaged>(op);
   Variant<T, P> variant;
   if constexpr (sizeof(T) == 4) {
     variant = plain_variant<P, kPaged>(op.dim, op.group);

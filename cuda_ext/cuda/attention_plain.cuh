@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attend_plain(Attention<T, P
   using Group = LaneGroup<T, P, kLanes, kWords, kHeads>;
   constexpr int kGroups = Group::kGroups, kEntries = Group::kEntries, kParts = kAttendThreads / kLanes;
   __shared__ BlockMerge<kParts, kHeads, kLanes * Group::kElements> merge;
-  const BlockWork<kPaged, kHeads> work(op);
+  const BlockWork<kPaged, kHeads> work(op, 0);
   if (work.split >= work.num_splits) return;
   const int64_t first_row = work.entries.span.start * op.dim;
   const P *keys = op.key_pool + first_row, *values = op.value_pool + first_row;

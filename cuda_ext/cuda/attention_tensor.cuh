@@ -170,8 +170,9 @@ struct WarpState {
   }
 };
 
-template <class T, class P, int kHeadDim, bool kPadded, bool kPaged, int kThisBlock>
-SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op) {
+// `prepare(work)` is called once it is known what a block does, before it reads queries and entries: `more` of these.
+template <class T, class P, int kHeadDim, bool kPadded, bool kPaged, int kThisBlock, class Prepare>
+SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op, int more, Prepare prepare) {
   constexpr int kBlockWarps = kThisBlock / 32, kStep = kTile * kBlockWarps;
   using WarpRing = Ring<P, kHeadDim, kPadded>;
   // the rings are no longer read when the merge begins
@@ -179,8 +180,9 @@ SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op) {
     WarpRing rings[kBlockWarps];
     BlockMerge<kBlockWarps, kHeadsPerBlock, kHeadDim> merge;
   } shared;
-  const BlockWork<kPaged, kHeadsPerBlock> work(op);
+  const BlockWork<kPaged, kHeadsPerBlock> work(op, more);
   if (work.split >= work.num_splits) return;
+  prepare(work);
   const int dim = kPadded ? static_cast<int>(op.dim) : kHeadDim;
   const P *keys = op.key_pool + work.entries.span.start * dim, *values = op.value_pool + work.entries.span.start * dim;
   const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, heads = threadIdx.x % 4 * 2;
@@ -233,13 +235,13 @@ SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op) {
 // Blocks on a multiprocessor, so that registers do not hold fewer than the shared memory of sm_90 does.
 template <class T, class P, int kHeadDim, bool kPadded, bool kPaged>
 __global__ void __launch_bounds__(kAttendThreads, kHeadDim == 64 ? 6 : 4) attend_tensor(Attention<T, P> op) {
-  attend_with_tensor_cores<T, P, kHeadDim, kPadded, kPaged, kAttendThreads>(op);
+  attend_with_tensor_cores<T, P, kHeadDim, kPadded, kPaged, kAttendThreads>(op, 0, [](const auto&) {});
 }
 
 // Heads so large that the rings of two warps are as much as others' of four.
 template <class T, class P, bool kPaged>
 __global__ void __launch_bounds__(kWideAttendThreads, 4) attend_wide(Attention<T, P> op) {
-  attend_with_tensor_cores<T, P, 256, true, kPaged, kWideAttendThreads>(op);
+  attend_with_tensor_cores<T, P, 256, true, kPaged, kWideAttendThreads>(op, 0, [](const auto&) {});
 }
 
 }  // namespace sparse_rl

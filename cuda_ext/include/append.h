@@ -28,15 +28,17 @@ struct Append {
   }
 };
 
-template <class Backend>
-void append(
+// Call f(op) with the struct of checked arguments.
+template <class Backend, class F>
+void with_append(
     const Tensor& projected, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
     double epsilon, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& slots,
     const Tensor& seen, const Tensor& offsets, const Tensor& capacities, const Tensor& key_pool,
     const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths,
-    const std::optional<Tensor>& query_ring, const Tensor& query, const std::optional<Tensor>& errors) {
+    const std::optional<Tensor>& query_ring, const Tensor& query, const std::optional<Tensor>& errors, Op name,
+    F f) {
   const PoolShape pool = check_pool<Backend>(key_pool);
-  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, Op::append);
+  const Heads heads = check_heads(slots, offsets, lengths, key_pool, errors, name);
   const int64_t B = heads.num_rows, H = heads.num_heads, S = heads.num_slots, D = pool.dim;
   const int64_t Hq = query.dim() == 3 ? query.size(1) : 0;
   const int64_t A = query_ring.has_value() && query_ring->dim() == 4 ? query_ring->size(2) : 0;
@@ -65,8 +67,21 @@ void append(
         pointer<P>(value_pool), pointer<int32_t>(position_pool), pointer<int32_t>(lengths),
         A > 0 ? pointer<T>(query_ring) : nullptr, pointer<T>(query), Hq, A, D, pool.rows, static_cast<float>(epsilon),
         heads};
-    Backend::run(op, key_pool);
+    f(op);
   });
+}
+
+template <class Backend>
+void append(
+    const Tensor& projected, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
+    double epsilon, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& slots,
+    const Tensor& seen, const Tensor& offsets, const Tensor& capacities, const Tensor& key_pool,
+    const Tensor& value_pool, const Tensor& position_pool, const Tensor& lengths,
+    const std::optional<Tensor>& query_ring, const Tensor& query, const std::optional<Tensor>& errors) {
+  with_append<Backend>(
+      projected, query_norm, key_norm, epsilon, cos, sin, slots, seen, offsets, capacities, key_pool, value_pool,
+      position_pool, lengths, query_ring, query, errors, Op::append,
+      [&](const auto& op) { Backend::run(op, key_pool); });
 }
 
 }  // namespace sparse_rl

@@ -17,7 +17,7 @@ namespace sparse_rl {
 
 // The word `errors` that a kernel writes because it cannot raise, as ops/pools.py reads it.
 enum class Op : int32_t {
-  append = 1, decode_attention, window_importance, key_redundancy, score_entries, evict, fork, summarize_pages,
+  append = 1, decode_attention, append_attend, window_importance, key_redundancy, score_entries, evict, fork, summarize_pages,
   select_pages, page_attention, draw, rms_norm, silu_mul
 };
 enum class Fault : int32_t { slot = 1, run, full, budget, position, pages, nan, events };

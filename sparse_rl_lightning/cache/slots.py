@@ -26,7 +26,7 @@ from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.evictions import EvictionLog, EvictionRecord
-from sparse_rl_lightning.ops import CachedEntries, KVPools
+from sparse_rl_lightning.ops import CachedEntries, KVPools, library
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import EVENT_TYPES, MOST_EVENTS, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
@@ -139,6 +139,9 @@ class SlotCache:
         every_head = capacities[:, None, None].expand(heads).contiguous()
         self.pools = KVPools.ragged(every_head, g.head_dim, g.kv_dtype, device)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
+        self.attends_at_once = library.has_kernel(
+            "append_attend", device.type
+        )  # a token is appended in the same launch
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         # running numbers: per entry next to the pools, per head next to the lengths; most compressors have 0 of each
         rows, fields = len(self.key_pool), len(size.state_fields)
@@ -256,9 +259,13 @@ class SlotCache:
         """
         g, pools, dtype = self.geometry, self.layers[layer], projected.dtype
         projected, transform = transform.rounded(projected, g.num_kv_heads, g.query_dtype)
-        # `seen` without the row for padding: ops know padding by slot -1
-        query = ops.append(pools, slots, self.seen[:-1], projected, self.queries[layer], *transform)
-        out = self._attend(layer, slots, query, probs, sinks)
+        seen = self.seen[:-1]  # without the row for padding: ops know padding by slot -1
+        if self.attends_at_once and probs is None and sinks is None:
+            most = self.most_entries[layer]
+            out = ops.append_attend(pools, slots, seen, projected, self.queries[layer], transform, g.scale, most)
+        else:
+            query = ops.append(pools, slots, seen, projected, self.queries[layer], *transform)
+            out = self._attend(layer, slots, query, probs, sinks)
         return out if out.dtype == dtype else out.to(dtype)
 
     def _attend(self, layer: int, slots: Tensor, query: Tensor, probs: Tensor | None, sinks: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ All refuse tensors of the wrong shape, type, device or layout, and numbers out o
 """
 
 from sparse_rl_lightning.ops.append import append
+from sparse_rl_lightning.ops.append_attend import append_attend
 from sparse_rl_lightning.ops.body import rms_norm, silu_mul
 from sparse_rl_lightning.ops.decode_attention import decode_attention
 from sparse_rl_lightning.ops.draw import Drawn, draw
@@ -32,6 +33,7 @@ __all__ = [
     "Drawn",
     "KVPools",
     "append",
+    "append_attend",
     "decode_attention",
     "draw",
     "evict",

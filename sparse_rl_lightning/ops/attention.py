@@ -93,7 +93,7 @@ def packed_attention(
         The result (R, Hq, D), zeros in the padding.
     """
     out, rows, longest = torch.zeros_like(query), sum(lengths), max(lengths)
-    if sinks is None and _has_varlen(value):
+    if query.device.type == "cuda" and sinks is None and _has_varlen(value):
         q, k = query[:rows].to(value.dtype), key[:rows].to(value.dtype)
         # one split, so that a sequence's result is the same in any batch
         packed = varlen_attn(
@@ -115,7 +115,7 @@ def _has_varlen(value: Tensor) -> bool:
 
 def _has_flash(value: Tensor) -> bool:
     """Whether torch has FlashAttention for such values on their GPU."""
-    fits = value.device.type == "cuda" and value.dtype in HALF and value.shape[-1] <= FLASH_WIDTH
+    fits = value.dtype in HALF and value.shape[-1] <= FLASH_WIDTH
     return fits and torch.cuda.get_device_capability(value.device) >= FLASH_CAPABILITY
 
 
@@ -169,7 +169,7 @@ def visible_attention(
     keys, values = keys.to(values.dtype)[None], values[None]
     has_mask = not (mask is None or isinstance(mask, CausalBias))
     # the grouped form of torch's attention is slow on the CPU, and on a GPU without FlashAttention, which has no masks
-    is_grouped = sinks is None and not has_mask and _has_flash(values)
+    is_grouped = values.device.type == "cuda" and sinks is None and not has_mask and _has_flash(values)
     if not is_grouped:
         keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
     if mask is not None and has_mask:

@@ -57,6 +57,12 @@ SCHEMAS = {
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
         int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? partials=None,
         Tensor(e!)? errors=None) -> ()""",
+    # both, where they are one launch: on the CPU the reference runs the two
+    "append_attend": """(
+        Tensor projected, Tensor? query_norm, Tensor? key_norm, float epsilon, Tensor? cos, Tensor? sin, Tensor slots,
+        Tensor seen, Tensor offsets, Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool,
+        Tensor(c!) position_pool, Tensor(d!) lengths, Tensor(e!)? query_ring, Tensor(f!) query, float scale,
+        int max_length, Tensor(g!) out, Tensor(h!)? partials=None, Tensor(i!)? errors=None) -> ()""",
     # scratch with Y = A + 1, X heads at a time; without query_positions the place of a query in the ring tells it
     "window_importance": """(
         Tensor query_ring, Tensor key_pool, Tensor position_pool, Tensor slots, Tensor seen, Tensor offsets,

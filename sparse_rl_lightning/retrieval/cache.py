@@ -51,6 +51,7 @@ class PagedCache(SlotCache):
 
     def __init__(self, geometry: CacheGeometry, size: PagedCacheSize) -> None:
         super().__init__(geometry, size)
+        self.attends_at_once = False  # pages are chosen between the two
         g, self.retriever = geometry, size.retriever
         r = self.retriever
         counts = [-(-entries // r.page_size) for entries in size.entries[r.num_dense_layers :]]

@@ -11,7 +11,7 @@ from benchmarks import launches
 SLOTS, LAYERS = 64, 4
 SHAPE: dict[str, Any] = launches.SHAPES["Qwen2.5-1.5B"] | {"num_hidden_layers": LAYERS}
 LIMITS = {  # launches, waits: what was counted last; lower them with the code, never raise them
-    "decode step": (64, 0),
+    "decode step": (60, 0),
     "draw, greedy": (15, 0),
     "draw, temperature 1": (15, 0),
     "draw, top-k 50": (16, 0),
@@ -55,8 +55,9 @@ def test_whole_rollouts_wait_at_most_16_times_in_128_steps() -> None:
     assert found.behind > found.steps / 8 - 4  # the looks
 
 
-def test_a_step_has_at_most_280_launches() -> None:
-    assert len(launches.step(launches.SHAPES["Qwen2.5-1.5B"], SLOTS).log) <= 280
+def test_a_step_has_at_most_252_launches() -> None:
+    """Of 28 layers: eight each, and 28 around them."""
+    assert len(launches.step(launches.SHAPES["Qwen2.5-1.5B"], SLOTS).log) <= 252
 
 
 def test_tables_have_a_row_for_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:

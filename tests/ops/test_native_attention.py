@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +33,8 @@ from sparse_rl_lightning import ops
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops import KVPools
 from sparse_rl_lightning.ops.append import parts
-from sparse_rl_lightning.ops.decode_attention import MAX_SPLIT
+from sparse_rl_lightning.ops.decode_attention import MAX_SPLIT, empty_partials
+from sparse_rl_lightning.ops.pools import FLOAT8, to_stored
 from sparse_rl_lightning.ops.select_pages import list_pages
 
 groups = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12])
@@ -103,6 +108,52 @@ def test_append(device: str, seed: int, shape: dict, group: int, num_queries: in
     torch.testing.assert_close(native[14], expected_ring, atol=close, rtol=close)
     torch.testing.assert_close(native[15].float(), expected_query, atol=close, rtol=close)
     assert same_bits(native[13].sum(), pools.lengths.sum() + heads * (chosen >= 0).sum())
+
+
+@on_each_device
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 2, 4, 7, 8, 9]), num_queries=st.integers(0, 3),
+    norm=st.booleans(),
+    long=st.sampled_from([False, False, False, True]),
+)  # fmt: skip
+def test_append_and_attention_at_once_have_the_bits_of_both(
+    device: str, seed: int, shape: dict, group: int, num_queries: int, norm: bool, long: bool
+) -> None:
+    if not ops.has_kernel("append_attend", device):
+        pytest.skip("two launches on this device")
+    shape, g = shape_for(device, shape), torch.Generator().manual_seed(seed)
+    capacity = 3 * MAX_SPLIT if long else shape["capacity"]  # of several splits, or of one
+    pools = make_pools(g, **{**shape, "capacity": capacity, "layers": 1}, full=long).layer(0)
+    pools.lengths.sub_(torch.randint(0, 3, pools.lengths.shape, generator=g)).clamp_(min=0)  # some heads are full
+    (slots, heads), dim, dtype = pools.lengths.shape, shape["dim"], shape["dtype"]
+    if seed % 3 == 0 and dim % 16 == 0:
+        pools = replace(pools, keys=to_stored(pools.keys, FLOAT8), values=to_stored(pools.values, FLOAT8))
+    chosen, seen = pick_slots(g, slots), torch.randint(0, 100, (slots,), generator=g)
+    projected = torch.randn(slots, heads * (group + 2), dim, generator=g).to(dtype)
+    angle, weights = torch.randn(slots, dim // 2, generator=g).repeat(1, 2), 1 + 0.2 * torch.randn(2, dim, generator=g)
+    norms, most = (weights[0], weights[1]) if norm else (None, None), int(pools.capacities.max())
+    query = projected[:, : heads * group].contiguous()
+    ring = torch.randn(slots, heads * group, num_queries, dim, generator=g).to(dtype)
+    out, partials = torch.empty_like(query), empty_partials(query, most)
+    errors = torch.zeros(1, dtype=torch.int32)
+    first = [projected, *norms, 1e-5, angle.cos(), angle.sin(), chosen, seen, pools.offsets, pools.capacities,
+             pools.keys, pools.values, pools.positions, pools.lengths, ring, query]  # fmt: skip
+
+    def after(run: Callable[[list[Any]], None]) -> list[Any]:
+        given = [
+            a.clone().to(device) if isinstance(a, Tensor) else a for a in [*first, 0.3, most, out, partials, errors]
+        ]
+        run(given)
+        return [a.cpu() for a in given[:-2] if isinstance(a, Tensor)] + [given[-1].ne(0).cpu()]
+
+    def one_by_one(given: list[Any]) -> None:
+        kernel("append")(*given[:16], given[20])
+        cache = given[10], given[11], given[6], given[8], given[13]
+        kernel("decode_attention")(given[15], *cache, 0.3, most, given[18], None, None, given[19], given[20])
+
+    together, apart = after(lambda given: kernel("append_attend")(*given)), after(one_by_one)
+    assert all(same_bits(a, b) for a, b in zip(together, apart, strict=True))
 
 
 def normalized(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -187,6 +187,7 @@ def test_every_word_names_its_op_its_slot_and_what_was_wrong() -> None:
                 assert fault(word_of(op, kind, slot)).startswith(f"{op} left out slot {slot}: {text}")
 
 
+@pytest.mark.skipif(EMULATED, reason="the sources lie elsewhere")
 def test_kernels_number_ops_and_faults_as_they_are_read() -> None:
     source = (Path(__file__).parents[2] / "cuda_ext" / "include" / "heads.h").read_text(encoding="utf-8")
     (ops,) = re.findall(r"enum class Op : int32_t \{(.*?)\};", source, re.S)

@@ -320,8 +320,8 @@ def test_a_slot_listed_twice_does_not_grow_into_its_neighbor() -> None:
 
 
 def test_every_op_has_a_case() -> None:
-    assert list(Case().calls()) == sorted(CASES, key=list(Case().calls()).index)
-    assert {op_of(name) for name in CASES} == SCHEMAS.keys()
+    assert {op_of(name) for name in Case().calls()} == SCHEMAS.keys()
+    assert set(CASES) <= Case().calls().keys() <= {*CASES, "append_attend"}
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -21,12 +21,12 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_091,
-    "statements of the spine": 7_245,
-    "classes of the rollout half": 84,
+    "statements of the package": 22_117,
+    "statements of the spine": 7_250,
+    "classes of the rollout half": 85,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_310,
-    "statements of experiments": 1_598,
+    "lines of tests": 55_421,
+    "statements of experiments": 1_612,
     "statements of docs": 684,
 }
 SLACK = 0.01

@@ -72,19 +72,19 @@ class Apart:
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """Add the products of an input (R, in) to (R, sum of outputs), in place."""
-        parts = torch.split(out, [len(weight) for weight in self._weights], dim=1)
+        columns = torch.split(out, [len(weight) for weight in self._weights], dim=1)
         with torch.autocast(x.device.type, enabled=False):
-            for weight, part in zip(self._weights, parts, strict=True):
-                part.addmm_(x, weight.t())
+            for weight, own_columns in zip(self._weights, columns, strict=True):
+                own_columns.addmm_(x, weight.t())
         return out
 
     def refresh(self) -> None:
         """Take the current weights."""
-        for place, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._layers):
             if layer.weight.dtype == self.dtype:
-                self._weights[place] = layer.weight.detach()
+                self._weights[index] = layer.weight.detach()
             else:
-                self._weights[place].copy_(layer.weight.detach())
+                self._weights[index].copy_(layer.weight.detach())
 
 
 class Adapted(Projection):
@@ -169,5 +169,5 @@ def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
 
 def _biases(modules: Sequence[Any]) -> Tensor:
     layers = [module.base_layer for module in modules]
-    parts = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
-    return torch.cat(parts).detach()
+    biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    return torch.cat(biases).detach()
