@@ -236,7 +236,8 @@ def tables(num_slots: int) -> list[Table]:
         ["draw", "launches", "passes of torch's ops", "GB"],
         "A pass moves at least a logit of 16 bits per token and slot. The op `draw`, one launch here, is two kernels: "
         "one reads the logits once; the other reads a chunk of 512 again, with top-k, top-p or min-p the row, "
-        "which fits into the second-level cache. All other launches are of numbers per slot: which token stands where.",
+        "which fits into the second-level cache. All other launches are of numbers per slot: which token stands where. "
+        "`key_redundancy`, one launch above, is three kernels for up to 512 heads.",
     )
     files = Table("Launches of a decode step by file", ["file", "launches"])
     (_, shape), (_, larger) = SHAPES.items()

@@ -32,8 +32,7 @@ on_each_device = pytest.mark.parametrize(
 )
 
 OPS = torch.ops.sparse_rl
-# what has a kernel where CUDA's are alone has none on the CPU, but two others
-CASES = [*(name for name in SCHEMAS if EMULATED or name != "append_attend"), "evict from a source"]
+CASES = [*SCHEMAS, "evict from a source"]
 APART = ["draw", "rms_norm", "silu_mul"]  # they know neither slots nor pools
 POOLED = [name for name in CASES if name not in APART]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -121,7 +120,7 @@ def pick_slots(g: torch.Generator, slots: int) -> Tensor:
     return chosen
 
 
-MODULES = {"rms_norm": "body", "silu_mul": "body"}
+MODULES = {"rms_norm": "body", "silu_mul": "body", "append_attend": "decode_attention"}
 """Modules of ops that share one."""
 
 

@@ -2,7 +2,7 @@
 // the ring.
 
 #include "backend.h"
-#include "append.h"
+#include "kernels.h"
 #include "lanes.h"
 
 namespace sparse_rl {
@@ -60,6 +60,15 @@ void append_row(const Append<T>& op, int64_t b) {
   }
 }
 
+struct Kernel : Cpu {
+  template <class T>
+  static void run(const Append<T>& op, const Tensor&) {
+    append_rows(op);
+  }
+};
+
+}  // namespace
+
 template <class T>
 void check_room(const Append<T>& op) {
   const Heads& heads = op.heads;
@@ -79,18 +88,19 @@ void check_room(const Append<T>& op) {
   }
 }
 
-struct Kernel : Cpu {
-  template <class T>
-  static void run(const Append<T>& op, const Tensor&) {
-    check_room(op);
-    const int64_t grain = 1 + 32768 / ((op.num_query_heads + 2 * op.heads.num_heads) * op.dim + 1);
-    torch::stable::parallel_for(0, op.heads.num_rows, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) append_row(op, b);
-    });
-  }
-};
+template <class T>
+void append_rows(const Append<T>& op) {
+  check_room(op);
+  const int64_t grain = 1 + 32768 / ((op.num_query_heads + 2 * op.heads.num_heads) * op.dim + 1);
+  torch::stable::parallel_for(0, op.heads.num_rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) append_row(op, b);
+  });
+}
 
-}  // namespace
+template void check_room(const Append<float>&);
+template void check_room(const Append<BFloat16>&);
+template void append_rows(const Append<float>&);
+template void append_rows(const Append<BFloat16>&);
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("append", TORCH_BOX(&append<Kernel>)); }
 

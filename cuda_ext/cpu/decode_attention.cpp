@@ -2,7 +2,7 @@
 
 #include "attend.h"
 #include "backend.h"
-#include "decode_attention.h"
+#include "kernels.h"
 
 namespace sparse_rl {
 namespace {
@@ -58,13 +58,21 @@ struct Unit {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Attention<T>& op, const Tensor&) {
-    check_runs(op.heads, op.max_length, "max_length", op.pool_rows);
-    const int64_t grain = 1 + 65536 / ((op.max_length + 1) * op.dim);
-    for_heads(op.heads.num_rows, op.heads.num_heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); }, grain);
+    attend(op);
   }
 };
 
 }  // namespace
+
+template <class T>
+void attend(const Attention<T>& op) {
+  check_runs(op.heads, op.max_length, "max_length", op.pool_rows);
+  const int64_t grain = 1 + 65536 / ((op.max_length + 1) * op.dim);
+  for_heads(op.heads.num_rows, op.heads.num_heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); }, grain);
+}
+
+template void attend(const Attention<float>&);
+template void attend(const Attention<BFloat16>&);
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_rl, CPU, m) { m.impl("decode_attention", TORCH_BOX(&decode_attention<Kernel>)); }
 

@@ -77,24 +77,23 @@ SPARSE_RL_DEVICE int64_t appended_slot(const Append<T, P>& op, int64_t b) {
   return -1;
 }
 
-// Whether a head has room for one more entry; reported if not.
+// The place of one more entry in a head, -1 if there is no room, which is reported.
 template <class T, class P>
-SPARSE_RL_DEVICE bool has_room(const Append<T, P>& op, int64_t slot, int64_t h) {
-  const int64_t i = slot * op.heads.num_heads + h, length = op.lengths[i];
-  if (length >= 0 && inside(op.heads.offsets[i], length + 1, op.capacities[i], op.pool_rows)) return true;
+SPARSE_RL_DEVICE int free_place(const Append<T, P>& op, int64_t slot, int64_t h) {
+  const int64_t i = slot * op.heads.num_heads + h;
+  const int length = op.lengths[i];  // read once: a slot that is listed twice must not pass its capacity
+  if (length >= 0 && inside(op.heads.offsets[i], int64_t{length} + 1, op.capacities[i], op.pool_rows)) return length;
   const bool full = length >= 0 && length == op.capacities[i];
   if (threadIdx.x % 32 == 0) complain(op.heads.report, full ? Fault::full : Fault::run, slot);
-  return false;
+  return -1;
 }
 
-// Write key, value and position behind a head's entries; its length stays.
+// Write key, value and position at a place of a head; its length stays.
 template <class T, class P>
-SPARSE_RL_DEVICE void write_entry(const Append<T, P>& op, int64_t b, int64_t h, int64_t slot) {
-  const int64_t H = op.heads.num_heads, lane = threadIdx.x % 32, i = slot * H + h, own = op.num_query_heads + h;
-  const int64_t at = op.heads.offsets[i] + op.lengths[i];
-  rotate<T, P, P>(
-      op, b, normed_head(op.head(b, own), op.key_norm, op.epsilon, op.dim), op.key_pool + at * op.dim, nullptr);
-  const T* value = op.head(b, own + H);
+SPARSE_RL_DEVICE void write_entry(const Append<T, P>& op, int64_t b, int64_t h, int64_t slot, int place) {
+  const int64_t H = op.heads.num_heads, lane = threadIdx.x % 32, at = op.heads.offsets[slot * H + h] + place;
+  const T *key = op.head(b, op.num_query_heads + h), *value = op.head(b, op.num_query_heads + H + h);
+  rotate<T, P, P>(op, b, normed_head(key, op.key_norm, op.epsilon, op.dim), op.key_pool + at * op.dim, nullptr);
   for (int64_t d = lane; d < op.dim; d += 32) op.value_pool[at * op.dim + d] = stored<P>(value[d]);
   if (lane == 0) op.position_pool[at] = static_cast<int32_t>(op.seen[slot]);
 }
@@ -107,10 +106,11 @@ __global__ void __launch_bounds__(kAppendThreads, 6) append_kernel(Append<T, P> 
   if (h >= H + op.num_query_heads) return;
   const int64_t slot = appended_slot(op, b);
   if (h >= H) return append_query(op, b, h - H, slot);
-  if (slot < 0 || !has_room(op, slot, h)) return;
-  write_entry(op, b, h, slot);
+  const int place = slot < 0 ? -1 : free_place(op, slot, h);
+  if (place < 0) return;
+  write_entry(op, b, h, slot, place);
   __syncwarp();  // all lanes have read the length
-  if (threadIdx.x % 32 == 0) ++op.lengths[slot * H + h];
+  if (threadIdx.x % 32 == 0) op.lengths[slot * H + h] = place + 1;
 }
 
 template <class T, class P>

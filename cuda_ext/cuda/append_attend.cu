@@ -12,38 +12,38 @@
 namespace sparse_rl {
 namespace {
 
-// Whether the head of this block gets an entry; the same in all threads, and in all blocks of a head.
+// The place of the new entry in the head of this block, -1 for none; the same in all blocks of a head.
 template <class T, class P>
-SPARSE_RL_DEVICE bool appends(const Append<T, P>& op, int64_t slot) {
-  return slot >= 0 && has_room(op, slot, blockIdx.x % static_cast<unsigned>(op.heads.num_heads));
+SPARSE_RL_DEVICE int new_place(const Append<T, P>& op, int64_t slot) {
+  return slot < 0 ? -1 : free_place(op, slot, blockIdx.x % static_cast<unsigned>(op.heads.num_heads));
 }
 
 template <class T, class P>
-SPARSE_RL_DEVICE void grow(const Append<T, P>& op, int64_t slot, bool grows) {
+SPARSE_RL_DEVICE void grow(const Append<T, P>& op, int64_t slot, int place) {
   __syncthreads();  // all threads have read the length
   const int64_t H = op.heads.num_heads;
-  if (grows && threadIdx.x == 0) ++op.lengths[slot * H + blockIdx.x % static_cast<unsigned>(H)];
+  if (place >= 0 && threadIdx.x == 0) op.lengths[slot * H + blockIdx.x % static_cast<unsigned>(H)] = place + 1;
 }
 
 template <class T, class P, int kHeadDim, bool kPadded, int kThisBlock>
 SPARSE_RL_DEVICE void append_and_attend(const AppendAttend<T, P>& op) {
-  const Append<T, P>& first = op.append;
-  const auto heads = static_cast<unsigned>(first.heads.num_heads);
-  const int64_t b = blockIdx.x / heads, h = blockIdx.x % heads, slot = appended_slot(first, b);
-  const bool grows = appends(first, slot);
+  const Append<T, P>& append = op.append;
+  const auto heads = static_cast<unsigned>(append.heads.num_heads);
+  const int64_t b = blockIdx.x / heads, h = blockIdx.x % heads, slot = appended_slot(append, b);
+  const int place = new_place(append, slot);
   const auto prepare = [&](const auto& work) {
     const bool is_last = work.split + 1 == work.num_splits;
     for (int i = threadIdx.x / 32; i <= work.num_heads; i += kThisBlock / 32) {
       if (i < work.num_heads) {
-        append_query(first, b, h * op.attention.group + i, slot, is_last);
-      } else if (is_last && grows) {
-        write_entry(first, b, h, slot);
+        append_query(append, b, h * op.attention.group + i, slot, is_last);
+      } else if (is_last && place >= 0) {
+        write_entry(append, b, h, slot, place);
       }
     }
     __syncthreads();
   };
-  attend_with_tensor_cores<T, P, kHeadDim, kPadded, false, kThisBlock>(op.attention, grows ? 1 : 0, prepare);
-  if (gridDim.y == 1) grow(first, slot, grows);
+  attend_with_tensor_cores<T, P, kHeadDim, kPadded, false, kThisBlock>(op.attention, place >= 0 ? 1 : 0, prepare);
+  if (gridDim.y == 1) grow(append, slot, place);
 }
 
 template <class T, class P, int kHeadDim, bool kPadded>
@@ -60,9 +60,9 @@ template <class T, class P>
 __global__ void __launch_bounds__(kCombineThreads, 8) combine_appended_kernel(AppendAttend<T, P> op) {
   const auto heads = static_cast<unsigned>(op.append.heads.num_heads);
   const int64_t slot = appended_slot(op.append, blockIdx.x / heads);
-  const bool grows = appends(op.append, slot);
-  combine_splits<false>(op.attention, grows ? 1 : 0);
-  grow(op.append, slot, grows);
+  const int place = new_place(op.append, slot);
+  combine_splits<false>(op.attention, place >= 0 ? 1 : 0);
+  grow(op.append, slot, place);
 }
 
 struct Kernel : Device {

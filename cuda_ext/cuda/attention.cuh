@@ -34,16 +34,16 @@ struct TileEntries<true> {
   SPARSE_RL_DEVICE bool valid(int row) const { return index(row) >= 0; }
 };
 
-// The entries of one head to read: all, and `more` that its length does not count yet, or those of the listed pages.
+// The entries of one head to read: all, and those that its length does not count yet, or those of the listed pages.
 template <bool kPaged>
 struct KVEntries {
   int count;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit, int more) {
+  SPARSE_RL_DEVICE KVEntries(const Attention<T, P>& op, int64_t unit, int uncounted) {
     const auto heads = static_cast<unsigned>(op.heads.num_heads);
-    span = find_slot_span(op.heads, unit / heads, unit % heads, op.max_length - more, op.pool_rows);
-    count = span.slot < 0 ? 0 : span.length + more;
+    span = find_slot_span(op.heads, unit / heads, unit % heads, op.max_length - uncounted, op.pool_rows);
+    count = span.slot < 0 ? 0 : span.length + uncounted;
   }
 
   // The index of the j-th entry, -1 from `end` on.
@@ -104,7 +104,7 @@ struct BlockWork {
   int num_heads, split, num_splits, begin, end;
 
   template <class T, class P>
-  SPARSE_RL_DEVICE BlockWork(const Attention<T, P>& op, int more) : entries(op, blockIdx.x, more) {
+  SPARSE_RL_DEVICE BlockWork(const Attention<T, P>& op, int uncounted) : entries(op, blockIdx.x, uncounted) {
     const auto passes = static_cast<unsigned>((op.group + kHeads - 1) / kHeads);
     const int64_t skipped = blockIdx.y % passes * kHeads;
     first_head = blockIdx.x * op.group + skipped;
@@ -204,8 +204,8 @@ struct alignas(16) BlockMerge {
 // The sum over the splits, in their order. A block per (row, KV head), whose warps take query heads in turn; a head of
 // one split is finished already.
 template <bool kPaged, class T, class P>
-SPARSE_RL_DEVICE void combine_splits(const Attention<T, P>& op, int more) {
-  const KVEntries<kPaged> entries(op, blockIdx.x, more);
+SPARSE_RL_DEVICE void combine_splits(const Attention<T, P>& op, int uncounted) {
+  const KVEntries<kPaged> entries(op, blockIdx.x, uncounted);
   const int splits = static_cast<int>(count_splits(entries.count)), dim = static_cast<int>(op.dim);
   if (splits == 1) return;
   const int lane = threadIdx.x % 32;

@@ -170,9 +170,10 @@ struct WarpState {
   }
 };
 
-// `prepare(work)` is called once it is known what a block does, before it reads queries and entries: `more` of these.
+// `prepare(work)` is called once it is known what a block does, before it reads queries and entries, of which
+// `uncounted` are not in the head's length yet.
 template <class T, class P, int kHeadDim, bool kPadded, bool kPaged, int kThisBlock, class Prepare>
-SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op, int more, Prepare prepare) {
+SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op, int uncounted, Prepare prepare) {
   constexpr int kBlockWarps = kThisBlock / 32, kStep = kTile * kBlockWarps;
   using WarpRing = Ring<P, kHeadDim, kPadded>;
   // the rings are no longer read when the merge begins
@@ -180,7 +181,7 @@ SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op, int mo
     WarpRing rings[kBlockWarps];
     BlockMerge<kBlockWarps, kHeadsPerBlock, kHeadDim> merge;
   } shared;
-  const BlockWork<kPaged, kHeadsPerBlock> work(op, more);
+  const BlockWork<kPaged, kHeadsPerBlock> work(op, uncounted);
   if (work.split >= work.num_splits) return;
   prepare(work);
   const int dim = kPadded ? static_cast<int>(op.dim) : kHeadDim;

@@ -15,7 +15,7 @@ namespace {
 constexpr int kPerLane = static_cast<int>(kChunk) / 32;
 constexpr float kWhole = 1099511627776.0f;  // 2^40: the mass of the best token; 64 bits have the sum of any vocabulary
 constexpr double kFarthest = 32;               // in units of the temperature: next to no mass is left beyond
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 using Mass = unsigned long long;
 
@@ -130,7 +130,7 @@ struct Reached {
   Mass left, mass;
 };
 
-// Where a cumulative sum of weights passes a target, which holds in all threads: the place, -1 if no weight is above 0,
+// Where a cumulative sum of weights passes a target, the same in all threads: the place, -1 if no weight is above 0,
 // what is left of the target there, and the sum of all.
 struct Passed {
   int place;
@@ -386,7 +386,7 @@ struct Row {
     const bool passes = own > 0 && target < before + own;
     const Count passing = count_block(passes, shared.per_warp), positive = count_block(own > 0, shared.per_warp);
     if (passing.all ? passes && passing.before == 0 : own > 0 && positive.before == positive.all - 1) {
-      double left = passing.all ? target - before : kInf;
+      double left = passing.all ? target - before : kInfinity;
       for (int i = 0; i < Each; ++i) {
         if (!(weights[i] > 0)) continue;
         shared.place = Each * static_cast<int>(threadIdx.x) + i;
@@ -404,8 +404,8 @@ struct Row {
   // The token at which the cumulative sum passes `target`, which is below `total`.
   SPARSE_RL_DEVICE int64_t find(double target) {
     int64_t c = 0;
-    double left = kInf;
-    for (int64_t first = 0; first < op.num_chunks && !(left < kInf); first += kThreads) {
+    double left = kInfinity;
+    for (int64_t first = 0; first < op.num_chunks && !(left < kInfinity); first += kThreads) {
       const int64_t own = first + threadIdx.x;
       const double weights[1] = {own < op.num_chunks ? weight(own) : 0.0};
       const Passed at = pass(weights, target);
@@ -418,7 +418,8 @@ struct Row {
       const int64_t place = kChunk / kThreads * threadIdx.x + i, token = c * kChunk + place;
       weights[i] = place < size(c) ? relative(c, source.at(token), token) : 0.0f;
     }
-    return c * kChunk + pass(weights, left / exponential(chunks[c].maximum)).place;
+    const int place = pass(weights, left / exponential(chunks[c].maximum)).place;
+    return c * kChunk + (place < 0 ? 0 : place);  // -1 at temperatures whose inverse is infinite
   }
 
   // The most likely tokens, the best first. They fit into one block of threads.

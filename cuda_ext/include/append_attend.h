@@ -25,14 +25,16 @@ void append_attend(
     const std::optional<Tensor>& partials, const std::optional<Tensor>& errors) {
   with_append<Backend>(
       projected, query_norm, key_norm, epsilon, cos, sin, slots, seen, offsets, capacities, key_pool, value_pool,
-      position_pool, lengths, query_ring, query, errors, Op::append_attend, [&](const auto& first) {
+      position_pool, lengths, query_ring, query, errors, Op::append_attend, [&](const auto& append) {
         with_decode_attention<Backend>(
             query, key_pool, value_pool, slots, offsets, lengths, scale, max_length, out, {}, {}, partials, errors,
-            Op::append_attend, [&](const auto& second) {
-              using T = std::remove_const_t<std::remove_pointer_t<decltype(first.projected)>>;
-              using P = std::remove_pointer_t<decltype(first.key_pool)>;
-              if constexpr (std::is_same_v<std::decay_t<decltype(second)>, Attention<T, P>>) {
-                Backend::run(AppendAttend<T, P>{first, second}, key_pool);
+            Op::append_attend, [&](const auto& attention) {
+              using T = std::remove_const_t<std::remove_pointer_t<decltype(append.projected)>>;
+              using P = std::remove_pointer_t<decltype(append.key_pool)>;
+              if constexpr (std::is_same_v<std::decay_t<decltype(attention)>, Attention<T, P>>) {
+                Backend::run(AppendAttend<T, P>{append, attention}, key_pool);
+              } else {
+                STD_TORCH_CHECK(false, "append and attention take other types");  // never: both read the pools
               }
             });
       });

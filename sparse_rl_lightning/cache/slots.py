@@ -26,7 +26,7 @@ from sparse_rl_lightning.cache.storage import SlotStorage
 from sparse_rl_lightning.cache.windows import WindowCache
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.evictions import EvictionLog, EvictionRecord
-from sparse_rl_lightning.ops import CachedEntries, KVPools, library
+from sparse_rl_lightning.ops import CachedEntries, KVPools
 from sparse_rl_lightning.ops.append import QKTransform
 from sparse_rl_lightning.ops.pools import EVENT_TYPES, MOST_EVENTS, accumulation_dtype, gather_heads
 from sparse_rl_lightning.ops.transfers import upload
@@ -128,6 +128,8 @@ class SlotCache:
 
     per_slot: tuple[str, ...] = ("tokens", "seen", "prompt_lengths", "prompt_keys", "sequence_keys", "held")
     """Tensors (S + 1, ...) that belong to the sequence in a slot and move with it."""
+    attends_at_once = True
+    """False where something has to happen between appending a token and attending to it."""
 
     def __init__(self, geometry: CacheGeometry, size: CacheSize) -> None:
         g, slots, length = geometry, size.num_slots, size.max_length
@@ -139,9 +141,6 @@ class SlotCache:
         every_head = capacities[:, None, None].expand(heads).contiguous()
         self.pools = KVPools.ragged(every_head, g.head_dim, g.kv_dtype, device)
         self.layers = [self.pools.layer(layer) for layer in range(g.num_layers)]
-        self.attends_at_once = library.has_kernel(
-            "append_attend", device.type
-        )  # a token is appended in the same launch
         self.key_pool, self.value_pool, self.lengths = self.pools.keys, self.pools.values, self.pools.lengths
         # running numbers: per entry next to the pools, per head next to the lengths; most compressors have 0 of each
         rows, fields = len(self.key_pool), len(size.state_fields)

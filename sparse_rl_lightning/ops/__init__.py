@@ -4,9 +4,8 @@ All refuse tensors of the wrong shape, type, device or layout, and numbers out o
 """
 
 from sparse_rl_lightning.ops.append import append
-from sparse_rl_lightning.ops.append_attend import append_attend
 from sparse_rl_lightning.ops.body import rms_norm, silu_mul
-from sparse_rl_lightning.ops.decode_attention import decode_attention
+from sparse_rl_lightning.ops.decode_attention import append_attend, decode_attention
 from sparse_rl_lightning.ops.draw import Drawn, draw
 from sparse_rl_lightning.ops.entries import CachedEntries
 from sparse_rl_lightning.ops.evict import evict

@@ -57,7 +57,7 @@ SCHEMAS = {
         Tensor query, Tensor key_pool, Tensor value_pool, Tensor slots, Tensor offsets, Tensor lengths, float scale,
         int max_length, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? probs, Tensor(d!)? partials=None,
         Tensor(e!)? errors=None) -> ()""",
-    # both, where they are one launch: on the CPU the reference runs the two
+    # both, with the attention's max_length counting the new entry
     "append_attend": """(
         Tensor projected, Tensor? query_norm, Tensor? key_norm, float epsilon, Tensor? cos, Tensor? sin, Tensor slots,
         Tensor seen, Tensor offsets, Tensor capacities, Tensor(a!) key_pool, Tensor(b!) value_pool,

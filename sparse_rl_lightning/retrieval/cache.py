@@ -48,10 +48,10 @@ class PagedCache(SlotCache):
     """
 
     per_slot = (*SlotCache.per_slot, "read")
+    attends_at_once = False  # pages are chosen in between
 
     def __init__(self, geometry: CacheGeometry, size: PagedCacheSize) -> None:
         super().__init__(geometry, size)
-        self.attends_at_once = False  # pages are chosen between the two
         g, self.retriever = geometry, size.retriever
         r = self.retriever
         counts = [-(-entries // r.page_size) for entries in size.entries[r.num_dense_layers :]]

@@ -154,7 +154,7 @@ def check_redundancy(device: str, pools: KVPools, threshold: float, g: torch.Gen
     shape, chosen = (layers, slots, heads, width), pick_slots(g, slots)
     importance = None if mix is None else torch.rand(shape, generator=g)
     args = [pools.keys, chosen, pools.offsets, pools.lengths, threshold, importance, mix or 0.0,
-            torch.full(shape, 7.0), torch.full((2, 3, width), torch.nan)]  # fmt: skip
+            torch.full(shape, 7.0), torch.full((1, 3, width), torch.nan)]  # fmt: skip
     native, reference = (result[REDUNDANCY] for result in both("key_redundancy", args, device))
     args[-1] = torch.full((layers * len(chosen) * heads, 3, width), torch.nan)  # all heads at a time
     assert torch.equal(both("key_redundancy", args, device)[0][REDUNDANCY], native)

@@ -29,7 +29,7 @@ class Adapter(NamedTuple):
 class SideBySide:
     """The adapters of layers with the same input, as two products, whose memory CUDA graphs may read for good.
 
-    Scalings are folded into copies of the second weights. On a GPU the layers' biases are added, too.
+    Scalings are folded into copies of the second weights.
 
     Args:
         modules: Layers of peft with plain adapters.
@@ -39,8 +39,9 @@ class SideBySide:
 
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype, with_bias: bool) -> None:
         self.dtype, self._modules, adapters = dtype, modules, plain_adapters(modules)
-        joined = nn.Linear(1, 1, bias=False, device="meta")  # from what all downs give to what all ups give
-        joined.weight = nn.Parameter(_block_diagonal(adapters).to(dtype), requires_grad=False)
+        weight = _block_diagonal(adapters).to(dtype)  # from what all downs give to what all ups give
+        joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        joined.weight = nn.Parameter(weight, requires_grad=False)
         if with_bias and any(module.base_layer.bias is not None for module in modules):
             joined.bias = nn.Parameter(_biases(modules).to(dtype), requires_grad=False)
         self._joined = joined
@@ -60,31 +61,28 @@ class SideBySide:
 
 
 class Apart:
-    """Products of layers that are added to what is there, each where it belongs, in one launch on a GPU.
+    """Products of layers that are added to what is there, each to its columns, in a launch of its own.
 
     To lie side by side, the weights of a plain model are copied, which takes half as much memory as the model. Frozen
     ones are there to save memory: they stay where they are, but for a copy in the compute type if theirs is another.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
-        self.dtype, self._layers = dtype, layers
-        self._weights = [layer.weight.detach().to(dtype) for layer in layers]
+        self._layers = layers
+        self._copies = {layer: layer.weight.detach().to(dtype) for layer in layers if layer.weight.dtype != dtype}
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """Add the products of an input (R, in) to (R, sum of outputs), in place."""
-        columns = torch.split(out, [len(weight) for weight in self._weights], dim=1)
+        columns = torch.split(out, [layer.out_features for layer in self._layers], dim=1)
         with torch.autocast(x.device.type, enabled=False):
-            for weight, own_columns in zip(self._weights, columns, strict=True):
-                own_columns.addmm_(x, weight.t())
+            for layer, result in zip(self._layers, columns, strict=True):
+                result.addmm_(x, self._copies.get(layer, layer.weight).t())
         return out
 
     def refresh(self) -> None:
-        """Take the current weights."""
-        for index, layer in enumerate(self._layers):
-            if layer.weight.dtype == self.dtype:
-                self._weights[index] = layer.weight.detach()
-            else:
-                self._weights[index].copy_(layer.weight.detach())
+        """Copy the current weights of another type."""
+        for layer, weight in self._copies.items():
+            weight.copy_(layer.weight.detach())
 
 
 class Adapted(Projection):
