@@ -22,7 +22,10 @@ LAYERS, SAMPLING, BOOKKEEPING = "norms, rotation, activation", "sampling", "book
 REST = "python and other"
 KINDS = (PRODUCTS, ATTENTION, EVICTION, LAYERS, SAMPLING, BOOKKEEPING)
 PRODUCT_OPS = ("aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "aten::bmm", "mkldnn::_linear_pointwise")
-ATTENTION_OPS = ("sparse_rl::append", "sparse_rl::decode_attention", "aten::scaled_dot_product_attention")
+ATTENTION_OPS = (
+    "sparse_rl::append_attend", "sparse_rl::append", "sparse_rl::decode_attention",
+    "aten::scaled_dot_product_attention",
+)  # fmt: skip
 LAYER_OPS = ("sparse_rl::rms_norm", "sparse_rl::silu_mul")
 OWN_OPS = "sparse_rl::"
 WARM_UP = 8  # steps
