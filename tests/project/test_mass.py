@@ -21,8 +21,8 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_109,
-    "statements of the spine": 7_249,
+    "statements of the package": 22_114,
+    "statements of the spine": 7_254,
     "classes of the rollout half": 85,
     "blank names in ten thousand": 13,
     "lines of tests": 55_429,

@@ -94,7 +94,7 @@ class Adapted(Projection):
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype) -> None:
         super().__init__(modules)
         self.dtype, layers = dtype, [module.base_layer for module in modules]
-        is_apart = layers[0].weight.device.type != "cpu"
+        is_apart = layers[0].weight.device.type != "cpu" and _are_plain(layers)
         self._base = Apart(layers, dtype) if is_apart else join(layers, dtype)
         self._adapters = SideBySide(modules, adapter_dtype(plain_adapters(modules), dtype), with_bias=is_apart)
 
@@ -123,11 +123,19 @@ def adapted_bytes(modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
     adapters, layers = plain_adapters(modules), cast("Any", modules)
     if not adapters:
         return 0
-    weights, has_bias = [layer.base_layer.weight for layer in layers], any(module.bias is not None for module in layers)
-    base = sum(int(weight.numel()) * dtype.itemsize for weight in weights if weight.dtype != dtype)
+    base_layers: list[nn.Linear] = [layer.base_layer for layer in layers]
+    if not _are_plain(base_layers):  # they are called
+        base_layers = []
+    base = sum(layer.weight.numel() * dtype.itemsize for layer in base_layers if layer.weight.dtype != dtype)
+    has_bias = any(layer.bias is not None for layer in base_layers)
     downs, ups, to = [a.down for a in adapters], [a.up for a in adapters], adapter_dtype(adapters, dtype)
     outputs, rank = sum(up.out_features for up in ups), sum(up.in_features for up in ups)
     return base + copied_bytes(downs, to) + outputs * (rank + has_bias) * to.itemsize
+
+
+def _are_plain(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers are products of their weights and nothing else, such as quantized ones."""
+    return all(type(layer) is nn.Linear for layer in layers)
 
 
 def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
@@ -141,8 +149,8 @@ def plain_adapters(modules: Sequence[nn.Module]) -> list[Adapter]:
 def adapter_of(layer: Any) -> Adapter | None:
     """The adapter of a layer of peft, if there is one, and it is plain: without dropout, and neither has hooks."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    is_called = is_changed(layer) or is_changed(layer.base_layer) or type(layer.base_layer) is not nn.Linear
-    if is_called or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
+    hooked = is_changed(layer) or is_changed(layer.base_layer)
+    if hooked or len(active) != 1 or layer.merged or active[0] in layer.lora_variant:
         return None
     (name,) = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
