@@ -104,8 +104,9 @@ def test_a_cell_is_evaluated_once_and_its_verdicts_are_kept(tmp_path: Path, caps
     rows = [{"question": f"1 + {n} = ?", "answer": f"#### {1 + n}"} for n in range(3)]
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folders = ["--policy", str(tmp_path / "policy"), "--runs", str(tmp_path / "runs"), "--save", str(tmp_path)]
-    given = [*folders, "--kept", str(tmp_path / "kept.jsonl"), "--cells", accuracy.FULL, "RKV 192"]
-    accuracy.main([*given, "--data", str(tmp_path), "--problems", "2"])
+    kept_in, cells = ["--kept", str(tmp_path / "kept.jsonl")], ["--cells", accuracy.FULL, "RKV 192"]
+    given = [*folders, *kept_in, *cells, "--problems", "2"]
+    accuracy.main([*given, "--data", str(tmp_path)])
     lines = lines_kept.read(tmp_path / "kept.jsonl")
     assert [kept["cell"] for kept in lines] == [accuracy.FULL, "RKV 192"]
     assert all(len(kept["right"]) == len(kept["lengths"]) == 2 for kept in lines)

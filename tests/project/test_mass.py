@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_254,
     "classes of the rollout half": 85,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_429,
+    "lines of tests": 55_430,
     "statements of experiments": 1_612,
     "statements of docs": 684,
 }
