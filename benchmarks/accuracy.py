@@ -117,7 +117,7 @@ def configuration(cell: str, policy: Path, data: Path, folder: Path, problems: i
     }  # fmt: skip
 
 
-def measured(cell: str, policy: Path, data: Path, runs: Path, problems: int) -> Line | None:
+def measured(cell: str, policy: Path, sha256: str, data: Path, runs: Path, problems: int) -> Line | None:
     """The line of a cell, evaluated in a process of its own; None with a message if that has ended early."""
     folder = runs / cell.replace(", ", "-").replace(" ", "-")
     write_whole(folder / "test.yaml", yaml.safe_dump(configuration(cell, policy, data, folder, problems)))
@@ -133,7 +133,7 @@ def measured(cell: str, policy: Path, data: Path, runs: Path, problems: int) -> 
     return Line(
         cell=cell, right=_flags(answers["correct"]), lenient=_flags(answers["correct_lenient"]),
         finished=_flags(answers["finished"]), lengths=answers["length"], kv_saved=result["kv_saving_final"],
-        minutes=result["seconds"] / 60, policy=hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest(),
+        minutes=result["seconds"] / 60, policy=sha256,
         machine=f"{datetime.date.today()}, {processor()}, 1 thread, torch {torch.__version__}, {__version__}",
     )  # fmt: skip
 
@@ -180,12 +180,19 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--cells", nargs="+", choices=list(cells()), default=list(cells()), metavar="CELL")
     options = parser.parse_args(args)
-    kept_lines = [row for row in kept.read(options.kept) if len(row["right"]) == options.problems]
-    lines: dict[str, Line] = {row["cell"]: row for row in kept_lines}  # type: ignore[misc]
+    lines: dict[str, Line] = {row["cell"]: row for row in kept.read(options.kept)}  # type: ignore[misc]
+    if any(len(line["right"]) != options.problems for line in lines.values()):
+        parser.error(f"{options.kept} has lines of another number of problems: give that, or another file")
     waiting = [] if options.finished else [cell for cell in options.cells if cell not in lines]
     if waiting and options.data is None:
         parser.error("--data: the folder of gsm8k_test.jsonl is needed for what is not measured yet")
-    run = partial(measured, policy=options.policy, data=options.data, runs=options.runs, problems=options.problems)
+    weights = options.policy / "model.safetensors"
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest() if waiting else ""
+    if waiting and any(line["policy"] != sha256 for line in lines.values()):
+        parser.error(f"{options.kept} has lines of another policy than {options.policy}: give another file")
+    run = partial(
+        measured, policy=options.policy, sha256=sha256, data=options.data, runs=options.runs, problems=options.problems
+    )
     pool = ThreadPoolExecutor(options.jobs)
     try:
         for done in as_completed([pool.submit(run, cell) for cell in waiting]):

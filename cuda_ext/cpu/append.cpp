@@ -63,6 +63,7 @@ void append_row(const Append<T>& op, int64_t b) {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Append<T>& op, const Tensor&) {
+    check_room(op);
     append_rows(op);
   }
 };
@@ -90,7 +91,6 @@ void check_room(const Append<T>& op) {
 
 template <class T>
 void append_rows(const Append<T>& op) {
-  check_room(op);
   const int64_t grain = 1 + 32768 / ((op.num_query_heads + 2 * op.heads.num_heads) * op.dim + 1);
   torch::stable::parallel_for(0, op.heads.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) append_row(op, b);

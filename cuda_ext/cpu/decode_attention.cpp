@@ -58,6 +58,7 @@ struct Unit {
 struct Kernel : Cpu {
   template <class T>
   static void run(const Attention<T>& op, const Tensor&) {
+    check_runs(op.heads, op.max_length, "max_length", op.pool_rows);
     attend(op);
   }
 };
@@ -66,7 +67,6 @@ struct Kernel : Cpu {
 
 template <class T>
 void attend(const Attention<T>& op) {
-  check_runs(op.heads, op.max_length, "max_length", op.pool_rows);
   const int64_t grain = 1 + 65536 / ((op.max_length + 1) * op.dim);
   for_heads(op.heads.num_rows, op.heads.num_heads, [&](int64_t b, int64_t h) { Unit<T>{op}.run(b, h); }, grain);
 }

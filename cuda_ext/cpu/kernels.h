@@ -1,4 +1,4 @@
-// Kernels that more than one op calls; defined where their op is.
+// Kernels that more than one op calls, after its checks; defined where their op is.
 #pragma once
 
 #include "append.h"

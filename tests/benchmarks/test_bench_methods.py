@@ -114,3 +114,7 @@ def test_a_cell_is_evaluated_once_and_its_verdicts_are_kept(tmp_path: Path, caps
     capsys.readouterr()
     accuracy.main(given)  # without data: nothing is left to run
     assert capsys.readouterr().out.strip() in (tmp_path / accuracy.PAGE).read_text()
+    with pytest.raises(SystemExit):
+        accuracy.main([*given[:-1], "3"])
+    assert "has lines of another number of problems" in capsys.readouterr().err
+    assert lines_kept.read(tmp_path / "kept.jsonl") == lines

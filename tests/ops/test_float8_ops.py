@@ -208,9 +208,8 @@ def float8_case(dtype: torch.dtype = torch.float32, device: str = "cpu", **kwarg
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", COMPUTING)
-@pytest.mark.parametrize(
-    "name", sorted(set(POOLED) - PAGES - {"append_attend"})
-)  # it reads the key that it has rounded
+# append_attend reads the key that it has rounded
+@pytest.mark.parametrize("name", sorted(set(POOLED) - PAGES - {"append_attend"}))
 def test_eight_bits_do_what_the_same_numbers_do_in_more(name: str, dtype: torch.dtype, device: str) -> None:
     if device == "cuda" and dtype not in KERNEL_TYPES:
         pytest.skip("there is no kernel for it")

@@ -103,11 +103,15 @@ def test_in_16_bits_and_under_autocast_as_close_as_its_rounding(
             product = adapted(modules, torch.bfloat16)
             assert isinstance(product, Adapted)
             product.refresh()
-            sums = SideBySide(modules, product._adapters.dtype, with_bias=True)
+            sums = SideBySide(modules, torch.bfloat16, with_bias=True)
             on_gpu = Apart([module.base_layer for module in modules], torch.bfloat16).add(sums(x).to(x.dtype), x)
             results = (Projection(modules)(x), product(x), on_gpu)
-            pefts, *ours = ((result - exact).square().mean().sqrt() for result in results)
-        assert all(0 < error < 1.2 * pefts for error in ours), (ours, pefts)
+            errors = [(result - exact).square() for result in results]
+        # of one layer more than of all: on a GPU what adapters add is rounded, here larger than the layer's own product
+        layers_apart = zip(*(error.split(WIDTHS, dim=1) for error in errors), strict=True)
+        for some, most in ((errors, 1.2), *((layer, 1.5) for layer in layers_apart)):
+            pefts, *ours = (error.mean().sqrt() for error in some)
+            assert all(0 < error < most * pefts for error in ours), (ours, pefts)
 
 
 def test_outside_of_autocast_adapters_compute_in_their_own_type() -> None:

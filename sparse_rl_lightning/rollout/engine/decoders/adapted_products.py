@@ -33,12 +33,13 @@ class SideBySide:
 
     Args:
         modules: Layers of peft with plain adapters.
-        dtype: Type that adapters compute in.
+        dtype: Compute type of the model.
         with_bias: Whether to add the layers' biases.
     """
 
     def __init__(self, modules: Sequence[Any], dtype: torch.dtype, with_bias: bool) -> None:
-        self.dtype, self._modules, adapters = dtype, modules, plain_adapters(modules)
+        self._modules, adapters = modules, plain_adapters(modules)
+        self.dtype = dtype = adapter_dtype(adapters, dtype)
         weight = _block_diagonal(adapters).to(dtype)  # from what all downs give to what all ups give
         joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         joined.weight = nn.Parameter(weight, requires_grad=False)
@@ -96,7 +97,7 @@ class Adapted(Projection):
         self.dtype, layers = dtype, [module.base_layer for module in modules]
         is_apart = layers[0].weight.device.type != "cpu" and _are_plain(layers)
         self._base = Apart(layers, dtype) if is_apart else join(layers, dtype)
-        self._adapters = SideBySide(modules, adapter_dtype(plain_adapters(modules), dtype), with_bias=is_apart)
+        self._adapters = SideBySide(modules, dtype, with_bias=is_apart)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute (R, sum of outputs) in the compute type."""
