@@ -12,12 +12,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.draw import Drawn
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import sampling_mode
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout.engine.engine import Engine
 from sparse_rl_lightning.rollout.engine.memory import MemoryPlan
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams, sequence_keys
 from sparse_rl_lightning.rollout.engine.scheduler import Progress, Scheduler
@@ -40,6 +42,24 @@ class VersionedLogs(SequenceLogs):
         """Log as the base class does, with the current version."""
         super().record(slots, at, drawn, end_ids)
         self.versions[slots, at] = self.version
+
+
+def checked_prompts(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, model: PreTrainedModel, most: int
+) -> list[list[int]]:
+    """The prompts of a session as lists of token ids.
+
+    Raises:
+        ValueError: If one is empty, has tokens that the model does not know, or has more than ``most``.
+    """
+    checked = check_prompts(prompts, params, model)
+    longest = max(len(prompt) for prompt in checked)
+    if longest > most:
+        raise UserError(
+            f"A prompt has {longest} tokens, the session was made for max_prompt_length={most}: raise it; in training "
+            "rollout.turns.max_prompt_length, if an environment's reset() gives the prompt."
+        )
+    return checked
 
 
 class RolloutSession:
@@ -69,6 +89,10 @@ class RolloutSession:
         rollout = session.take(session.complete)  # the others continue after the update
     """
 
+    logs_type: type[VersionedLogs] = VersionedLogs
+    engine_type: type[Engine] | None = None  # None for the sampler's
+    scheduler_type: Callable[..., Scheduler] | None = None  # None for the plain one
+
     def __init__(
         self,
         sampler: RolloutSampler,
@@ -88,9 +112,10 @@ class RolloutSession:
         with sampling_mode(sampler.model):
             shared = num_sequences is not None
             before = sampler.memory_plan if shared and sampler.cache is not None else None
-            key = sampler.engine_key(params, slots, max_prompt_length, logs=VersionedLogs, before=before)
-            self.engine = sampler.engine_for(key) if shared else sampler.engine_type(sampler.model, key)
-            create = partial(TurnScheduler, turn_length=max_turn_length) if turns else None
+            key = sampler.engine_key(params, slots, max_prompt_length, logs=self.logs_type, before=before)
+            new = self.engine_type or sampler.engine_type
+            self.engine = sampler.engine_for(key) if shared else new(sampler.model, key)
+            create = partial(TurnScheduler, turn_length=max_turn_length) if turns else self.scheduler_type
             self.scheduler: Scheduler = sampler.scheduler(self.engine, params, key.size.num_slots, create)
         if shared:
             sampler.memory_plan = key.memory_plan
@@ -101,13 +126,7 @@ class RolloutSession:
 
         Sequence ids are as in :meth:`RolloutSampler.generate`.
         """
-        prompts = check_prompts(prompts, self.params, self.sampler.model)
-        longest = max(len(prompt) for prompt in prompts)
-        if longest > self.max_prompt_length:
-            raise UserError(
-                f"A prompt has {longest} tokens, the session was made for max_prompt_length={self.max_prompt_length}: "
-                "raise it; in training rollout.turns.max_prompt_length, if an environment's reset() gives the prompt."
-            )
+        prompts = checked_prompts(prompts, self.params, self.sampler.model, self.max_prompt_length)
         total = len(prompts) * self.params.num_generations
         if len(sequence_ids) != total:
             raise UserError(f"sequence_ids must name {total} sequences, got {len(sequence_ids)}.")
@@ -143,7 +162,7 @@ class RolloutSession:
             if not self.version or (not self.turns if new_weights is None else new_weights):
                 longest = self.max_prompt_length + self.params.max_completion_length
                 self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
-                scheduler.cached_prompts.clear()  # prompts that were read with other weights are read again
+                scheduler.forget_prompts()
                 self._logs.version += 1
             while scheduler.has_unfinished and (
                 stop is None or scheduler.num_steps < stop or not (until is None or until())

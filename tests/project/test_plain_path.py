@@ -34,7 +34,7 @@ CORE = {  # lines that name an optional feature
 FEATURES = set(
     "windows windowed sliding linear arena arenas turn turns given observation observations conversation conversations "
     "talk talks pauses paused routing routed experts page pages paged version versions versioned world rank ranks "
-    "partial resume resumed resuming checkpoint".split()
+    "partial resume resumed resuming checkpoint request requests streamed canceled".split()
 )
 WHOLE = {"window_layers"}  # matched whole: `window` is eviction's own word
 WALK = {"files": 54, "functions": 332, "moves": 189, "rooms": 41, "moves between rooms": 159}

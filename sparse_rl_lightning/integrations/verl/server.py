@@ -15,12 +15,14 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.record import SampledRecord, record_bytes
 from sparse_rl_lightning.integrations.verl import options
 from sparse_rl_lightning.integrations.verl.batches import FIELD
-from sparse_rl_lightning.integrations.verl.requests import Request, RequestEngine
 from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, check_names
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.records import Rollout
-from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout import Request, RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
+
+UPDATE_SECONDS = 600.0
 
 
 class SparseServer:
@@ -47,9 +49,12 @@ class SparseServer:
         freeze(self.model)
         self._move(self.device)
         sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
-        self.engine = RequestEngine(sampler, self.config.prompt_length)
+        limits = SamplingParams(max_completion_length=self.config.response_length)
+        self.requests = RequestThread(sampler, limits, self.config.prompt_length)
         self.global_steps: int | None = None
         self.updates = WeightUpdates(self.model)
+        self._limit: asyncio.TimerHandle | None = None  # gives an update up that is not continued
+        self._writing = asyncio.Lock()
 
     async def generate(
         self,
@@ -71,11 +76,21 @@ class SparseServer:
         # verl's client makes up the name, so a seed repeats nothing unless rollout.full_determinism is set
         digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
-        request = Request(request_id, list(prompt_ids), params, number)
-        rollout = await asyncio.wrap_future(self.engine.submit(request))
+        pending = PendingRequest(Request(list(prompt_ids), params, (number,)), request_id)
+        if len(prompt_ids) > self.config.prompt_length:
+            raise UserError(
+                f"A prompt has {len(prompt_ids)} tokens, and the server was made for {self.config.prompt_length} "
+                "(verl's rollout.prompt_length)."
+            )
+        try:
+            completed = await asyncio.wrap_future(self.requests.submit(pending))
+        except asyncio.CancelledError:
+            self.requests.cancel(pending)
+            raise
         fields: dict[str, Any] = {"global_steps": self.global_steps}
-        if rollout is None:
+        if completed is None:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=fields)
+        rollout = completed.rollout
         is_completion = rollout.completion_mask[0]
         if self.record:
             fields[FIELD] = await asyncio.to_thread(_record, rollout, params)
@@ -90,19 +105,19 @@ class SparseServer:
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests; those that follow wait for :meth:`resume_generation`, or are aborted too."""
-        names = await asyncio.to_thread(self.engine.abort_all, reject_request)
+        names = await asyncio.to_thread(self.requests.abort_all, reject_request)
         return {"aborted_count": len(names), "request_ids": names}
 
     async def resume_generation(self) -> None:
         """Draw again."""
-        self.engine.resume()
+        self.requests.resume()
 
     # ---------------------------------------------------------------- memory and weights
 
     async def sleep(self) -> None:
         """Complete the running requests, then hold neither cache nor weights in the device's memory until woken up."""
         if self.config.free_cache_engine:
-            await asyncio.to_thread(self.engine.close, "asleep")
+            await asyncio.to_thread(self.requests.close, "asleep")
             self._move(torch.device("cpu"))
             self._free()
 
@@ -111,29 +126,40 @@ class SparseServer:
         if tags is None or "weights" in tags:
             self._move(self.device)
         if tags is None or "kv_cache" in tags:
-            self.engine.open("asleep")
+            self.requests.open("asleep")
 
     async def release_kv_cache(self) -> None:
         """Complete the running requests, then hold no cache until :meth:`resume_kv_cache`."""
-        await asyncio.to_thread(self.engine.close, "no cache")
+        await asyncio.to_thread(self.requests.close, "no cache")
         self._free()
 
     async def resume_kv_cache(self) -> None:
         """Draw again, which makes a cache."""
-        self.engine.open("no cache")
+        self.requests.open("no cache")
 
     async def load_weights(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
-        """Load a bucket of an update; from the first to the last nothing is drawn, nor after one that stopped between.
+        """Take a bucket of an update, which is written after its last, all at once: until then the old weights draw.
+
+        An update that is not continued for ``UPDATE_SECONDS`` is given up.
 
         Raises:
-            ValueError: If weights do not fit the model, or are missing at the end.
+            ValueError: If weights do not fit the model, or are missing at the end; then nothing of the update is kept.
         """
-        await asyncio.to_thread(self.engine.close, "update")
-        try:
-            self.updates.load(bucket, is_first, is_last)
-        finally:
-            if self.updates.is_whole:
-                self.engine.open("update")
+        if self._limit is not None:
+            self._limit.cancel()
+        await asyncio.to_thread(self.updates.take, bucket, is_first)
+        if not is_last:
+            self._limit = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
+            return
+        weights = self.updates.whole()
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self.requests.close, "update")
+            except BaseException:  # nothing has been written
+                self.requests.open("update")
+                raise
+            await asyncio.to_thread(self.updates.write, weights)
+            self.requests.open("update")
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Note the trainer's step, which every answer carries."""

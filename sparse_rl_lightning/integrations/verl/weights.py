@@ -52,7 +52,7 @@ def check_names(model: PreTrainedModel) -> None:
 
 
 class WeightUpdates:
-    """The updates of a model's weights, each of which comes in buckets and must be of all of them.
+    """The updates of a model's weights: each comes in buckets, is kept in the host's memory, and is checked whole.
 
     Args:
         model: Model to update in place.
@@ -60,36 +60,56 @@ class WeightUpdates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.is_whole = True  # all weights are of one update
-        self._weights: dict[str, Tensor] = {}
-        self._written: set[int] = set()
+        self._new: dict[str, Tensor] | None = None  # of the update that is coming, by name
 
-    def load(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
-        """Write these weights; the first of an update forgets one that was not completed.
+    def take(self, bucket: Bucket, is_first: bool) -> None:
+        """Keep these weights; the first bucket of an update forgets one that was not completed.
 
         Raises:
-            ValueError: If the model has no such weight, or one of another shape, or if one is missing after the last.
+            ValueError: If the model has no such weight, or one of another shape, or no update has begun; what has come
+                of the update is forgotten.
         """
         if is_first:
-            self._weights, self._written = self.model.state_dict(), set()
+            self._new = {}
+        if self._new is None:
+            raise UserError(
+                "No update of the weights has begun, or it was given up: send all from the first bucket on."
+            )
+        new, weights = self._new, self.model.state_dict()
+        self.drop()
         for name, tensor in tensors(bucket):
-            weight = self._weights.get(name)
+            weight = weights.get(name)
             if weight is None or weight.shape != tensor.shape:
                 has = "no weight of this name" if weight is None else f"{tuple(weight.shape)}"
                 raise UserError(
                     f"The actor sent the weight {name!r} of shape {tuple(tensor.shape)}, and the server's model has "
                     f"{has}: both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)."
                 )
-            self.is_whole = False
-            weight.copy_(tensor)
-            self._written.add(weight.data_ptr())
-        if is_last:
-            self._finish()
+            new[name] = tensor.to(weight.dtype)
+        self._new = new
 
-    def _finish(self) -> None:
-        if missing := [name for name, weight in self._weights.items() if weight.data_ptr() not in self._written]:
+    def drop(self) -> None:
+        """Forget an update."""
+        self._new = None
+
+    def whole(self) -> dict[str, Tensor]:
+        """The weights of the update, which is over; none is kept here.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+        weights, new = self.model.state_dict(), self._new or {}
+        self.drop()
+        sent = {weights[name].data_ptr() for name in new}  # of tied weights one is enough
+        if missing := [name for name, weight in weights.items() if weight.data_ptr() not in sent]:
             raise UserError(
                 f"The actor's update left out {len(missing)} weights of the server's model, the first is "
                 f"{missing[0]!r}: it would draw with old and new ones."
             )
-        self.is_whole, self._weights = True, {}
+        return new
+
+    def write(self, new: dict[str, Tensor]) -> None:
+        """Copy the weights of a whole update into the model."""
+        weights = self.model.state_dict()
+        for name, tensor in new.items():
+            weights[name].copy_(tensor)

@@ -152,31 +152,29 @@ class NewestTokens:
     ``tokens`` (n, T') has them, on the device, in the order of ``running``.
 
     Args:
-        stop: Search for stop strings.
+        stops: Search for stop strings of each slot.
         running: Running sequences by slot.
         tokens: Tokens (S + 1, T) of all slots, on the device.
-        min_length: Number of completion tokens before which stop strings do not count.
     """
 
     def __init__(
-        self, stop: StopStrings, running: Mapping[int, RunningSequence], tokens: Tensor, min_length: int
+        self, stops: Mapping[int, StopStrings], running: Mapping[int, RunningSequence], tokens: Tensor
     ) -> None:
-        self._stop, self._min_length = stop, min_length
-        self._row = {slot: row for row, slot in enumerate(running)}
-        self._firsts = {slot: stop.first(sequence.start, self._fresh(sequence)) for slot, sequence in running.items()}
+        self.stops, self.row = stops, {slot: row for row, slot in enumerate(running)}
+        self.firsts = {slot: self.first(slot, sequence) for slot, sequence in running.items()}
         # before the minimum length nothing is searched
-        width = max(0, *(sequence.num_fed + 1 - self._firsts[slot] for slot, sequence in running.items()))
-        rows, begins = upload([list(running), list(self._firsts.values())], tokens.device)
+        width = max(0, *(sequence.num_fed + 1 - self.firsts[slot] for slot, sequence in running.items()))
+        rows, begins = upload([list(running), list(self.firsts.values())], tokens.device)
         index = begins[:, None] + torch.arange(width, device=tokens.device)
         self.tokens = tokens[rows[:, None], index.clamp(max=tokens.shape[1] - 1)]
 
+    def first(self, slot: int, running: RunningSequence) -> int:
+        """The index of the first token of a sequence that is looked at."""
+        return self.stops[slot].first(running.start, max(running.start, running.searched))
+
     def find(self, tokens: Sequence[list[int]], slot: int, running: RunningSequence, last: int) -> int | None:
         """The index of the token that completes a stop string, at ``last`` or before, in ``tokens`` as read."""
-        first, fresh = self._firsts[slot], self._fresh(running)
-        drawn = tokens[self._row[slot]][: max(0, last + 1 - first)]
-        running.searched = last + 1
-        return self._stop.find(drawn, first, running.start, fresh)
-
-    def _fresh(self, running: RunningSequence) -> int:
-        """The index of the first token that may complete a stop string."""
-        return max(running.prompt_length + self._min_length, running.start, running.searched)
+        first, fresh = self.firsts[slot], max(running.start, running.searched)
+        drawn = tokens[self.row[slot]][: max(0, last + 1 - first)]
+        running.searched = max(running.searched, last + 1)
+        return self.stops[slot].find(drawn, first, running.start, fresh)

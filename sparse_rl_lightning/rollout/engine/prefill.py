@@ -65,12 +65,13 @@ def prefill(engine: Engine, prompts: list[Prefill], max_tokens: int) -> Iterator
         logits = engine.decoder.logits(hidden[whole.last])
         for p, row in zip(pack, logits, strict=True):
             yield p, row, whole.staged_bytes
-    # each in a separate call: what it stages is freed before the next
-    yield from (_read_in_chunks(engine, prompt, max_tokens) for prompt in prompts if len(prompt.tokens) > max_tokens)
+    for prompt in prompts:
+        if len(prompt.tokens) > max_tokens:
+            yield from filter(None, read_in_chunks(engine, prompt, max_tokens))
 
 
-def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPrompt:
-    """Read a long prompt in chunks of nearly equal length; only the last one has the logits that are needed."""
+def read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> Iterator[ReadPrompt | None]:
+    """Read a long prompt in chunks of nearly equal length, and yield after each: None, or the prompt after the last."""
     chunks = _Chunks(engine, prompt)
     attend = engine.with_all_layers(chunks)
     length, count = len(prompt.tokens), -(-len(prompt.tokens) // max_tokens)
@@ -78,8 +79,11 @@ def _read_in_chunks(engine: Engine, prompt: Prefill, max_tokens: int) -> ReadPro
         chunks.take(start, stop)
         ids, positions = upload(_rows([prompt.tokens[start:stop]], start), engine.cache.tokens.device)
         hidden = engine.run(ids, positions, attend)
-    logits = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0]
-    return prompt, logits, attend.staged_bytes
+        if stop < length:
+            yield None
+    logits, staged = engine.decoder.logits(hidden[stop - start - 1 : stop - start])[0], attend.staged_bytes
+    del chunks, attend  # what is staged is freed before the next
+    yield prompt, logits, staged
 
 
 def _packs(prompts: list[Prefill], max_tokens: int) -> Iterator[list[Prefill]]:

@@ -156,6 +156,10 @@ class Scheduler:
         (rollout.keys,) = upload([keys], rollout.sequences.device)
         return rollout
 
+    def forget_prompts(self) -> None:
+        """Drop prompts that were read with weights which have changed; they are read again."""
+        self.cached_prompts.clear()
+
     @property
     def progress(self) -> Progress:
         """The progress of the rollout so far."""
@@ -254,17 +258,18 @@ class Scheduler:
 
     def start(self, sequence: int) -> RunningSequence:
         """Begin a sequence, before its prompt is read."""
-        length = len(self.groups[sequence // self.params.num_generations].prompt)
-        return self.sequence(sequence, length, length + self.params.max_completion_length - 1, length)
+        length, params = len(self.groups[sequence // self.params.num_generations].prompt), self.params
+        started = self.sequence(sequence, length, length + params.max_completion_length - 1, length)
+        started.searched = length + params.min_completion_length  # before it no stop string counts
+        return started
 
     def _upload(self, admitted: dict[int, list[int]]) -> list[Tensor]:
         """Tensors on the device: slots (B,), keys of their sequences; slots to copy from and to."""
         slots = [slot for prompt_slots in admitted.values() for slot in prompt_slots]
         sequences = [self.running[slot] for slot in slots]
         groups = [self.groups[sequence.number // self.params.num_generations] for sequence in sequences]
-        keys = [
-            group.keys[sequence.number % len(group.keys)] for group, sequence in zip(groups, sequences, strict=True)
-        ]
+        samples = [sequence.number % self.params.num_generations for sequence in sequences]
+        keys = [group.keys[sample] for group, sample in zip(groups, samples, strict=True)]
         pairs = [(first, slot) for first, *later in admitted.values() for slot in later]
         sources, copies = ([pair[i] for pair in pairs] for i in (0, 1))
         return upload([slots, keys, sources, copies], self.cache.tokens.device)
@@ -349,7 +354,7 @@ class Scheduler:
     def _queue_check(self) -> FinishCheck:
         texts = None
         if self.stop is not None:
-            texts = NewestTokens(self.stop, self.running, self.cache.tokens, self.params.min_completion_length)
+            texts = NewestTokens(dict.fromkeys(self.running, self.stop), self.running, self.cache.tokens)
         return FinishCheck(self.running, self.logs, self.cache.pools, self.num_steps, texts)
 
     def _close_by(self, check: FinishCheck) -> bool:

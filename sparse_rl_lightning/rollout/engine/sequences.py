@@ -107,7 +107,7 @@ class RunningSequence:
     room: int = 0  # tokens that may be fed before the slot must be compressed
     evicted: tuple[int, ...] = ()  # (L) tokens lost so far, a mean over heads
     cuts: Cuts = field(default_factory=list)  # compressions so far, that of the prompt included
-    searched: int = 0  # tokens that were searched for stop strings
+    searched: int = 0  # tokens that need not be searched for stop strings any more
 
     def feed(self, count: int, trigger: Trigger) -> bool:
         """Count tokens that were fed; returns whether the slot is full and is compressed next."""

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,27 +277,29 @@ class TestServerInThisProcess:
 
         asyncio.run(story())
 
-    def test_after_half_an_update_it_waits_for_a_whole_one(self, server: Any, model: PreTrainedModel) -> None:
+    def test_half_an_update_changes_nothing(
+        self, server: Any, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         other = tiny_model("llama", vocab_size=model.config.vocab_size, initializer_range=0.06, seed=1)
-        broken: Bucket = {"model.norm.weight": ("no type", (64,), torch.zeros(64).numpy())}
-
-        async def fails(update: Coroutine[Any, Any, None]) -> None:
-            with pytest.raises(AttributeError):
-                await update
+        wrong: Bucket = {"model.norm.weight": ("float32", (3,), torch.zeros(12, dtype=torch.uint8).numpy())}
+        monkeypatch.setattr("sparse_rl_lightning.integrations.verl.server.UPDATE_SECONDS", 0.2)
 
         async def story() -> None:
             before = await answer(server)
-            await fails(server.load_weights(broken, True, False))
-            assert (await answer(server)).token_ids == before.token_ids  # nothing was written
             first, *rest = await sent(other)
+            assert rest
             await server.load_weights(*first)
-            await fails(server.load_weights(broken, False, False))
-            late = await held(server)
-            await fails(server.load_weights(broken, True, False))
-            assert not late.done()
+            assert (await answer(server)).token_ids == before.token_ids
+            with pytest.raises(UserError, match=r"has \(64,\)"):
+                await server.load_weights(wrong, False, False)
+            await server.load_weights(*first)
+            await asyncio.sleep(0.5)  # the trainer is gone
+            with pytest.raises(UserError, match="it was given up"):
+                await server.load_weights(*rest[0])
+            assert (await answer(server)).token_ids == before.token_ids
             for one in (first, *rest):
                 await server.load_weights(*one)
-            record = record_from_bytes((await late).extra_fields["eviction_record"])
+            record = record_from_bytes((await answer(server)).extra_fields["eviction_record"])
             assert check_record(record, other).largest < 1e-5
             for one in await sent(model):
                 await server.load_weights(*one)

@@ -1,0 +1,217 @@
+"""RequestThread: requests that come at any time, from any thread, drawn together in a thread of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from sparse_rl_lightning.rollout.engine.requests import Request
+from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
+from sparse_rl_lightning.rollout.requests import CompletedRequest, RequestLimits, RequestSession
+from sparse_rl_lightning.rollout.sampler import RolloutSampler
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request on its way through the thread.
+
+    Args:
+        request: The request.
+        name: What its sender calls it.
+        on_tokens: Called in the thread between two steps with the tokens so far, by sample.
+    """
+
+    request: Request
+    name: str = ""
+    on_tokens: Callable[[dict[int, list[int]]], object] | None = None
+    done: Future[CompletedRequest | None] = field(default_factory=Future)  # in the host's memory; None if aborted
+    is_canceled: bool = False
+
+    def finish(self, completed: CompletedRequest | None) -> None:
+        """Say what became of it; what is drawn after an abort is dropped."""
+        with suppress(InvalidStateError):
+            self.done.set_result(completed)
+
+    def fail(self, error: Exception) -> None:
+        """Say what went wrong, to those that still wait."""
+        with suppress(InvalidStateError):
+            self.done.set_exception(error)
+
+
+class _AbortedError(Exception):
+    """Ends a session between two steps."""
+
+
+class RequestThread:
+    """Draws requests in a thread of its own: new ones join between two decode steps, and leave when they are complete.
+
+    An exception is that of the requests that ran: they get it, and the next ones get a new session.
+
+    Args:
+        sampler: Sampler with model, compressor and ``num_slots``.
+        limits: Limits of all requests, as of a :class:`~sparse_rl_lightning.rollout.RequestSession`.
+        max_prompt_length: Length of the longest prompt in tokens.
+    """
+
+    def __init__(self, sampler: RolloutSampler, limits: SamplingParams, max_prompt_length: int) -> None:
+        self.sampler, self.limits = sampler, RequestLimits(sampler, limits, max_prompt_length)
+        self.error: Exception | None = None  # that ended the last session, until a request is completed again
+        self._state = threading.Condition()  # guards what follows
+        self._queue: deque[PendingRequest] = deque()
+        self._running: dict[int, PendingRequest] = {}  # by the session's number
+        self._closed: set[str] = set()  # reasons to draw nothing
+        self._rejects, self._aborting, self._drawing = False, False, False
+        self._session: RequestSession | None = None  # of the thread alone
+        threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
+
+    def submit(self, pending: PendingRequest) -> Future[CompletedRequest | None]:
+        """Queue a request; while the thread is closed it waits, or is aborted after ``abort_all(reject=True)``.
+
+        Raises:
+            ValueError: If it exceeds the limits.
+        """
+        self.limits.checked(pending.request)
+        with self._state:
+            if self._rejects:
+                pending.finish(None)
+            else:
+                self._queue.append(pending)
+                self._state.notify_all()
+        return pending.done
+
+    def cancel(self, pending: PendingRequest) -> None:
+        """End a request between two steps: it completes with what it has drawn, or as aborted if that is nothing."""
+        with self._state:
+            pending.is_canceled = True
+            if pending in self._queue:
+                self._queue.remove(pending)
+                pending.finish(None)
+
+    def abort_all(self, reject: bool = False) -> list[str]:
+        """Abort everything and free the slots; until :meth:`resume` requests wait, or are aborted (``reject``)."""
+        with self._state:
+            self._closed.add("abort")
+            self._rejects, self._aborting = reject, True
+            aborted = [*self._queue, *self._running.values()]
+            self._queue.clear()
+            self._state.wait_for(lambda: not self._drawing)
+            self._aborting = False
+        for pending in aborted:
+            pending.finish(None)
+        return [pending.name for pending in aborted]
+
+    def resume(self) -> None:
+        """Draw again after :meth:`abort_all`, unless closed for other reasons."""
+        with self._state:
+            self._rejects = False
+            self.open("abort")
+
+    def close(self, why: str) -> None:
+        """Complete the running requests, then draw nothing and hold no memory until :meth:`open` for this reason."""
+        with self._state:
+            self._closed.add(why)
+            self._state.wait_for(lambda: not self._drawing)
+            self._session = None
+
+    def open(self, why: str) -> None:
+        """Draw again, unless closed for other reasons."""
+        with self._state:
+            self._closed.discard(why)
+            self._state.notify_all()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that the session has, those included that wait for a slot."""
+        return len(self._running)
+
+    @property
+    def num_queued(self) -> int:
+        """Number of requests that the session does not have yet."""
+        return len(self._queue)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that the slots hold now."""
+        session = self._session
+        return 0 if session is None else session.engine.cache.pool_bytes
+
+    # ---------------------------------------------------------------- the thread
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                self._drawing = False
+                self._state.notify_all()
+                self._state.wait_for(lambda: not self._closed and bool(self._queue))
+                self._drawing = True
+            try:
+                self._draw()
+            except _AbortedError:
+                self._drop(None)
+            except Exception as error:
+                self._drop(error)
+
+    def _draw(self) -> None:
+        """Draw until no request is left that may be drawn."""
+        if self._session is None:
+            self._session = RequestSession(self.sampler, self.limits.params, self.limits.max_prompt_length)
+        session = self._session
+
+        def between_steps() -> None:
+            if self._aborting:
+                raise _AbortedError
+            self._cancel(session)
+            self._deliver(session)
+            self._admit(session)
+
+        self._admit(session)
+        session.advance(progress=lambda _: between_steps())
+        self._deliver(session)
+
+    def _admit(self, session: RequestSession) -> None:
+        with self._state:
+            while not self._closed and self._queue:
+                pending = self._queue.popleft()
+                if pending.done.set_running_or_notify_cancel():  # nobody waits for a canceled one
+                    self._running[session.submit(pending.request)] = pending
+
+    def _cancel(self, session: RequestSession) -> None:
+        for number, pending in list(self._running.items()):
+            if not pending.is_canceled:
+                continue
+            pending.is_canceled = False  # once
+            if not session.cancel(number):
+                with self._state:
+                    del self._running[number]
+                pending.finish(None)
+
+    def _deliver(self, session: RequestSession) -> None:
+        for number in session.complete:
+            completed = session.take_request(number)
+            completed = replace(completed, rollout=completed.rollout.to("cpu"))
+            with self._state:
+                pending = self._running.pop(number)
+            self.error = None
+            pending.finish(completed)
+        for number, pending in self._running.items():
+            if pending.on_tokens is not None:
+                with suppress(RuntimeError):  # the loop of a client that has gone is closed
+                    pending.on_tokens(session.drawn(number))
+
+    def _drop(self, error: Exception | None) -> None:
+        """Give up a session; an error is that of the requests that ran, or of all if no session could be made."""
+        self._session, self.error = None, error
+        with self._state:
+            dropped = list(self._running.values())
+            if error is not None and not dropped:
+                dropped = list(self._queue)
+                self._queue.clear()
+            self._running = {}
+        for pending in dropped:
+            if error is not None:
+                pending.fail(error)
+            pending.finish(None)
