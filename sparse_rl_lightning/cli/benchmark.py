@@ -41,15 +41,16 @@ class Method:
 
     @classmethod
     def of(cls, spec: str) -> Method:
-        """The method that ``SnapKV``, ``mine.Method`` or ``method.yaml`` names.
+        """The method that ``SnapKV``, ``mine.Method``, ``method.yaml`` or ``{class_path: SnapKV, ...}`` names.
 
         Raises:
             ValueError: If there is no such class or file, or it is no compressor.
         """
-        if not spec.endswith((".yaml", ".yml")):
+        is_file = spec.endswith((".yaml", ".yml"))
+        if not is_file and not spec.startswith("{"):
             return cls(spec.rpartition(".")[2], _checked_path(spec))
         try:
-            read = yaml.safe_load(whole_file(spec, 2**24))
+            read = yaml.safe_load(whole_file(spec, 2**24) if is_file else spec)
             path, arguments = read["class_path"], read.get("init_args") or {}
         except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
@@ -64,14 +65,24 @@ class Method:
             ValueError: If the arguments do not fit.
         """
         taken = {name: value for name, value in sizes.items() if name in argument_names(self.path)}
-        config = {"class_path": self.path, "init_args": taken | (self.arguments or {})}
-        parser: Any = ClearParser(exit_on_error=False)
-        parser.add_subclass_arguments(Compressor, "method")
-        try:
-            compressor: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
-        except Exception as error:
-            raise own_error(error) or UserError(explain(str(error))) from error
+        compressor = built(self.path, taken | (self.arguments or {}))
         return compressor if self.arguments is None else compressor.with_budget(sizes["budget"])
+
+
+def built(path: str, arguments: dict[str, Any]) -> Compressor:
+    """The compressor of a class and its arguments.
+
+    Raises:
+        ValueError: If the arguments do not fit.
+    """
+    parser: Any = ClearParser(exit_on_error=False)
+    parser.add_subclass_arguments(Compressor, "method")
+    try:
+        config = {"class_path": path, "init_args": arguments}
+        compressor: Compressor = parser.instantiate(parser.parse_object({"method": config})).method
+    except Exception as error:
+        raise own_error(error) or UserError(explain(str(error))) from error
+    return compressor
 
 
 def _checked_path(name: str) -> str:

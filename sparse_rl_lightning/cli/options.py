@@ -146,6 +146,36 @@ def record() -> Parser:
     return parser
 
 
+def serve() -> Parser:
+    """Options of ``sparse-rl serve``."""
+    parser = Parser(
+        prog="sparse-rl serve", allow_abbrev=False,
+        description="Serve completions under a compressed KV cache to clients of OpenAI's and vLLM's routes.",
+        epilog="The key is read from the environment variable SPARSE_RL_API_KEY, or from --api_key_file.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
+    add("--compressor", default="FullKV", metavar="METHOD",
+        help="'{class_path: SnapKV, init_args: {budget: 512}}', a file.yaml of it, or a class")  # fmt: skip
+    add("--num_slots", type=int, default=64, help="sequences drawn at once, default %(default)s")
+    add("--memory_limit", type=float, help="of the slots: a share of the free memory up to 1, above that bytes")
+    add("--max_length", type=int, help="tokens of a prompt and its completion, default the model's context")
+    add("--max_logprobs", type=int, default=20, help="most likely tokens a request may ask for, default %(default)s")
+    add("--max_prefill_tokens", type=int, default=2048, help="tokens of prompts between two steps, default %(default)s")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--kv_dtype", metavar="TYPE", help="of stored keys and values, such as float8_e4m3fn")
+    add("--device", help="default the GPU where there is one")
+    add("--served_model_name", metavar="NAME", help="default the policy's folder")
+    add("--host", default="127.0.0.1", help="address, default %(default)s; any other needs a key")
+    add("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one")
+    add("--allowed_hosts", nargs="+", metavar="NAME", help="names that clients call the server by")
+    add("--api_key_file", metavar="FILE", help="file with the key that clients must send")
+    add("--max_queue", type=int, default=1024, help="requests that run or wait, default %(default)s")
+    add("--request_timeout", type=float, default=3600, metavar="SECONDS", help="of a request, default %(default)s")
+    add("--shutdown_timeout", type=int, default=30, metavar="SECONDS", help="that requests may take to end on SIGTERM")
+    return parser
+
+
 def _budget(text: str) -> float:
     number = float(text)
     if not (0 < number < 1 or (number >= 1 and number.is_integer())):
@@ -176,6 +206,7 @@ COMMANDS = {
     "report": Command("write the page of a run, or of several side by side", "report:main", report, True),
     "plan": Command("predict memory and time of a configuration, or write one for a card", "plan:main", plan),
     "benchmark": Command("measure compressors side by side on a policy", "benchmark:main", benchmark),
+    "serve": Command("serve completions to clients of OpenAI's and vLLM's routes", "serve:main", serve),
     "record": Command("check whether an engine's evictions explain its log-probabilities", "record:main", record),
     "import-gguf": Command(
         "write a GGUF file, llama.cpp's format, as a folder that policies are read from",

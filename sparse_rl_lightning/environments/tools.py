@@ -93,13 +93,7 @@ class ToolEnvironment(Environment):
         This one reads JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``, as Hermes,
         Qwen2.5 and Qwen3 write it.
         """
-        calls: list[ToolCall] = []
-        for region in _REGIONS.finditer(text):
-            if region[0] == "</think>":  # of thoughts that the prompt began
-                calls = []
-            elif region[1] is not None:
-                calls.append(_read(region[1]))
-        return calls
+        return [call for call, _ in found_calls(text)]
 
     def _call(self, call: ToolCall) -> Any:
         """What the tool returns, or an error."""
@@ -169,6 +163,17 @@ def _opening(row: dict[str, Any], more: Any) -> list[dict[str, Any]] | None:
 
 
 # -------------------------------------------------------------------- calls and answers
+
+
+def found_calls(text: str) -> list[tuple[ToolCall, tuple[int, int]]]:
+    """The calls of a text as Hermes, Qwen2.5 and Qwen3 write them, without those in thoughts, and where they stand."""
+    calls: list[tuple[ToolCall, tuple[int, int]]] = []
+    for region in _REGIONS.finditer(text):
+        if region[0] == "</think>":  # of thoughts that the prompt began
+            calls = []
+        elif region[1] is not None:
+            calls.append((_read(region[1]), region.span()))
+    return calls
 
 
 def _read(text: str) -> ToolCall:

@@ -20,8 +20,8 @@ from test_readme import DOCS, README, named, read, without_blocks
 from torch.optim import lr_scheduler
 
 import sparse_rl_lightning
+from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.calibrate import calibrate, hardware
-from sparse_rl_lightning.cli.options import benchmark as benchmark_parser
 from tests.project.test_layers import OF_VERL
 
 ROOT = README.parent
@@ -35,7 +35,8 @@ THEIRS = {"GRPOTrainer", "GRPOConfig"}  # classes of other programs
 NO_KEYS = {"model.generate", "trainer.fit", "trainer.pt", "--optimizer.lr"}  # methods, a file, a mistake
 TORCHRUN = {"node_rank", "nnodes", "nproc_per_node", "master_addr"}
 OF_SUBCOMMANDS = "config ckpt_path print_config num_threads seed_everything folder hardware help tolerance"
-OWN_OPTIONS = {action.dest for action in benchmark_parser()._actions} | {*OF_SUBCOMMANDS.split()}
+OWN_OPTIONS = {action.dest for parser in (options.benchmark(), options.serve()) for action in parser._actions}
+OWN_OPTIONS |= {*OF_SUBCOMMANDS.split()}
 OTHERS_PAGES = ("from_trl.md", "from_verl.md")
 PAGES = [document for document in DOCS if document.parent.name != "api"]
 

@@ -136,7 +136,7 @@ def own_arguments(words: list[str]) -> list[str] | None:
 
 PLAIN = {
     "benchmark": options.benchmark, "report": options.report, "record": options.record, "doctor": options.doctor,
-    "import-gguf": options.import_gguf,
+    "import-gguf": options.import_gguf, "serve": options.serve,
 }  # fmt: skip
 SIGNATURES = {"calibrate": calibrate.main, "statistics": calibrate.statistics_main}
 

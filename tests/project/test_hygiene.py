@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 50  # of code: long signatures and docstrings are what the 
 LONG_FILES: dict[str, int] = {}  # path in the repository -> its own limit; say why beside each
 LONG_FUNCTIONS: dict[str, int] = {}  # path::name -> its own limit
 
-MAX_UNLIKE_FILES = 12
+MAX_UNLIKE_FILES = 13
 ONE_KIND = {  # by package: what a file of the kind that it collects defines a class of, by the name of a base
     "compressors": {"Compressor", "AttentionCompressor", "SnapKV"},
     "retrievers": {"Retriever"},

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("", "__main__", "cli"),
     ("testing",),  # for users: a command holds their classes to the contract, no other part imports it
+    ("serve",),  # imported by the command that needs it, and lazily
     ("integrations",),  # imported by nothing but commands that need it, and lazily
     ("modules",),
     ("callbacks",),

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 22_496,
+    "statements of the package": 23_143,
     "statements of the spine": 7_717,
     "classes of the rollout half": 99,
     "blank names in ten thousand": 13,
-    "lines of tests": 55_925,
+    "lines of tests": 56_520,
     "statements of experiments": 1_612,
     "statements of docs": 684,
 }

@@ -1,0 +1,128 @@
+"""``sparse-rl serve``: completions under a compressed KV cache for clients of OpenAI's and vLLM's routes."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_rl_lightning.cli import options
+from sparse_rl_lightning.cli.benchmark import Method, built
+from sparse_rl_lightning.cli.calibrate import device_of
+from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.files import whole_file
+from sparse_rl_lightning.policies.geometry import context_length
+from sparse_rl_lightning.policies.pretrained import load_pretrained
+from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.request_thread import RequestThread
+from sparse_rl_lightning.text import say
+
+if TYPE_CHECKING:
+    from sparse_rl_lightning.serve.app import Server
+
+LEAST = {
+    "num_slots": 1,
+    "max_length": 2,
+    "max_logprobs": 0,
+    "max_prefill_tokens": 1,
+    "max_queue": 1,
+    "shutdown_timeout": 0,
+}
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+CHARACTERS = 32
+"""Characters of text for each token of a sequence, above which a prompt is refused before it is tokenized."""
+
+
+def main(args: Sequence[str]) -> None:
+    """Serve until the process is told to end.
+
+    Args:
+        args: Arguments after ``sparse-rl serve``.
+
+    Raises:
+        ValueError: If an option is wrong, or the extra ``serve`` is not installed.
+    """
+    arguments = options.serve().parse_args(args)
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise UserError(
+            "sparse-rl serve needs Starlette and uvicorn: pip install 'sparse-rl-lightning[serve]'."
+        ) from error
+    key = _key(arguments)
+    server = build(arguments, key)
+    where, compressor = f"http://{arguments.host}:{arguments.port}", server.thread.sampler.compressor
+    say(f"Serving {server.settings.name!r} at {where} with {compressor}.")
+    uvicorn.run(
+        server.app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.shutdown_timeout,
+        server_header=False, log_level="warning",
+    )  # fmt: skip
+
+
+def build(arguments: argparse.Namespace, key: str | None = None) -> Server:
+    """The server that options describe, its model loaded and its engine's thread started.
+
+    Raises:
+        ValueError: If an option is wrong.
+    """
+    from sparse_rl_lightning.serve.app import Server, Settings
+    from sparse_rl_lightning.serve.bodies import Limits
+
+    for name, least in LEAST.items():
+        check_number(f"--{name}", getattr(arguments, name), least=least, or_none=True)
+    method = Method.of(arguments.compressor)
+    compressor = built(method.path, method.arguments or {})
+    model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
+    model.eval().to(device_of(arguments.device))
+    sampler = RolloutSampler(
+        model, compressor, arguments.num_slots, max_prefill_tokens=arguments.max_prefill_tokens, tokenizer=tokenizer,
+        kv_dtype=arguments.kv_dtype, memory_limit=arguments.memory_limit,
+    )  # fmt: skip
+    length = arguments.max_length or context_length(model.config)
+    if length is None:
+        raise UserError("The model names no context length: give --max_length.")
+    limits = Limits(length, arguments.max_logprobs, model.config.vocab_size, CHARACTERS * length)
+    # a sequence has `length` tokens, however many of them are the prompt's
+    thread = RequestThread(
+        sampler, SamplingParams(max_completion_length=1, top_logprobs=arguments.max_logprobs), length - 1
+    )
+    settings = Settings(
+        name=arguments.served_model_name or Path(arguments.policy).name or arguments.policy,
+        key=key,
+        hosts=arguments.allowed_hosts or (LOOPBACK if _is_loopback(arguments.host) else ("*",)),
+        max_queue=arguments.max_queue,
+        timeout=arguments.request_timeout,
+    )
+    return Server(thread, tokenizer, limits, settings)
+
+
+def _key(arguments: argparse.Namespace) -> str | None:
+    """The key that clients must send.
+
+    Raises:
+        ValueError: If the file holds none, or others than this machine are served without one.
+    """
+    key = os.environ.get("SPARSE_RL_API_KEY", "")
+    if arguments.api_key_file is not None:
+        try:
+            key = whole_file(arguments.api_key_file, 2**12).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api_key_file={arguments.api_key_file!r} cannot be read: {error}.") from error
+        if not key:
+            raise UserError(f"--api_key_file={arguments.api_key_file!r} is empty.")
+    if not key and not _is_loopback(arguments.host):
+        raise UserError(
+            f"--host={arguments.host} serves other machines, which needs a key: set SPARSE_RL_API_KEY or give "
+            "--api_key_file."
+        )
+    return key or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

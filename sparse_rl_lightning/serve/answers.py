@@ -1,0 +1,192 @@
+"""Answers: completions as OpenAI's and vLLM's clients read them, with text before the end where it is streamed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl_lightning.environments.tools import found_calls
+from sparse_rl_lightning.rollout.requests import CompletedRequest
+from sparse_rl_lightning.serve.bodies import Wanted
+
+REASONS = {"end_token": "stop", "stop_string": "stop", "length": "length", "canceled": "abort"}
+
+
+class Completion:
+    """One completion of a request, for any route.
+
+    Args:
+        completed: The request.
+        row: Which of its completions.
+        wanted: How it is to be answered.
+        tokenizer: Tokenizer of the policy.
+    """
+
+    def __init__(
+        self, completed: CompletedRequest, row: int, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.rollout, self.row, self.wanted, self.tokenizer = completed.rollout, row, wanted, tokenizer
+        self.reason = REASONS[completed.endings[row]]
+        self._is_drawn = completed.rollout.completion_mask[row]
+        self.ids: list[int] = completed.rollout.sequences[row, self._is_drawn].tolist()
+        self.text = finished_text(self.ids, completed.endings[row] == "stop_string", wanted, tokenizer)
+
+    def _of(self, log: Tensor) -> Any:
+        """What a log has for each token."""
+        return log[self.row, self._is_drawn.to(log.device)].tolist()
+
+    def logprobs(self) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """Each token, its log-probability as it was drawn, and the most likely ones under the whole distribution."""
+        rollout, count = self.rollout, self.wanted.logprobs or 0
+        as_drawn = rollout.sampler_logprobs if rollout.behavior_logprobs is None else rollout.behavior_logprobs
+        top: list[list[tuple[int, float]]] = [[] for _ in self.ids]
+        if count and rollout.topk_ids is not None and rollout.topk_logprobs is not None:
+            ids, logprobs = self._of(rollout.topk_ids), self._of(rollout.topk_logprobs)
+            top = [list(zip(i[:count], p[:count], strict=True)) for i, p in zip(ids, logprobs, strict=True)]
+        return list(zip(self.ids, self._of(as_drawn), top, strict=True))
+
+    def name(self, token: int) -> str:
+        """A token in a list of log-probabilities."""
+        return f"token_id:{token}" if self.wanted.tokens_as_ids else str(self.tokenizer.decode([token]))
+
+    def completion_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities as ``/v1/completions`` has them."""
+        if self.wanted.logprobs is None:
+            return None
+        rows, offsets, length = self.logprobs(), [], 0
+        for token, *_ in rows:
+            offsets.append(length)
+            length += len(self.name(token))
+        return {
+            "tokens": [self.name(token) for token, *_ in rows],
+            "token_logprobs": [finite(logprob) for _, logprob, _ in rows],
+            "top_logprobs": [
+                {self.name(i): finite(p) for i, p in [*top, (token, logprob)]} for token, logprob, top in rows
+            ],
+            "text_offset": offsets,
+        }
+
+    def chat_logprobs(self, in_ids: bool = False) -> dict[str, Any] | None:
+        """Log-probabilities as ``/v1/chat/completions`` has them; ``in_ids`` as ``/inference/v1/generate``."""
+        if self.wanted.logprobs is None:
+            return None
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            if in_ids:  # both spellings that vLLM's versions have had
+                return {"token": f"token_id:{token}", "token_id": token, "logprob": finite(logprob)}
+            name = self.name(token)
+            return {"token": name, "logprob": finite(logprob), "bytes": list(name.encode())}
+
+        content = [
+            entry(token, logprob) | {"top_logprobs": [entry(i, p) for i, p in top]}
+            for token, logprob, top in self.logprobs()
+        ]
+        return {"content": content}
+
+    def sample_support(self) -> dict[str, Any]:
+        """The tokens that truncation left at each position: int32 (T, top_k), padded with -1."""
+        top, support = self.rollout.topk_ids, self.rollout.support
+        assert top is not None
+        assert support is not None
+        width = self.wanted.params.top_k
+        counts = np.array(self._of(support), dtype=np.int32)
+        ids = np.array(self._of(top), dtype=np.int32).reshape(len(counts), -1)[:, :width]
+        ids[np.arange(width) >= counts[:, None]] = -1
+        return {"data": base64.b64encode(ids.tobytes()).decode(), "shape": list(ids.shape), "dtype": "int32"}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
+
+
+def finished_text(ids: list[int], is_stopped: bool, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens; where a stop string ended them it is cut, which the last token completes."""
+    text = str(tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens))
+    if not is_stopped:
+        return text
+    before = len(str(tokenizer.decode(ids[:-1], skip_special_tokens=wanted.skip_special_tokens)).rstrip("\ufffd"))
+    stops = wanted.params.stop_strings
+    places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+    if not places:  # of bytes that decode otherwise alone
+        return text
+    return text[: min(end for _, end in places) if wanted.include_stop else min(at for at, _ in places)]
+
+
+class TextStream:
+    """The text of a completion that is still being drawn, piece by piece.
+
+    Held back is what may still change: half a character, and the beginning of a stop string.
+
+    Args:
+        wanted: How the completion is to be answered.
+        tokenizer: Tokenizer of the policy.
+    """
+
+    def __init__(self, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.wanted, self.tokenizer = wanted, tokenizer
+        self._text, self._num_sent = "", 0
+        self._first, self._last = 0, 0  # tokens whose text is known, of which those from the first on are decoded again
+
+    def add(self, ids: list[int]) -> str:
+        """The new piece of text, given all tokens so far."""
+        before, now = self._decode(ids[self._first : self._last]), self._decode(ids[self._first :])
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            self._text += now[len(before) :]
+            self._first, self._last = self._last, len(ids)
+        return self._sent(len(self._text) - self._held())
+
+    def rest(self, text: str) -> str:
+        """The last piece, given the whole text."""
+        self._text = text
+        return self._sent(len(text))
+
+    def _sent(self, end: int) -> str:
+        piece, self._num_sent = self._text[self._num_sent : end], max(self._num_sent, end)
+        return piece
+
+    def _held(self) -> int:
+        """How many characters at the end could begin a stop string, or follow one."""
+        stops = self.wanted.params.stop_strings
+        begun = [at for stop in stops if (at := self._text.find(stop, max(0, self._num_sent - len(stop)))) >= 0]
+        ends = [n for stop in stops for n in range(1, len(stop)) if self._text.endswith(stop[:n])]
+        return max([len(self._text) - min(begun)] if begun else [], default=max(ends, default=0))
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=self.wanted.skip_special_tokens))
+
+
+def message(completion: Completion, with_tools: bool) -> tuple[dict[str, Any], str]:
+    """The assistant's message of a completion, its calls taken out if there are tools, and why it ended."""
+    calls_at = [(call, span) for call, span in found_calls(completion.text) if call.error is None] if with_tools else []
+    if not calls_at:
+        return {"role": "assistant", "content": completion.text}, completion.reason
+    calls = [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "index": index,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for index, (call, _) in enumerate(calls_at)
+    ]
+    text = completion.text
+    for _, (first, last) in reversed(calls_at):
+        text = text[:first] + text[last:]
+    answer = {"role": "assistant", "content": text.strip() or None, "tool_calls": calls}
+    return answer, "tool_calls" if completion.reason == "stop" else completion.reason
+
+
+def usage(prompts: Sequence[Sequence[int]], completed: Sequence[CompletedRequest]) -> dict[str, int]:
+    """Numbers of tokens."""
+    read = sum(map(len, prompts))
+    drawn = sum(int(done.rollout.completion_mask.sum()) for done in completed)
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}

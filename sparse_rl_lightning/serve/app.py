@@ -1,0 +1,396 @@
+"""The server's routes: bodies in, completions out; who may ask, and how much at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl_lightning import __version__
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rollout import CompletedRequest
+from sparse_rl_lightning.rollout.prompts import encode_prompt, with_tools
+from sparse_rl_lightning.rollout.request_thread import RequestThread
+from sparse_rl_lightning.serve import answers, bodies
+from sparse_rl_lightning.serve.answers import Completion, TextStream
+from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
+from sparse_rl_lightning.serve.drawing import Drawing, Job
+
+BODY_SECONDS = 30.0  # that a body may take to arrive
+OPEN = {"/health", "/version"}  # need no key
+DEFAULT_TOKENS = 16  # of a completion that names no limit, as in vLLM
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the server is, and whom it serves.
+
+    Args:
+        name: Name of the model.
+        key: What clients send as ``Authorization: Bearer``, None for no key.
+        hosts: Names by which the server is called, ``*`` for any.
+        max_queue: Number of requests that run or wait, above which others are answered 429.
+        timeout: Seconds after which a request ends with what it has.
+        max_body: Bytes of a body.
+    """
+
+    name: str
+    key: str | None = None
+    hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")
+    max_queue: int = 1024
+    timeout: float = 3600.0
+    max_body: int = 2**24
+
+
+Choice: TypeAlias = Callable[[int, Completion, list[int]], dict[str, Any]]
+"""A choice of an answer, from its index, completion and prompt."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the events of a stream are written."""
+
+    piece: Callable[[str], dict[str, Any]] | None  # a text that has come; None sends nothing before the end
+    last: Callable[[Completion, str], tuple[dict[str, Any], str]]  # the end, from what is left of the text; its reason
+    first: dict[str, Any] | None = None  # before any text
+
+    def contents(
+        self, news: dict[int, list[int]] | CompletedRequest, texts: Sequence[TextStream]
+    ) -> Iterator[tuple[int, dict[str, Any], str | None]]:
+        """What is to be sent of a request's news: the sample, the content and what ended it."""
+        if isinstance(news, CompletedRequest):
+            for row in range(len(news.endings)):
+                completion = Completion(news, row, texts[row].wanted, texts[row].tokenizer)
+                yield row, *self.last(completion, texts[row].rest(completion.text))
+        elif self.piece is not None:
+            for sample, ids in news.items():
+                if text := texts[sample].add(ids):
+                    yield sample, self.piece(text), None
+
+
+class Server:
+    """The routes of one model.
+
+    Args:
+        thread: Draws the requests.
+        tokenizer: Tokenizer of the policy.
+        limits: What a request may ask for.
+        settings: What the server is.
+    """
+
+    def __init__(
+        self, thread: RequestThread, tokenizer: PreTrainedTokenizerBase, limits: Limits, settings: Settings
+    ) -> None:
+        self.thread, self.tokenizer, self.limits, self.settings = thread, tokenizer, limits, settings
+        self.drawing = Drawing(thread, limits, settings.max_queue, settings.timeout)
+        self.started = int(time.time())
+        self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering block nobody else
+
+    @property
+    def app(self) -> Starlette:
+        """The application."""
+        routes = {
+            "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
+            "/inference/v1/generate": self.generate, "/tokenize": self.tokenize,
+        }  # fmt: skip
+        reads = {"/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics}
+        return Starlette(
+            routes=[
+                *(Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()),
+                *(Route(path, endpoint, methods=["GET"]) for path, endpoint in reads.items()),
+            ],
+            middleware=[
+                Middleware(TrustedHostMiddleware, allowed_hosts=list(self.settings.hosts), www_redirect=False),
+                Middleware(Guard, key=self.settings.key),
+            ],
+            exception_handlers={UserError: refused, HTTPException: refused, Exception: broken},
+            max_body_size=self.settings.max_body,
+        )
+
+    # ---------------------------------------------------------------- what draws nothing
+
+    async def health(self, _: Request) -> Response:
+        """Whether the last request could be drawn."""
+        if self.thread.error is not None:
+            return error_answer(503, "The engine has failed; the next request starts it again.")
+        return JSONResponse({"status": "ok"})
+
+    async def version(self, _: Request) -> Response:
+        """The library's version."""
+        return JSONResponse({"version": __version__})
+
+    async def models(self, _: Request) -> Response:
+        """The one model."""
+        model = {"id": self.settings.name, "object": "model", "created": self.started, "owned_by": "sparse-rl"}
+        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.limits.max_length}]})
+
+    async def metrics(self, _: Request) -> Response:
+        """Gauges and counters under vLLM's names, and what is evicted under ours."""
+        slots, running = self.thread.sampler.num_slots or 1, self.thread.num_running
+        numbers = {
+            "vllm:num_requests_running": running, "vllm:num_requests_waiting": self.thread.num_queued,
+            "vllm:kv_cache_usage_perc": min(1.0, running / slots), "sparse_rl:slots": slots,
+            "sparse_rl:kv_cache_bytes": self.thread.cache_bytes,
+        }  # fmt: skip
+        lines = [f"{name}{{model_name={json.dumps(self.settings.name)}}} {value}" for name, value in numbers.items()]
+        label = f"model_name={json.dumps(self.settings.name)}"
+        for name, value in sorted(self.drawing.counts.items()):
+            metric, reason = (*name.split("/"), "")[:2]
+            labels = label + (f',finished_reason="{reason}"' if reason else "")
+            lines.append(f"{metric}_total{{{labels}}} {value}")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a prompt or of messages."""
+        body = await self._body(request)
+        if "messages" in body:
+            tokens = await self._messages(body)
+        else:
+            (tokens,) = await self._prompts({"prompt": bodies.text(str(body.get("prompt", "")), "prompt", self.limits)})
+        answer = {"count": len(tokens), "max_model_len": self.limits.max_length, "tokens": tokens, "token_strs": None}
+        return JSONResponse(answer)
+
+    # ---------------------------------------------------------------- what draws
+
+    async def completions(self, request: Request) -> Response:
+        """Complete texts or token ids, prompt by prompt."""
+        body = await self._body(request)
+        wanted = self._wanted(body, bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs))
+        prompts = await self._prompts(body)
+        jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS)
+        head = self._head("cmpl", "text_completion")
+
+        def choice(index: int, completion: Completion, prompt: list[int]) -> dict[str, Any]:
+            ids = {"token_ids": completion.ids, "prompt_token_ids": prompt} if wanted.return_token_ids else {}
+            logprobs = completion.completion_logprobs()
+            return {
+                "index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": completion.reason
+            } | ids  # fmt: skip
+
+        if wanted.stream:
+
+            def piece(text: str) -> dict[str, Any]:
+                return {"text": text, "logprobs": None}
+
+            return self._streamed(head, jobs, wanted, Shape(piece, lambda c, text: (piece(text), c.reason)))
+        return await self._answered(request, head, jobs, wanted, choice)
+
+    async def chat(self, request: Request) -> Response:
+        """Complete a conversation."""
+        body = await self._body(request)
+        top = bodies.number(body, "top_logprobs", 0, 0, self.limits.max_logprobs)
+        wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
+        with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
+        prompt = await self._messages(body)
+        jobs = self.drawing.jobs([prompt], wanted, None)
+        head = self._head("chatcmpl", "chat.completion")
+
+        def choice(index: int, completion: Completion, _: list[int]) -> dict[str, Any]:
+            message, reason = answers.message(completion, with_calls)
+            ids = {"token_ids": completion.ids} if wanted.return_token_ids else {}
+            logprobs = completion.chat_logprobs()
+            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason} | ids
+
+        if wanted.stream:
+            return self._streamed(head | {"object": "chat.completion.chunk"}, jobs, wanted, chat_shape(with_calls))
+        more = {"prompt_token_ids": prompt} if wanted.return_token_ids else {}
+        return await self._answered(request, head | more, jobs, wanted, choice)
+
+    async def generate(self, request: Request) -> Response:
+        """Complete token ids, with token ids alone in the answer."""
+        body = await self._body(request)
+        settings = body.get("sampling_params") or {}
+        if not isinstance(settings, dict):
+            raise BadRequest("sampling_params must be an object.", "sampling_params")
+        support = {name: body[name] for name in ("return_sample_support",) if name in body}
+        top = bodies.number(settings, "logprobs", None, 0, self.limits.max_logprobs)
+        wanted = self._wanted(settings | support | {"model": body.get("model")}, top)
+        if wanted.stream or body.get("stream"):
+            raise BadRequest("stream is not supported on this route.", "stream")
+        prompt = bodies.token_ids(body.get("token_ids"), "token_ids", self.limits.vocabulary)
+        jobs = self.drawing.jobs([prompt], wanted, DEFAULT_TOKENS)
+
+        def choice(index: int, completion: Completion, _: list[int]) -> dict[str, Any]:
+            logprobs = completion.chat_logprobs(in_ids=True)
+            more = {"rollout_sample_support": completion.sample_support()} if wanted.sample_support else {}
+            return {
+                "index": index, "token_ids": completion.ids, "logprobs": logprobs, "finish_reason": completion.reason
+            } | more  # fmt: skip
+
+        head = {"request_id": uuid.uuid4().hex, "prompt_logprobs": None, "kv_transfer_params": None}
+        return await self._answered(request, head, jobs, wanted, choice)
+
+    # ---------------------------------------------------------------- steps of these
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        try:
+            return bodies.read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
+        except TimeoutError:
+            raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._texts, partial(function, *arguments))
+
+    def _wanted(self, body: dict[str, Any], logprobs: int | None) -> Wanted:
+        name = body.get("model")
+        if name is not None and name != self.settings.name:
+            raise BadRequest(f"The model {name!r:.80} does not exist, this is {self.settings.name!r}.", "model", 404)
+        return bodies.wanted(body, self.limits, self.thread.sampler.end_token_ids, logprobs)
+
+    async def _prompts(self, body: dict[str, Any]) -> list[list[int]]:
+        prompts = bodies.prompts(body, self.limits)
+        return [
+            prompt if isinstance(prompt, list) else await self._in_thread(encode_prompt, self.tokenizer, prompt)
+            for prompt in prompts
+        ]
+
+    async def _messages(self, body: dict[str, Any]) -> list[int]:
+        messages = bodies.messages(body, self.limits)
+        options, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or []
+        scalar = (str, int, float, bool, type(None))
+        if not isinstance(options, dict) or not all(isinstance(value, scalar) for value in options.values()):
+            raise BadRequest("chat_template_kwargs must be an object of scalars.", "chat_template_kwargs")
+        if forbidden := {"chat_template", "tools", "documents"} & set(options):
+            raise BadRequest(f"chat_template_kwargs may not have {min(forbidden)}.", "chat_template_kwargs")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BadRequest("tools must be a list of objects.", "tools")
+        return await self._in_thread(encode_prompt, self.tokenizer, messages, with_tools(options, tools))
+
+    def _head(self, prefix: str, object_type: str) -> dict[str, Any]:
+        identity = f"{prefix}-{uuid.uuid4().hex}"
+        return {"id": identity, "object": object_type, "created": int(time.time()), "model": self.settings.name}
+
+    async def _answered(
+        self, request: Request, head: dict[str, Any], jobs: list[Job], wanted: Wanted, choice: Choice
+    ) -> Response:
+        """Draw, and answer when all is done."""
+        completed = await self.drawing.complete(request, jobs)
+
+        def choices() -> list[dict[str, Any]]:
+            rows = [
+                (done, row, job) for done, job in zip(completed, jobs, strict=True) for row in range(len(done.endings))
+            ]
+            return [
+                choice(index, Completion(done, row, wanted, self.tokenizer), job.prompt)
+                for index, (done, row, job) in enumerate(rows)
+            ]
+
+        usage = answers.usage([job.prompt for job in jobs], completed)
+        return JSONResponse(head | {"choices": await self._in_thread(choices), "usage": usage})
+
+    def _streamed(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> Response:
+        """Draw, and send texts as they come."""
+        return StreamingResponse(self._events(head, jobs, wanted, shape), media_type="text/event-stream")
+
+    async def _events(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> AsyncIterator[str]:
+        """The events of a stream."""
+        count, completed = wanted.params.num_generations, list[CompletedRequest]()
+        texts = [TextStream(wanted, self.tokenizer) for _ in range(count * len(jobs))]
+        try:
+            for index in range(len(texts)):
+                if shape.first is not None:
+                    yield event(head, index, shape.first)
+            async for job, news in self.drawing.news(jobs):
+                completed += [news] if isinstance(news, CompletedRequest) else []
+                for index, content, reason in shape.contents(news, texts[job * count : (job + 1) * count]):
+                    yield event(head, job * count + index, content, reason)
+            if wanted.include_usage:
+                usage = answers.usage([job.prompt for job in jobs], completed)
+                yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            status, message = (400, str(error)) if isinstance(error, UserError) else (500, failure(error))
+            yield f"data: {json.dumps(error_body(status, message))}\n\n"
+
+
+class Guard:
+    """Refuses what a web page of somebody else could send, and clients without the key."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self.app, self.key = app, None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        answer: Response | None = None
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if scope["method"] == "POST" and media_type != "application/json":
+                answer = error_answer(415, "Send application/json.")
+            sent = headers.get("authorization", "").encode()
+            if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key):
+                answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        await (self.app if answer is None else answer)(scope, receive, send)
+
+
+# ---------------------------------------------------------------- events and errors
+
+
+def chat_shape(with_calls: bool) -> Shape:
+    """The events of a chat; where there may be calls, all of a message is its last event."""
+
+    def last(completion: Completion, text: str) -> tuple[dict[str, Any], str]:
+        if not with_calls:
+            return {"delta": {"content": text}}, completion.reason
+        message, reason = answers.message(completion, with_tools=True)
+        return {"delta": message}, reason
+
+    piece: Callable[[str], dict[str, Any]] | None = None if with_calls else lambda text: {"delta": {"content": text}}
+    return Shape(piece, last, {"delta": {"role": "assistant", "content": ""}})
+
+
+def event(head: dict[str, Any], index: int, content: dict[str, Any], reason: str | None = None) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(head | {'choices': [{'index': index, **content, 'finish_reason': reason}]})}\n\n"
+
+
+TYPES = {401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError", 500: "InternalServerError"}
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": TYPES.get(status, "BadRequestError"), "param": param, "code": status}}
+
+
+def error_answer(status: int, message: str, param: str | None = None) -> Response:
+    """The answer that says what is wrong."""
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse(error_body(status, message, param), status, headers)
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """Answer a request that is wrong."""
+    if isinstance(error, HTTPException):
+        return error_answer(error.status_code, str(error.detail))
+    if isinstance(error, BadRequest):
+        return error_answer(error.status, str(error), error.param)
+    return error_answer(400, str(error))
+
+
+async def broken(_: Request, error: Exception) -> Response:
+    """Answer a request that met an error of ours."""
+    return error_answer(500, failure(error))
+
+
+def failure(error: Exception) -> str:
+    """What a client is told of an error that is not its own."""
+    return f"The engine has failed: {type(error).__name__}."

@@ -1,0 +1,258 @@
+"""Bodies of requests: hostile JSON to sampling parameters; what would change the text and is not honored is refused.
+
+Names and defaults are vLLM's; other unknown fields are ignored, as there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rollout import SamplingParams
+from sparse_rl_lightning.rollout.engine.requests import MOST_ENDS
+
+MOST_COMPLETIONS, MOST_STOPS, MOST_STOP_BYTES, MOST_PROMPTS = 64, 4, 256, 256
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "response_format": ({"type": "text"},),
+    "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1,), "truncate_prompt_tokens": (),
+    "echo": (False,), "suffix": ("",), "chat_template": (), "documents": ([],), "functions": ([],),
+    "prompt_logprobs": (0,), "prompt_embeds": (), "logits_processors": ([],),
+    "tool_choice": ("auto", "none"), "reasoning_effort": (), "thinking_token_budget": (),
+}  # fmt: skip
+"""Fields that are not honored and would change what is drawn, and their values that would not, beside null."""
+
+
+class BadRequest(UserError):
+    """What is wrong with a request, as OpenAI's clients read it."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+def read_json(content: bytes) -> dict[str, Any]:
+    """The object that a body holds.
+
+    Raises:
+        BadRequest: If it is no JSON, too deeply nested, or no object.
+    """
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is no JSON: {type(error).__name__}.") from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return body
+
+
+def number(
+    body: Mapping[str, Any],
+    name: str,
+    default: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    whole: bool = True,
+) -> Any:
+    """A number of a body, the default where it is missing or null.
+
+    Raises:
+        BadRequest: If it is none, not finite, or outside the limits.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        expected = "an integer" if whole else "a number"
+        raise BadRequest(f"{name} must be {expected} between {least:g} and {most:g}, got {value!r:.50}.", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A switch of a body."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, got {value!r:.50}.", name)
+    return default if value is None else value
+
+
+def token_ids(value: Any, name: str, vocabulary: int, most: int | None = None) -> list[int]:
+    """A list of token ids.
+
+    Raises:
+        BadRequest: If it is none, or too long.
+    """
+    if not isinstance(value, list) or any(type(token) is not int or not 0 <= token < vocabulary for token in value):
+        raise BadRequest(f"{name} must be a list of token ids from 0 to {vocabulary - 1}.", name)
+    if most is not None and len(value) > most:
+        raise BadRequest(f"{name} may have {most} entries, got {len(value)}.", name)
+    return value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server allows."""
+
+    max_length: int  # tokens of a prompt and its completion
+    max_logprobs: int
+    vocabulary: int
+    max_text: int  # characters of a prompt
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a request wants to be drawn and answered."""
+
+    params: SamplingParams  # its max_completion_length is that of an empty prompt
+    end_token_ids: tuple[int, ...] | None  # None for the model's
+    max_tokens: int | None  # None for as many as fit
+    logprobs: int | None = None  # number of most likely tokens beside the drawn one, None for no log-probs
+    sample_support: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], logprobs: int | None) -> Wanted:
+    """The sampling parameters of a body, checked.
+
+    Args:
+        body: Body of a request, or its ``sampling_params``.
+        limits: What the server allows.
+        end_token_ids: Those of the model.
+        logprobs: Number of most likely tokens that the route asks for, None for no log-probabilities.
+
+    Raises:
+        BadRequest: If a value is wrong, or not honored.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            raise BadRequest(f"{name}={value!r:.80} is not supported: leave it out.", name)
+    if guided := [name for name in body if name.startswith("guided_") and body[name] is not None]:
+        raise BadRequest(f"{guided[0]} is not supported: leave it out.", guided[0])
+    if logprobs is not None and not 0 <= logprobs <= limits.max_logprobs:
+        raise BadRequest(f"logprobs must be between 0 and {limits.max_logprobs}, got {logprobs}.", "logprobs")
+    most = limits.max_length
+    max_tokens = number(body, "max_completion_tokens", number(body, "max_tokens", None, 1, 2**31), 1, 2**31)
+    min_tokens = number(body, "min_tokens", 0, 0, most)
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    fine = isinstance(stops, list) and all(
+        isinstance(s, str) and 0 < len(s.encode(errors="replace")) <= MOST_STOP_BYTES for s in stops
+    )
+    if not fine or len(stops) > MOST_STOPS:
+        raise BadRequest(f"stop must be at most {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes.", "stop")
+    extra = token_ids(body.get("stop_token_ids") or [], "stop_token_ids", limits.vocabulary, MOST_ENDS)
+    ends = tuple(dict.fromkeys([*([] if flag(body, "ignore_eos") else end_token_ids), *extra]))
+    if len(ends) > MOST_ENDS:
+        raise BadRequest(f"The model's end tokens and stop_token_ids are more than {MOST_ENDS}.", "stop_token_ids")
+    top_k = max(0, number(body, "top_k", 0, -1, limits.vocabulary))
+    support = flag(body, "return_sample_support")
+    if support and not 1 < top_k <= limits.max_logprobs:
+        raise BadRequest(f"return_sample_support needs top_k between 2 and {limits.max_logprobs}.", "top_k")
+    options = body.get("stream_options")
+    stream = flag(body, "stream")
+    if stream and (logprobs is not None or support):
+        raise BadRequest("logprobs are not streamed: leave out stream or logprobs.", "stream")
+    params = SamplingParams(
+        num_generations=number(body, "n", 1, 1, MOST_COMPLETIONS),
+        max_completion_length=most,
+        min_completion_length=min_tokens,
+        temperature=float(number(body, "temperature", 1.0, 0, 1e6, whole=False)),
+        top_k=top_k,
+        top_p=float(number(body, "top_p", 1.0, 1e-9, 1, whole=False)),
+        min_p=float(number(body, "min_p", 0.0, 0, 1, whole=False)),
+        top_logprobs=max(logprobs or 0, top_k if support else 0),
+        stop_strings=tuple(stops),
+        seed=number(body, "seed", secrets.randbits(63), -(2**63), 2**63 - 1),
+    )
+    return Wanted(
+        params, ends, max_tokens, logprobs, support, stream,
+        isinstance(options, dict) and flag(options, "include_usage"), flag(body, "return_token_ids"),
+        flag(body, "return_tokens_as_token_ids"), flag(body, "skip_special_tokens", True),
+        flag(body, "include_stop_str_in_output"),
+    )  # fmt: skip
+
+
+def prompts(body: Mapping[str, Any], limits: Limits) -> list[str | list[int]]:
+    """The prompts of a completion: a text, several, token ids, or several lists of them.
+
+    Raises:
+        BadRequest: If they are none of these, or too many or too long.
+    """
+    sent = body.get("prompt")
+    listed = sent if isinstance(sent, list) and sent and not isinstance(sent[0], int) else [sent]
+    if len(listed) > MOST_PROMPTS:
+        raise BadRequest(f"prompt may have {MOST_PROMPTS} prompts, got {len(listed)}.", "prompt")
+    checked: list[str | list[int]] = []
+    for prompt in listed:
+        if isinstance(prompt, str) and prompt:
+            checked.append(text(prompt, "prompt", limits))
+        elif isinstance(prompt, list) and prompt:
+            checked.append(token_ids(prompt, "prompt", limits.vocabulary))
+        else:
+            raise BadRequest(
+                "prompt must be a text or a list of token ids that is not empty, or a list of such.", "prompt"
+            )
+    return checked
+
+
+def text(value: str, name: str, limits: Limits) -> str:
+    """A text that is not too long to be tokenized.
+
+    Raises:
+        BadRequest: If it is.
+    """
+    if len(value) > limits.max_text:
+        raise BadRequest(f"{name} may have {limits.max_text} characters, got {len(value)}.", name)
+    return value
+
+
+def messages(body: Mapping[str, Any], limits: Limits) -> list[dict[str, Any]]:
+    """The chat messages of a body, with contents of null as empty texts and arguments of calls as objects.
+
+    Raises:
+        BadRequest: If they are no list of messages, or too long, or the last is the assistant's and is not continued.
+    """
+    sent = body.get("messages")
+    if not isinstance(sent, list) or not sent or not all(isinstance(message, dict) for message in sent):
+        raise BadRequest("messages must be a list of objects that is not empty.", "messages")
+    text(json.dumps(sent), "messages", limits)
+    goes_on = flag(body, "continue_final_message")
+    if (sent[-1].get("role") == "assistant") != goes_on or flag(body, "add_generation_prompt", not goes_on) == goes_on:
+        raise BadRequest(
+            "A last message of the assistant is continued: it needs continue_final_message=true and "
+            "add_generation_prompt=false, which go with no other.",
+            "messages",
+        )
+    return [_message(message) for message in sent]
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    read = {**message, "content": "" if message.get("content") is None else message["content"]}
+    calls = message.get("tool_calls")
+    if calls is None:
+        return read
+    try:
+        read["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise BadRequest("tool_calls of a message must have a function with name and arguments.", "messages") from None
+    return read
+
+
+def _arguments(value: Any) -> Any:
+    """A call's arguments as templates want them; OpenAI's clients send JSON in a string."""
+    return json.loads(value) if isinstance(value, str) else value
