@@ -215,19 +215,26 @@ patch = _exit
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not real"]
 
 
+SHARES = 24
+
+
 def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
-    """For each file the tests of every line, and the seconds of each test; measured once for a state of the tree."""
+    """For each file the tests of every line, and the seconds of each test; measured once for a state of the tree.
+
+    It is measured share by share, so that one that was stopped goes on behind the last share.
+    """
     kept = BUILD / "baseline.json"
     if not kept.exists():
         tests = sorted((ROOT / "tests").rglob("test_*.py"))
         tests = [path for path in tests if path.relative_to(ROOT / "tests").parts[0] not in LEFT_OUT]
         tree = copied(BUILD / "tree-0")
-        shares = [[path.relative_to(ROOT).as_posix() for path in tests[share::jobs]] for share in range(jobs)]
-
-        for old in BUILD.glob("ranks-*"):
-            old.unlink()
+        shares = [[path.relative_to(ROOT).as_posix() for path in tests[share::SHARES]] for share in range(SHARES)]
 
         def measure(share: int) -> None:
+            if (BUILD / f"durations-{share}.json").exists():  # written last
+                return
+            for old in BUILD.glob(f"ranks-{share}.*"):
+                old.unlink()
             ranks = BUILD / f"ranks-{share}.ini"
             ranks.write_text(RANKS.format(file=BUILD / f"ranks-{share}"))
             files = BUILD / f"durations-{share}.json", BUILD / f"coverage-{share}"
@@ -236,20 +243,20 @@ def baseline(jobs: int) -> tuple[dict[str, dict[int, list[str]]], dict[str, floa
             ran(tree, command, MUTANTS_DURATIONS=str(files[0]), MUTANTS_RANKS=str(ranks))
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(measure, range(jobs)))
-        kept.write_text(json.dumps(_covered(tree, jobs)))
+            list(pool.map(measure, range(SHARES)))
+        kept.write_text(json.dumps(_covered(tree)))
     found = json.loads(kept.read_text())
     lines = {file: {int(line): tests for line, tests in own.items()} for file, own in found["lines"].items()}
     return lines, found["seconds"]
 
 
-def _covered(tree: Path, jobs: int) -> dict[str, Any]:
+def _covered(tree: Path) -> dict[str, Any]:
     from coverage import CoverageData
     from coverage.exceptions import DataError
 
     lines: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     seconds = dict[str, float]()
-    for share in range(jobs):
+    for share in range(SHARES):
         seconds |= json.loads((BUILD / f"durations-{share}.json").read_text())
         for found in [BUILD / f"coverage-{share}", *BUILD.glob(f"ranks-{share}.*.*")]:
             data = CoverageData(str(found))
