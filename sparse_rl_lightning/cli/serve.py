@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from sparse_rl_lightning.serve.app import Server
 
 LEAST = {
-    "num_slots": 1,
-    "max_length": 2,
-    "max_logprobs": 0,
-    "max_prefill_tokens": 1,
-    "max_queue": 1,
-    "shutdown_timeout": 0,
-}
+    "num_slots": 1, "max_length": 2, "max_logprobs": 0, "max_prefill_tokens": 1, "max_queue": 1, "shutdown_timeout": 0,
+    "port": 0,
+}  # fmt: skip
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 CHARACTERS = 32
 """Characters of text for each token of a sequence, above which a prompt is refused before it is tokenized."""
+MAX_BODY = 2**22
+"""Bytes of a body, or more where one prompt of token ids needs them."""
 
 
 def main(args: Sequence[str]) -> None:
@@ -52,14 +50,17 @@ def main(args: Sequence[str]) -> None:
         raise UserError(
             "sparse-rl serve needs Starlette and uvicorn: pip install 'sparse-rl-lightning[serve]'."
         ) from error
-    key = _key(arguments)
-    server = build(arguments, key)
-    where, compressor = f"http://{arguments.host}:{arguments.port}", server.thread.sampler.compressor
-    say(f"Serving {server.settings.name!r} at {where} with {compressor}.")
-    uvicorn.run(
+    server = build(arguments, _key(arguments))
+    config = uvicorn.Config(
         server.app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.shutdown_timeout,
         server_header=False, log_level="warning",
     )  # fmt: skip
+    bound, usage = config.bind_socket(), server.thread.usage
+    say(
+        f"Serving {server.settings.name!r} at http://{arguments.host}:{bound.getsockname()[1]} with "
+        f"{server.thread.sampler.compressor}, {usage.num_slots} slots, {usage.cache_bytes:,} bytes of keys and values."
+    )
+    uvicorn.Server(config).run([bound])
 
 
 def build(arguments: argparse.Namespace, key: str | None = None) -> Server:
@@ -73,28 +74,38 @@ def build(arguments: argparse.Namespace, key: str | None = None) -> Server:
 
     for name, least in LEAST.items():
         check_number(f"--{name}", getattr(arguments, name), least=least, or_none=True)
+    check_number("--request_timeout", arguments.request_timeout, above=0)
     method = Method.of(arguments.compressor)
     compressor = built(method.path, method.arguments or {})
+    is_folder = Path(arguments.policy).is_dir()
     model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
     model.eval().to(device_of(arguments.device))
     sampler = RolloutSampler(
         model, compressor, arguments.num_slots, max_prefill_tokens=arguments.max_prefill_tokens, tokenizer=tokenizer,
         kv_dtype=arguments.kv_dtype, memory_limit=arguments.memory_limit,
     )  # fmt: skip
-    length = arguments.max_length or context_length(model.config)
-    if length is None:
-        raise UserError("The model names no context length: give --max_length.")
+    context = context_length(model.config)
+    length = arguments.max_length or context
+    if length is None or (context is not None and length > context):
+        raise UserError(
+            f"--max_length={length} tokens, and the model is made for {context}."
+            if length
+            else "The model names no context length: give --max_length."
+        )
     limits = Limits(length, arguments.max_logprobs, model.config.vocab_size, CHARACTERS * length)
     # a sequence has `length` tokens, however many of them are the prompt's
     thread = RequestThread(
         sampler, SamplingParams(max_completion_length=1, top_logprobs=arguments.max_logprobs), length - 1
     )
+    thread.prepare()  # what does not fit ends this, and not the first client's request
+    own_host = (*LOOPBACK, arguments.host) if _is_loopback(arguments.host) and key is None else ("*",)
     settings = Settings(
-        name=arguments.served_model_name or Path(arguments.policy).name or arguments.policy,
+        name=arguments.served_model_name or (Path(arguments.policy).resolve().name if is_folder else arguments.policy),
         key=key,
-        hosts=arguments.allowed_hosts or (LOOPBACK if _is_loopback(arguments.host) else ("*",)),
+        hosts=arguments.allowed_hosts or own_host,
         max_queue=arguments.max_queue,
         timeout=arguments.request_timeout,
+        max_body=max(MAX_BODY, 16 * length),
     )
     return Server(thread, tokenizer, limits, settings)
 

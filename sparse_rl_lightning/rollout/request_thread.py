@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.requests import Request
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
 from sparse_rl_lightning.rollout.requests import CompletedRequest, RequestLimits, RequestSession
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -42,6 +47,17 @@ class PendingRequest:
             self.done.set_exception(error)
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a thread is doing."""
+
+    num_running: int  # requests with a sample in a slot
+    num_waiting: int  # other requests
+    num_occupied: int  # slots in use
+    num_slots: int
+    cache_bytes: int  # of keys and values that the slots take
+
+
 class _AbortedError(Exception):
     """Ends a session between two steps."""
 
@@ -49,7 +65,7 @@ class _AbortedError(Exception):
 class RequestThread:
     """Draws requests in a thread of its own: new ones join between two decode steps, and leave when they are complete.
 
-    An exception is that of the requests that ran: they get it, and the next ones get a new session.
+    An exception is that of the requests that ran: they get it, it is logged, and the next ones get a new session.
 
     Args:
         sampler: Sampler with model, compressor and ``num_slots``.
@@ -59,7 +75,7 @@ class RequestThread:
 
     def __init__(self, sampler: RolloutSampler, limits: SamplingParams, max_prompt_length: int) -> None:
         self.sampler, self.limits = sampler, RequestLimits(sampler, limits, max_prompt_length)
-        self.error: Exception | None = None  # that ended the last session, until a request is completed again
+        self.failed_at: float | None = None  # time.monotonic() of the last error, until a request is completed again
         self._state = threading.Condition()  # guards what follows
         self._queue: deque[PendingRequest] = deque()
         self._running: dict[int, PendingRequest] = {}  # by the session's number
@@ -68,13 +84,29 @@ class RequestThread:
         self._session: RequestSession | None = None  # of the thread alone
         threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
 
-    def submit(self, pending: PendingRequest) -> Future[CompletedRequest | None]:
-        """Queue a request; while the thread is closed it waits, or is aborted after ``abort_all(reject=True)``.
+    def prepare(self) -> None:
+        """Make a session now, and not when the first request comes.
+
+        Raises:
+            ValueError: If there is none with these limits, or its memory is not there.
+        """
+        with self._state:
+            self._session = self._session or RequestSession(
+                self.sampler, self.limits.params, self.limits.max_prompt_length
+            )
+
+    def pending(
+        self, request: Request, name: str = "", on_tokens: Callable[[dict[int, list[int]]], object] | None = None
+    ) -> PendingRequest:
+        """A request that can be submitted; arguments are those of ``PendingRequest``.
 
         Raises:
             ValueError: If it exceeds the limits.
         """
-        self.limits.checked(pending.request)
+        return PendingRequest(self.limits.checked(request), name, on_tokens)
+
+    def submit(self, pending: PendingRequest) -> Future[CompletedRequest | None]:
+        """Queue a request; while the thread is closed it waits, or is aborted after ``abort_all(reject=True)``."""
         with self._state:
             if self._rejects:
                 pending.finish(None)
@@ -124,20 +156,15 @@ class RequestThread:
             self._state.notify_all()
 
     @property
-    def num_running(self) -> int:
-        """Number of requests that the session has, those included that wait for a slot."""
-        return len(self._running)
-
-    @property
-    def num_queued(self) -> int:
-        """Number of requests that the session does not have yet."""
-        return len(self._queue)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values that the slots hold now."""
-        session = self._session
-        return 0 if session is None else session.engine.cache.pool_bytes
+    def usage(self) -> Usage:
+        """What is going on now."""
+        session, running, queued = self._session, len(self._running), len(self._queue)
+        if session is None:
+            return Usage(0, queued, 0, 0, 0)
+        scheduler, begun = session.scheduler, len(session.in_slots)
+        occupied = scheduler.num_slots - len(scheduler.free)
+        pool_bytes = session.engine.cache.pool_bytes
+        return Usage(begun, running - begun + queued, occupied, scheduler.num_slots, pool_bytes)
 
     # ---------------------------------------------------------------- the thread
 
@@ -157,9 +184,9 @@ class RequestThread:
 
     def _draw(self) -> None:
         """Draw until no request is left that may be drawn."""
-        if self._session is None:
-            self._session = RequestSession(self.sampler, self.limits.params, self.limits.max_prompt_length)
+        self.prepare()
         session = self._session
+        assert session is not None
 
         def between_steps() -> None:
             if self._aborting:
@@ -176,8 +203,13 @@ class RequestThread:
         with self._state:
             while not self._closed and self._queue:
                 pending = self._queue.popleft()
-                if pending.done.set_running_or_notify_cancel():  # nobody waits for a canceled one
-                    self._running[session.submit(pending.request)] = pending
+                if not pending.done.set_running_or_notify_cancel():  # nobody waits for a canceled one
+                    continue
+                try:
+                    self._running[session.queue(pending.request)] = pending
+                except Exception as error:  # it is in nobody's hands now
+                    pending.fail(error)
+                    raise
 
     def _cancel(self, session: RequestSession) -> None:
         for number, pending in list(self._running.items()):
@@ -195,16 +227,20 @@ class RequestThread:
             completed = replace(completed, rollout=completed.rollout.to("cpu"))
             with self._state:
                 pending = self._running.pop(number)
-            self.error = None
+            self.failed_at = None
             pending.finish(completed)
-        for number, pending in self._running.items():
-            if pending.on_tokens is not None:
+        for number in session.in_slots:
+            tell = self._running[number].on_tokens
+            if tell is not None:
                 with suppress(RuntimeError):  # the loop of a client that has gone is closed
-                    pending.on_tokens(session.drawn(number))
+                    tell(session.drawn(number))
 
     def _drop(self, error: Exception | None) -> None:
         """Give up a session; an error is that of the requests that ran, or of all if no session could be made."""
-        self._session, self.error = None, error
+        self._session = None
+        if error is not None:
+            self.failed_at = time.monotonic()
+            logger.error("Requests have failed: %s", error, exc_info=None if isinstance(error, UserError) else error)
         with self._state:
             dropped = list(self._running.values())
             if error is not None and not dropped:

@@ -142,11 +142,14 @@ class RequestSession(RolloutSession):
         """
         return self._submit([request])[0]
 
+    def queue(self, request: Request) -> int:
+        """Queue a request that :meth:`RequestLimits.checked` has returned; the number returned identifies it."""
+        strings = request.params.stop_strings
+        return self._requests.submit(request, StopStrings(strings, self.sampler.tokenizer) if strings else None)
+
     def _submit(self, requests: Sequence[Request]) -> list[int]:
         """Queue requests, all of them or none."""
-        checked, tokenizer = [self.limits.checked(request) for request in requests], self.sampler.tokenizer
-        stops = [StopStrings(r.params.stop_strings, tokenizer) if r.params.stop_strings else None for r in checked]
-        return [self._requests.submit(request, stop) for request, stop in zip(checked, stops, strict=True)]
+        return [self.queue(request) for request in [self.limits.checked(request) for request in requests]]
 
     def add(self, prompts: Sequence[Sequence[int]], sequence_ids: Sequence[int]) -> range:
         """Queue prompts as requests with the parameters of the session."""
@@ -192,6 +195,11 @@ class RequestSession(RolloutSession):
         """
         self._check(number)
         return self._requests.drawn(number)
+
+    @property
+    def in_slots(self) -> set[int]:
+        """The requests with a sample in a slot."""
+        return self._requests.requests_in_slots
 
     def take_request(self, number: int) -> CompletedRequest:
         """Remove a complete request, and return its completions with what ended them.

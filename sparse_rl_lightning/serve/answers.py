@@ -14,44 +14,57 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.environments.tools import found_calls
+from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout.engine.requests import Ending
+from sparse_rl_lightning.rollout.prompts import valid_unicode
 from sparse_rl_lightning.rollout.requests import CompletedRequest
 from sparse_rl_lightning.serve.bodies import Wanted
 
-REASONS = {"end_token": "stop", "stop_string": "stop", "length": "length", "canceled": "abort"}
+UNDECIDED = 16  # tokens without a whole character, which a character never has
+REASONS: dict[Ending, str] = {"end_token": "stop", "stop_string": "stop", "length": "length", "canceled": "abort"}
 
 
 class Completion:
     """One completion of a request, for any route.
 
     Args:
-        completed: The request.
-        row: Which of its completions.
+        completed: The request, None if nothing of it was drawn.
+        row: Which of its completions; one that is not there was canceled before it began.
         wanted: How it is to be answered.
         tokenizer: Tokenizer of the policy.
     """
 
     def __init__(
-        self, completed: CompletedRequest, row: int, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
+        self, completed: CompletedRequest | None, row: int, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.rollout, self.row, self.wanted, self.tokenizer = completed.rollout, row, wanted, tokenizer
-        self.reason = REASONS[completed.endings[row]]
-        self._is_drawn = completed.rollout.completion_mask[row]
-        self.ids: list[int] = completed.rollout.sequences[row, self._is_drawn].tolist()
-        self.text = finished_text(self.ids, completed.endings[row] == "stop_string", wanted, tokenizer)
+        self.wanted, self.tokenizer, self.row = wanted, tokenizer, row
+        self.rollout: Rollout | None = None
+        self.ids, self.text, self.reason = list[int](), "", "abort"
+        if completed is None or row >= len(completed.endings):
+            return
+        self.rollout, ending = completed.rollout, completed.endings[row]
+        self._is_drawn = self.rollout.completion_mask[row]
+        self.ids, self.reason = self.rollout.sequences[row, self._is_drawn].tolist(), REASONS[ending]
+        self.text = finished_text(self.ids, ending, wanted, tokenizer)
 
     def _of(self, log: Tensor) -> Any:
         """What a log has for each token."""
         return log[self.row, self._is_drawn.to(log.device)].tolist()
 
     def logprobs(self) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Each token, its log-probability as it was drawn, and the most likely ones under the whole distribution."""
+        """Each token, its log-probability and the most likely ones, under the distribution that was drawn from."""
         rollout, count = self.rollout, self.wanted.logprobs or 0
-        as_drawn = rollout.sampler_logprobs if rollout.behavior_logprobs is None else rollout.behavior_logprobs
-        top: list[list[tuple[int, float]]] = [[] for _ in self.ids]
+        if rollout is None:
+            return []
+        sampler, top = self._of(rollout.sampler_logprobs), [list[tuple[int, float]]() for _ in self.ids]
+        drawn = sampler if rollout.behavior_logprobs is None else self._of(rollout.behavior_logprobs)
         if count and rollout.topk_ids is not None and rollout.topk_logprobs is not None:
             ids, logprobs = self._of(rollout.topk_ids), self._of(rollout.topk_logprobs)
-            top = [list(zip(i[:count], p[:count], strict=True)) for i, p in zip(ids, logprobs, strict=True)]
-        return list(zip(self.ids, self._of(as_drawn), top, strict=True))
+            support = [0] * len(ids) if rollout.support is None else self._of(rollout.support)
+            for at, (left, b, s) in enumerate(zip(support, drawn, sampler, strict=True)):
+                most = min(count, left or count)  # truncation leaves so many, and makes all of them likelier by as much
+                top[at] = [(i, p + b - s) for i, p in zip(ids[at][:most], logprobs[at][:most], strict=True)]
+        return list(zip(self.ids, drawn, top, strict=True))
 
     def name(self, token: int) -> str:
         """A token in a list of log-probabilities."""
@@ -93,12 +106,11 @@ class Completion:
 
     def sample_support(self) -> dict[str, Any]:
         """The tokens that truncation left at each position: int32 (T, top_k), padded with -1."""
-        top, support = self.rollout.topk_ids, self.rollout.support
-        assert top is not None
-        assert support is not None
-        width = self.wanted.params.top_k
-        counts = np.array(self._of(support), dtype=np.int32)
-        ids = np.array(self._of(top), dtype=np.int32).reshape(len(counts), -1)[:, :width]
+        width, rollout = self.wanted.params.top_k, self.rollout
+        if rollout is None or rollout.topk_ids is None or rollout.support is None:
+            return {"data": "", "shape": [0, width], "dtype": "int32"}
+        counts = np.array(self._of(rollout.support), dtype=np.int32)
+        ids = np.array(self._of(rollout.topk_ids), dtype=np.int32).reshape(len(counts), -1)[:, :width]
         ids[np.arange(width) >= counts[:, None]] = -1
         return {"data": base64.b64encode(ids.tobytes()).decode(), "shape": list(ids.shape), "dtype": "int32"}
 
@@ -108,11 +120,14 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
 
 
-def finished_text(ids: list[int], is_stopped: bool, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of tokens; where a stop string ended them it is cut, which the last token completes."""
+def finished_text(ids: list[int], ending: Ending, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens, without the end token or the stop string that ended them unless they are wanted."""
+    if ending == "end_token" and not wanted.include_stop:
+        ids = ids[:-1]
     text = str(tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens))
-    if not is_stopped:
+    if ending != "stop_string":
         return text
+    # the last token completes it
     before = len(str(tokenizer.decode(ids[:-1], skip_special_tokens=wanted.skip_special_tokens)).rstrip("\ufffd"))
     stops = wanted.params.stop_strings
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
@@ -124,7 +139,7 @@ def finished_text(ids: list[int], is_stopped: bool, wanted: Wanted, tokenizer: P
 class TextStream:
     """The text of a completion that is still being drawn, piece by piece.
 
-    Held back is what may still change: half a character, and the beginning of a stop string.
+    Held back is what may still change: half a character, an end token, and the beginning of a stop string.
 
     Args:
         wanted: How the completion is to be answered.
@@ -137,9 +152,11 @@ class TextStream:
         self._first, self._last = 0, 0  # tokens whose text is known, of which those from the first on are decoded again
 
     def add(self, ids: list[int]) -> str:
-        """The new piece of text, given all tokens so far."""
+        """The new piece of text, given all tokens so far of a completion that has not ended."""
+        if ids and ids[-1] in (self.wanted.end_token_ids or ()):
+            ids = ids[:-1]
         before, now = self._decode(ids[self._first : self._last]), self._decode(ids[self._first :])
-        if len(now) > len(before) and not now.endswith("\ufffd"):
+        if not now.endswith("\ufffd") or len(ids) - self._last > UNDECIDED:
             self._text += now[len(before) :]
             self._first, self._last = self._last, len(ids)
         return self._sent(len(self._text) - self._held())
@@ -154,11 +171,9 @@ class TextStream:
         return piece
 
     def _held(self) -> int:
-        """How many characters at the end could begin a stop string, or follow one."""
+        """How many characters at the end could begin a stop string; a complete one was drawn too early to count."""
         stops = self.wanted.params.stop_strings
-        begun = [at for stop in stops if (at := self._text.find(stop, max(0, self._num_sent - len(stop)))) >= 0]
-        ends = [n for stop in stops for n in range(1, len(stop)) if self._text.endswith(stop[:n])]
-        return max([len(self._text) - min(begun)] if begun else [], default=max(ends, default=0))
+        return max((n for stop in stops for n in range(1, len(stop)) if self._text.endswith(stop[:n])), default=0)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=self.wanted.skip_special_tokens))
@@ -174,7 +189,7 @@ def message(completion: Completion, with_tools: bool) -> tuple[dict[str, Any], s
             "id": f"call_{uuid.uuid4().hex[:24]}",
             "index": index,
             "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            "function": {"name": valid_unicode(call.name), "arguments": json.dumps(call.arguments)},
         }
         for index, (call, _) in enumerate(calls_at)
     ]
@@ -185,8 +200,8 @@ def message(completion: Completion, with_tools: bool) -> tuple[dict[str, Any], s
     return answer, "tool_calls" if completion.reason == "stop" else completion.reason
 
 
-def usage(prompts: Sequence[Sequence[int]], completed: Sequence[CompletedRequest]) -> dict[str, int]:
+def usage(prompts: Sequence[Sequence[int]], completed: Sequence[CompletedRequest | None]) -> dict[str, int]:
     """Numbers of tokens."""
     read = sum(map(len, prompts))
-    drawn = sum(int(done.rollout.completion_mask.sum()) for done in completed)
+    drawn = sum(int(done.rollout.completion_mask.sum()) for done in completed if done is not None)
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,23 +19,25 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning import __version__
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
-from sparse_rl_lightning.rollout.prompts import encode_prompt, with_tools
+from sparse_rl_lightning.rollout.prompts import encode_prompt
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import answers, bodies
 from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
-from sparse_rl_lightning.serve.drawing import Drawing, Job
+from sparse_rl_lightning.serve.drawing import Drawing, EngineError, Job
 
+logger = logging.getLogger(__name__)
 BODY_SECONDS = 30.0  # that a body may take to arrive
+UNHEALTHY_SECONDS = 30.0  # after an error, unless something is drawn before
 OPEN = {"/health", "/version"}  # need no key
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as in vLLM
 Result = TypeVar("Result")
@@ -48,17 +51,17 @@ class Settings:
         name: Name of the model.
         key: What clients send as ``Authorization: Bearer``, None for no key.
         hosts: Names by which the server is called, ``*`` for any.
-        max_queue: Number of requests that run or wait, above which others are answered 429.
+        max_queue: Number of completions that run or wait, above which others are answered 429.
         timeout: Seconds after which a request ends with what it has.
         max_body: Bytes of a body.
     """
 
     name: str
-    key: str | None = None
-    hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")
-    max_queue: int = 1024
-    timeout: float = 3600.0
-    max_body: int = 2**24
+    key: str | None
+    hosts: Sequence[str]
+    max_queue: int
+    timeout: float
+    max_body: int
 
 
 Choice: TypeAlias = Callable[[int, Completion, list[int]], dict[str, Any]]
@@ -74,13 +77,13 @@ class Shape:
     first: dict[str, Any] | None = None  # before any text
 
     def contents(
-        self, news: dict[int, list[int]] | CompletedRequest, texts: Sequence[TextStream]
+        self, news: dict[int, list[int]] | CompletedRequest | None, texts: Sequence[TextStream]
     ) -> Iterator[tuple[int, dict[str, Any], str | None]]:
         """What is to be sent of a request's news: the sample, the content and what ended it."""
-        if isinstance(news, CompletedRequest):
-            for row in range(len(news.endings)):
-                completion = Completion(news, row, texts[row].wanted, texts[row].tokenizer)
-                yield row, *self.last(completion, texts[row].rest(completion.text))
+        if not isinstance(news, dict):
+            for row, stream in enumerate(texts):
+                completion = Completion(news, row, stream.wanted, stream.tokenizer)
+                yield row, *self.last(completion, stream.rest(completion.text))
         elif self.piece is not None:
             for sample, ids in news.items():
                 if text := texts[sample].add(ids):
@@ -110,9 +113,12 @@ class Server:
         """The application."""
         routes = {
             "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
-            "/inference/v1/generate": self.generate, "/tokenize": self.tokenize,
+            "/inference/v1/generate": self.generate, "/tokenize": self.tokenize, "/detokenize": self.detokenize,
         }  # fmt: skip
-        reads = {"/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics}
+        reads = {
+            "/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics,
+            "/v1/models/{name:path}": self.model,
+        }  # fmt: skip
         return Starlette(
             routes=[
                 *(Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()),
@@ -122,16 +128,22 @@ class Server:
                 Middleware(TrustedHostMiddleware, allowed_hosts=list(self.settings.hosts), www_redirect=False),
                 Middleware(Guard, key=self.settings.key),
             ],
-            exception_handlers={UserError: refused, HTTPException: refused, Exception: broken},
+            exception_handlers={
+                UserError: refused,
+                HTTPException: refused,
+                ClientDisconnect: gone,
+                Exception: broken,
+            },
             max_body_size=self.settings.max_body,
         )
 
     # ---------------------------------------------------------------- what draws nothing
 
     async def health(self, _: Request) -> Response:
-        """Whether the last request could be drawn."""
-        if self.thread.error is not None:
-            return error_answer(503, "The engine has failed; the next request starts it again.")
+        """Whether the engine has failed lately; after a while it may be tried again."""
+        failed_at = self.thread.failed_at
+        if failed_at is not None and time.monotonic() - failed_at < UNHEALTHY_SECONDS:
+            return error_answer(503, "The engine has failed.")
         return JSONResponse({"status": "ok"})
 
     async def version(self, _: Request) -> Response:
@@ -139,22 +151,35 @@ class Server:
         return JSONResponse({"version": __version__})
 
     async def models(self, _: Request) -> Response:
+        """The one model, in a list."""
+        return JSONResponse({"object": "list", "data": [self._card]})
+
+    async def model(self, request: Request) -> Response:
         """The one model."""
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._card)
+
+    @property
+    def _card(self) -> dict[str, Any]:
         model = {"id": self.settings.name, "object": "model", "created": self.started, "owned_by": "sparse-rl"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.limits.max_length}]})
+        return model | {"max_model_len": self.limits.max_length}
 
     async def metrics(self, _: Request) -> Response:
         """Gauges and counters under vLLM's names, and what is evicted under ours."""
-        slots, running = self.thread.sampler.num_slots or 1, self.thread.num_running
-        numbers = {
-            "vllm:num_requests_running": running, "vllm:num_requests_waiting": self.thread.num_queued,
-            "vllm:kv_cache_usage_perc": min(1.0, running / slots), "sparse_rl:slots": slots,
-            "sparse_rl:kv_cache_bytes": self.thread.cache_bytes,
+        usage = self.thread.usage
+        gauges = {
+            "vllm:num_requests_running": usage.num_running, "vllm:num_requests_waiting": usage.num_waiting,
+            "vllm:kv_cache_usage_perc": usage.num_occupied / max(1, usage.num_slots),
+            "sparse_rl:slots": usage.num_slots, "sparse_rl:kv_cache_bytes": usage.cache_bytes,
         }  # fmt: skip
-        lines = [f"{name}{{model_name={json.dumps(self.settings.name)}}} {value}" for name, value in numbers.items()]
-        label = f"model_name={json.dumps(self.settings.name)}"
-        for name, value in sorted(self.drawing.counts.items()):
-            metric, reason = (*name.split("/"), "")[:2]
+        name = self.settings.name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        lines, label = list[str](), f'model_name="{name}"'
+        for metric, value in gauges.items():
+            lines += [f"# TYPE {metric} gauge", f"{metric}{{{label}}} {value}"]
+        for key, value in sorted(self.drawing.counts.items()):
+            metric, reason = (*key.split("/"), "")[:2]
+            typed = f"# TYPE {metric}_total counter"
+            lines += [] if typed in lines else [typed]
             labels = label + (f',finished_reason="{reason}"' if reason else "")
             lines.append(f"{metric}_total{{{labels}}} {value}")
         return PlainTextResponse("\n".join(lines) + "\n")
@@ -162,18 +187,27 @@ class Server:
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a prompt or of messages."""
         body = await self._body(request)
+        bodies.refuse_unhonored(body)
         if "messages" in body:
             tokens = await self._messages(body)
         else:
-            (tokens,) = await self._prompts({"prompt": bodies.text(str(body.get("prompt", "")), "prompt", self.limits)})
+            tokens, *more = await self._prompts(body)
+            if more:
+                raise BadRequest("prompt must be one text.", "prompt")
         answer = {"count": len(tokens), "max_model_len": self.limits.max_length, "tokens": tokens, "token_strs": None}
         return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens, special ones included."""
+        body = await self._body(request)
+        ids = bodies.token_ids(body.get("tokens"), "tokens", self.limits.vocabulary, self.limits.max_length)
+        return JSONResponse({"prompt": await self._in_thread(self.tokenizer.decode, ids)})
 
     # ---------------------------------------------------------------- what draws
 
     async def completions(self, request: Request) -> Response:
         """Complete texts or token ids, prompt by prompt."""
-        body = await self._body(request)
+        body = await self._body(request, draws=True)
         wanted = self._wanted(body, bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs))
         prompts = await self._prompts(body)
         jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS)
@@ -196,7 +230,7 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         """Complete a conversation."""
-        body = await self._body(request)
+        body = await self._body(request, draws=True)
         top = bodies.number(body, "top_logprobs", 0, 0, self.limits.max_logprobs)
         wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
         with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
@@ -217,17 +251,20 @@ class Server:
 
     async def generate(self, request: Request) -> Response:
         """Complete token ids, with token ids alone in the answer."""
-        body = await self._body(request)
+        body = await self._body(request, draws=True)
         settings = body.get("sampling_params") or {}
         if not isinstance(settings, dict):
             raise BadRequest("sampling_params must be an object.", "sampling_params")
-        support = {name: body[name] for name in ("return_sample_support",) if name in body}
-        top = bodies.number(settings, "logprobs", None, 0, self.limits.max_logprobs)
-        wanted = self._wanted(settings | support | {"model": body.get("model")}, top)
-        if wanted.stream or body.get("stream"):
+        if body.get("stream") or settings.get("stream"):
             raise BadRequest("stream is not supported on this route.", "stream")
-        prompt = bodies.token_ids(body.get("token_ids"), "token_ids", self.limits.vocabulary)
-        jobs = self.drawing.jobs([prompt], wanted, DEFAULT_TOKENS)
+        bodies.refuse_unhonored(body)
+        top = bodies.number(settings, "logprobs", None, 0, self.limits.max_logprobs)
+        wanted = bodies.wanted(
+            settings | {"return_sample_support": body.get("return_sample_support")}, self.limits,
+            self.thread.sampler.end_token_ids, top,
+        )  # fmt: skip
+        prompt = bodies.token_ids(body.get("token_ids"), "token_ids", self.limits.vocabulary, self.limits.max_length)
+        jobs = self.drawing.jobs([prompt], wanted, None)
 
         def choice(index: int, completion: Completion, _: list[int]) -> dict[str, Any]:
             logprobs = completion.chat_logprobs(in_ids=True)
@@ -241,39 +278,48 @@ class Server:
 
     # ---------------------------------------------------------------- steps of these
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request, draws: bool = False) -> dict[str, Any]:
+        """The body, of this model; where something is to be drawn, not while too many wait."""
+        if draws:
+            self.drawing.refuse_if_full()
         try:
-            return bodies.read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
+            body = bodies.read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
         except TimeoutError:
             raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
+        self._check_name(body.get("model"))
+        return body
+
+    def _check_name(self, name: Any) -> None:
+        if name is not None and name != self.settings.name:
+            raise BadRequest(f"The model {name!r:.80} does not exist, this is {self.settings.name!r}.", "model", 404)
+
+    def _wanted(self, body: dict[str, Any], logprobs: int | None) -> Wanted:
+        if body.get("return_sample_support"):
+            raise BadRequest("return_sample_support is for /inference/v1/generate.", "return_sample_support")
+        return bodies.wanted(body, self.limits, self.thread.sampler.end_token_ids, logprobs)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._texts, partial(function, *arguments))
 
-    def _wanted(self, body: dict[str, Any], logprobs: int | None) -> Wanted:
-        name = body.get("model")
-        if name is not None and name != self.settings.name:
-            raise BadRequest(f"The model {name!r:.80} does not exist, this is {self.settings.name!r}.", "model", 404)
-        return bodies.wanted(body, self.limits, self.thread.sampler.end_token_ids, logprobs)
+    async def _encoded(self, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """Token ids of what may be wrong; an error tells no path, and not all of what was sent."""
+        try:
+            return await self._in_thread(function, *arguments)
+        except UserError as error:
+            raise BadRequest(str(error).replace(self.tokenizer.name_or_path, self.settings.name)[:300]) from None
 
     async def _prompts(self, body: dict[str, Any]) -> list[list[int]]:
-        prompts = bodies.prompts(body, self.limits)
+        encode = encode_prompt if bodies.flag(body, "add_special_tokens", True) else encode_bare
         return [
-            prompt if isinstance(prompt, list) else await self._in_thread(encode_prompt, self.tokenizer, prompt)
-            for prompt in prompts
+            prompt if isinstance(prompt, list) else await self._encoded(encode, self.tokenizer, prompt)
+            for prompt in bodies.prompts(body, self.limits)
         ]
 
     async def _messages(self, body: dict[str, Any]) -> list[int]:
-        messages = bodies.messages(body, self.limits)
-        options, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or []
-        scalar = (str, int, float, bool, type(None))
-        if not isinstance(options, dict) or not all(isinstance(value, scalar) for value in options.values()):
-            raise BadRequest("chat_template_kwargs must be an object of scalars.", "chat_template_kwargs")
-        if forbidden := {"chat_template", "tools", "documents"} & set(options):
-            raise BadRequest(f"chat_template_kwargs may not have {min(forbidden)}.", "chat_template_kwargs")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise BadRequest("tools must be a list of objects.", "tools")
-        return await self._in_thread(encode_prompt, self.tokenizer, messages, with_tools(options, tools))
+        messages, options = bodies.messages(body, self.limits), bodies.template_options(body)
+        if bodies.flag(body, "add_special_tokens"):
+            raise BadRequest("add_special_tokens is for texts: the chat template has its own.", "add_special_tokens")
+        return await self._encoded(encode_prompt, self.tokenizer, messages, options)
 
     def _head(self, prefix: str, object_type: str) -> dict[str, Any]:
         identity = f"{prefix}-{uuid.uuid4().hex}"
@@ -286,9 +332,8 @@ class Server:
         completed = await self.drawing.complete(request, jobs)
 
         def choices() -> list[dict[str, Any]]:
-            rows = [
-                (done, row, job) for done, job in zip(completed, jobs, strict=True) for row in range(len(done.endings))
-            ]
+            count = range(wanted.params.num_generations)
+            rows = [(done, row, job) for done, job in zip(completed, jobs, strict=True) for row in count]
             return [
                 choice(index, Completion(done, row, wanted, self.tokenizer), job.prompt)
                 for index, (done, row, job) in enumerate(rows)
@@ -318,8 +363,8 @@ class Server:
                 yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
-            status, message = (400, str(error)) if isinstance(error, UserError) else (500, failure(error))
-            yield f"data: {json.dumps(error_body(status, message))}\n\n"
+            logger.error("A stream has failed: %s", error, exc_info=None if isinstance(error, UserError) else error)
+            yield f"data: {json.dumps(error_body(500, failure(error)))}\n\n"
 
 
 class Guard:
@@ -329,20 +374,33 @@ class Guard:
         self.app, self.key = app, None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
-        answer: Response | None = None
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if scope["method"] == "POST" and media_type != "application/json":
-                answer = error_answer(415, "Send application/json.")
-            sent = headers.get("authorization", "").encode()
-            if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key):
-                answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
-        await (self.app if answer is None else answer)(scope, receive, send)
+        """Pass a request on, or answer it; the answer has the request's name."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers, answer = Headers(scope=scope), None
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and media_type != "application/json":
+            answer = error_answer(415, "Send application/json.")
+        sent = headers.get("authorization", "").encode("latin-1")  # as starlette has decoded it
+        if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key):
+            answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        name = headers.get("x-request-id", uuid.uuid4().hex)[:128].encode("latin-1")
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+            await send(message)
+
+        await (self.app if answer is None else answer)(scope, receive, named)
 
 
 # ---------------------------------------------------------------- events and errors
+
+
+def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of a text without any that the tokenizer adds."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def chat_shape(with_calls: bool) -> Shape:
@@ -381,9 +439,16 @@ async def refused(_: Request, error: Exception) -> Response:
     """Answer a request that is wrong."""
     if isinstance(error, HTTPException):
         return error_answer(error.status_code, str(error.detail))
+    if isinstance(error, EngineError):
+        return error_answer(500, str(error))
     if isinstance(error, BadRequest):
         return error_answer(error.status, str(error), error.param)
     return error_answer(400, str(error))
+
+
+async def gone(_: Request, __: Exception) -> Response:
+    """Answer a client that has gone, in the log."""
+    return Response(status_code=499)
 
 
 async def broken(_: Request, error: Exception) -> Response:
@@ -393,4 +458,4 @@ async def broken(_: Request, error: Exception) -> Response:
 
 def failure(error: Exception) -> str:
     """What a client is told of an error that is not its own."""
-    return f"The engine has failed: {type(error).__name__}."
+    return str(error) if isinstance(error, EngineError) else f"The server has failed: {type(error).__name__}."

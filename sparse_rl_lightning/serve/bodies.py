@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.engine.requests import MOST_ENDS
+from sparse_rl_lightning.rollout.prompts import with_tools
 
 MOST_COMPLETIONS, MOST_STOPS, MOST_STOP_BYTES, MOST_PROMPTS = 64, 4, 256, 256
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -23,7 +23,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1,), "truncate_prompt_tokens": (),
     "echo": (False,), "suffix": ("",), "chat_template": (), "documents": ([],), "functions": ([],),
     "prompt_logprobs": (0,), "prompt_embeds": (), "logits_processors": ([],),
-    "tool_choice": ("auto", "none"), "reasoning_effort": (), "thinking_token_budget": (),
+    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "reasoning_effort": (),
+    "thinking_token_budget": (), "features": (), "content_parts": (), "return_token_strs": (False,),
 }  # fmt: skip
 """Fields that are not honored and would change what is drawn, and their values that would not, beside null."""
 
@@ -44,6 +45,8 @@ def read_json(content: bytes) -> dict[str, Any]:
     """
     try:
         body = json.loads(content)
+        if b"\\ud" in content.lower():  # half of a pair cannot be tokenized, nor sent back
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is no JSON: {type(error).__name__}.") from None
     if not isinstance(body, dict):
@@ -82,16 +85,16 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return default if value is None else value
 
 
-def token_ids(value: Any, name: str, vocabulary: int, most: int | None = None) -> list[int]:
+def token_ids(value: Any, name: str, vocabulary: int, most: int) -> list[int]:
     """A list of token ids.
 
     Raises:
         BadRequest: If it is none, or too long.
     """
+    if isinstance(value, list) and len(value) > most:
+        raise BadRequest(f"{name} may have {most} entries, got {len(value)}.", name)
     if not isinstance(value, list) or any(type(token) is not int or not 0 <= token < vocabulary for token in value):
         raise BadRequest(f"{name} must be a list of token ids from 0 to {vocabulary - 1}.", name)
-    if most is not None and len(value) > most:
-        raise BadRequest(f"{name} may have {most} entries, got {len(value)}.", name)
     return value
 
 
@@ -103,6 +106,14 @@ class Limits:
     max_logprobs: int
     vocabulary: int
     max_text: int  # characters of a prompt
+
+    def too_long(self, prompt: int, completion: int) -> BadRequest:
+        """The error of a prompt and a completion that are too long, in words that clients look for."""
+        return BadRequest(
+            f"This model's maximum context length is {self.max_length} tokens. The prompt has {prompt} and max_tokens "
+            f"is {completion}: shorten either.",
+            "max_tokens",
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,20 @@ class Wanted:
     include_stop: bool = False
 
 
+def refuse_unhonored(body: Mapping[str, Any]) -> None:
+    """Refuse what would change the text and is not honored.
+
+    Raises:
+        BadRequest: If there is anything.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            raise BadRequest(f"{name}={value!r:.80} is not supported: leave it out.", name)
+    if guided := [name for name in body if name.startswith("guided_") and body[name] is not None]:
+        raise BadRequest(f"{guided[0]:.80} is not supported: leave it out.", guided[0][:80])
+
+
 def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], logprobs: int | None) -> Wanted:
     """The sampling parameters of a body, checked.
 
@@ -134,17 +159,10 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
     Raises:
         BadRequest: If a value is wrong, or not honored.
     """
-    for name, neutral in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and value not in neutral:
-            raise BadRequest(f"{name}={value!r:.80} is not supported: leave it out.", name)
-    if guided := [name for name in body if name.startswith("guided_") and body[name] is not None]:
-        raise BadRequest(f"{guided[0]} is not supported: leave it out.", guided[0])
-    if logprobs is not None and not 0 <= logprobs <= limits.max_logprobs:
-        raise BadRequest(f"logprobs must be between 0 and {limits.max_logprobs}, got {logprobs}.", "logprobs")
+    refuse_unhonored(body)
     most = limits.max_length
     max_tokens = number(body, "max_completion_tokens", number(body, "max_tokens", None, 1, 2**31), 1, 2**31)
-    min_tokens = number(body, "min_tokens", 0, 0, most)
+    min_tokens = number(body, "min_tokens", 0, 0, max_tokens or most)
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
     fine = isinstance(stops, list) and all(
@@ -161,9 +179,9 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
     if support and not 1 < top_k <= limits.max_logprobs:
         raise BadRequest(f"return_sample_support needs top_k between 2 and {limits.max_logprobs}.", "top_k")
     options = body.get("stream_options")
-    stream = flag(body, "stream")
-    if stream and (logprobs is not None or support):
-        raise BadRequest("logprobs are not streamed: leave out stream or logprobs.", "stream")
+    stream, return_ids = flag(body, "stream"), flag(body, "return_token_ids")
+    if stream and (logprobs is not None or support or return_ids):
+        raise BadRequest("log-probs and token ids are not streamed: leave out stream, or these.", "stream")
     params = SamplingParams(
         num_generations=number(body, "n", 1, 1, MOST_COMPLETIONS),
         max_completion_length=most,
@@ -174,13 +192,14 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
         min_p=float(number(body, "min_p", 0.0, 0, 1, whole=False)),
         top_logprobs=max(logprobs or 0, top_k if support else 0),
         stop_strings=tuple(stops),
-        seed=number(body, "seed", secrets.randbits(63), -(2**63), 2**63 - 1),
+        seed=number(body, "seed", None, -(2**63), 2**63 - 1),
     )
     return Wanted(
         params, ends, max_tokens, logprobs, support, stream,
-        isinstance(options, dict) and flag(options, "include_usage"), flag(body, "return_token_ids"),
-        flag(body, "return_tokens_as_token_ids"), flag(body, "skip_special_tokens", True),
-        flag(body, "include_stop_str_in_output"),
+        include_usage=isinstance(options, dict) and flag(options, "include_usage"), return_token_ids=return_ids,
+        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
+        skip_special_tokens=flag(body, "skip_special_tokens", True),
+        include_stop=flag(body, "include_stop_str_in_output"),
     )  # fmt: skip
 
 
@@ -199,7 +218,7 @@ def prompts(body: Mapping[str, Any], limits: Limits) -> list[str | list[int]]:
         if isinstance(prompt, str) and prompt:
             checked.append(text(prompt, "prompt", limits))
         elif isinstance(prompt, list) and prompt:
-            checked.append(token_ids(prompt, "prompt", limits.vocabulary))
+            checked.append(token_ids(prompt, "prompt", limits.vocabulary, limits.max_length))
         else:
             raise BadRequest(
                 "prompt must be a text or a list of token ids that is not empty, or a list of such.", "prompt"
@@ -227,7 +246,7 @@ def messages(body: Mapping[str, Any], limits: Limits) -> list[dict[str, Any]]:
     sent = body.get("messages")
     if not isinstance(sent, list) or not sent or not all(isinstance(message, dict) for message in sent):
         raise BadRequest("messages must be a list of objects that is not empty.", "messages")
-    text(json.dumps(sent), "messages", limits)
+    text(json.dumps([sent, body.get("tools")]), "messages", limits)
     goes_on = flag(body, "continue_final_message")
     if (sent[-1].get("role") == "assistant") != goes_on or flag(body, "add_generation_prompt", not goes_on) == goes_on:
         raise BadRequest(
@@ -236,6 +255,23 @@ def messages(body: Mapping[str, Any], limits: Limits) -> list[dict[str, Any]]:
             "messages",
         )
     return [_message(message) for message in sent]
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for the chat template, tools among them.
+
+    Raises:
+        BadRequest: If there is anything but scalars, or tools that are no objects.
+    """
+    options, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or []
+    scalar = (str, int, float, bool, type(None))
+    if not isinstance(options, dict) or len(options) > 16 or not all(isinstance(v, scalar) for v in options.values()):
+        raise BadRequest("chat_template_kwargs must be an object of at most 16 scalars.", "chat_template_kwargs")
+    if forbidden := [name for name in options if name in ("chat_template", "tools", "documents") or len(name) > 64]:
+        raise BadRequest(f"chat_template_kwargs may not have {forbidden[0]:.64}.", "chat_template_kwargs")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRequest("tools must be a list of objects.", "tools")
+    return with_tools(options, tools)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -255,4 +291,4 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(value: Any) -> Any:
     """A call's arguments as templates want them; OpenAI's clients send JSON in a string."""
-    return json.loads(value) if isinstance(value, str) else value
+    return json.loads(value or "{}") if isinstance(value, str) else value

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
 from sparse_rl_lightning.rollout import Request as DrawRequest
 from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
@@ -25,22 +29,38 @@ class Job:
     pending: PendingRequest
 
 
+class EngineError(UserError):
+    """What went wrong while a request was drawn, which is not the request's fault."""
+
+
 class Drawing:
     """Draws the prompts of bodies, and counts.
 
     Args:
         thread: Thread of the engine.
         limits: What a request may ask for.
-        max_queue: Number of requests that run or wait, above which others are refused.
+        max_queue: Number of completions that run or wait, above which others are refused.
         timeout: Seconds after which a request ends with what it has.
     """
 
     def __init__(self, thread: RequestThread, limits: Limits, max_queue: int, timeout: float) -> None:
         self.thread, self.limits, self.max_queue, self.timeout = thread, limits, max_queue, timeout
+        self.num_open = 0  # completions that run or wait
         self.counts: Counter[str] = Counter()
 
+    def refuse_if_full(self, more: int = 1) -> None:
+        """Refuse a body that has to wait for too many.
+
+        Raises:
+            BadRequest: If there is no room for so many completions more.
+        """
+        if more > self.max_queue:
+            raise BadRequest(f"A request may have {self.max_queue} completions here, got {more}.", "n")
+        if self.num_open + more > self.max_queue:
+            raise BadRequest("Too many requests are waiting: try again.", status=429)
+
     def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[Job]:
-        """The draws of a body, of which none has begun.
+        """The draws of a body, checked, of which none has begun.
 
         Args:
             prompts: Token ids of each prompt.
@@ -49,87 +69,125 @@ class Drawing:
 
         Raises:
             BadRequest: If prompt and completion are too long together, or too many requests wait.
+            ValueError: If a prompt is not one for the engine.
         """
         jobs = []
         for prompt in prompts:
             left = self.limits.max_length - len(prompt)
             max_tokens = wanted.max_tokens or (left if default is None else min(default, left))
             if not 1 <= max_tokens <= left:
-                raise BadRequest(
-                    f"The prompt has {len(prompt)} tokens and max_tokens is {max(1, max_tokens)}, together more than "
-                    f"the {self.limits.max_length} of this server.",
-                    "max_tokens",
-                )
-            params = replace(wanted.params, max_completion_length=max_tokens)
-            jobs.append(Job(prompt, PendingRequest(DrawRequest(prompt, params, None, wanted.end_token_ids))))
-        if self.thread.num_running + self.thread.num_queued + len(jobs) > self.max_queue:
-            raise BadRequest("Too many requests are waiting: try again.", status=429)
+                raise self.limits.too_long(len(prompt), max(1, max_tokens))
+            if wanted.params.min_completion_length > max_tokens:
+                raise BadRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", "min_tokens")
+            seed = secrets.randbits(63) if wanted.params.seed is None else wanted.params.seed  # of each prompt
+            params = replace(wanted.params, max_completion_length=max_tokens, seed=seed)
+            jobs.append(Job(prompt, self.thread.pending(DrawRequest(prompt, params, None, wanted.end_token_ids))))
+        self.refuse_if_full(len(jobs) * wanted.params.num_generations)
         return jobs
 
-    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest]:
-        """Draw until all is done or took too long.
+    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest | None]:
+        """Draw until all is done or took too long; None for a prompt that nothing was drawn of.
 
         Raises:
-            ClientDisconnect: If the client has gone; what it max_tokens for is canceled.
+            ClientDisconnect: If the client has gone; its requests are canceled.
+            EngineError: If the engine has failed.
         """
-        futures = [asyncio.wrap_future(self.thread.submit(job.pending)) for job in jobs]
-        drawn: asyncio.Future[Any] = asyncio.ensure_future(_all(futures))
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
+            futures = [asyncio.wrap_future(future) for future in self._submit(jobs)]
+            drawn: asyncio.Future[Any] = asyncio.ensure_future(_all(futures))
             await asyncio.wait({gone, drawn}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not drawn.done():
                 drawn.cancel()
                 raise ClientDisconnect
             self._cancel(jobs)  # which took too long: what there is comes at the next step
-            return [self._counted(job, done) for job, done in zip(jobs, await drawn, strict=True)]
+            results = await drawn
         finally:
             gone.cancel()
-            self._cancel(jobs)
+            self._end(jobs)
+        return [self._counted(job, done) for job, done in zip(jobs, results, strict=True)]
 
-    async def news(self, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, dict[int, list[int]] | CompletedRequest]]:
-        """Draw, and yield the index of a job with its tokens so far, by sample, or at last with what is complete."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
+    async def news(
+        self, jobs: Sequence[Job]
+    ) -> AsyncIterator[tuple[int, dict[int, list[int]] | CompletedRequest | None]]:
+        """Draw, and yield the index of a job with its tokens so far, by sample, or at last with what is complete.
+
+        Tokens that come while the client does not read are told together.
+
+        Raises:
+            EngineError: If the engine has failed.
+        """
+        loop, newest, wake = asyncio.get_running_loop(), dict[int, Any](), asyncio.Event()
+
+        def put(index: int, what: Any) -> None:
+            newest[index] = what  # the future that is done comes last
+            wake.set()
+
+        def teller(index: int) -> Callable[[Any], object]:
+            return lambda what: loop.call_soon_threadsafe(put, index, what)
+
         for index, job in enumerate(jobs):
-
-            def tell(what: Any, index: int = index) -> None:
-                loop.call_soon_threadsafe(news.put_nowait, (index, what))
-
-            job.pending.on_tokens = tell
-            self.thread.submit(job.pending).add_done_callback(tell)
+            job.pending.on_tokens = teller(index)
         deadline, num_left = loop.time() + self.timeout, len(jobs)
         try:
+            for index, future in enumerate(self._submit(jobs)):
+                future.add_done_callback(teller(index))
             while num_left:
-                if loop.time() > deadline:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), max(0.0, deadline - loop.time()) or None)
+                if loop.time() >= deadline:
                     self._cancel(jobs)
-                index, what = await news.get()
-                if not isinstance(what, dict):
-                    what = self._counted(jobs[index], what.result())
+                wake.clear()
+                for index in list(newest):
+                    told = newest.pop(index)
+                    if isinstance(told, dict):
+                        yield index, told
+                        continue
+                    (done,) = await _all([asyncio.wrap_future(told)])
                     num_left -= 1
-                yield index, what
+                    yield index, self._counted(jobs[index], done)
         finally:
-            self._cancel(jobs)
+            self._end(jobs)
+
+    def _submit(self, jobs: Sequence[Job]) -> list[Future[CompletedRequest | None]]:
+        self.num_open += sum(job.pending.request.params.num_generations for job in jobs)
+        return [self.thread.submit(job.pending) for job in jobs]
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if not job.pending.done.done():
                 self.thread.cancel(job.pending)
 
-    def _counted(self, job: Job, completed: CompletedRequest | None) -> CompletedRequest:
-        """Count a request's tokens, unless none was drawn."""
-        if completed is None:
-            raise BadRequest("The request was aborted before anything was drawn.", status=503)
-        rollout = completed.rollout
-        assert rollout.kv is not None
+    def _end(self, jobs: Sequence[Job]) -> None:
+        """Cancel what is not done: nobody waits for it any more."""
+        self.num_open -= sum(job.pending.request.params.num_generations for job in jobs)
+        self._cancel(jobs)
+
+    def _counted(self, job: Job, completed: CompletedRequest | None) -> CompletedRequest | None:
+        """Count a request's tokens."""
         self.counts["vllm:prompt_tokens"] += len(job.prompt)
-        self.counts["vllm:generation_tokens"] += int(rollout.completion_mask.sum())
-        self.counts["sparse_rl:evicted_tokens"] += int((rollout.kv.full - rollout.kv.stored).sum())
-        for ending in completed.endings:
-            self.counts[f"vllm:request_success/{REASONS[ending]}"] += 1
+        if completed is not None:
+            rollout = completed.rollout
+            assert rollout.kv is not None
+            self.counts["vllm:generation_tokens"] += int(rollout.completion_mask.sum())
+            self.counts["sparse_rl:evicted_tokens"] += int((rollout.kv.full - rollout.kv.stored).sum())
+            for ending in completed.endings:
+                self.counts[f"vllm:request_success/{REASONS[ending]}"] += 1
         return completed
 
 
 async def _all(futures: Sequence[asyncio.Future[Any]]) -> list[Any]:
-    return [await future for future in futures]
+    """The results of the engine.
+
+    Raises:
+        EngineError: If there is none.
+    """
+    try:
+        return [await future for future in futures]
+    except Exception as error:
+        raise EngineError(
+            f"The engine has failed: {error if isinstance(error, UserError) else type(error).__name__}"
+        ) from error
 
 
 async def _disconnected(request: Request) -> None:

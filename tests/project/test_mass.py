@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_143,
-    "statements of the spine": 7_717,
-    "classes of the rollout half": 99,
+    "statements of the package": 23_272,
+    "statements of the spine": 7_745,
+    "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 56_520,
+    "lines of tests": 56_660,
     "statements of experiments": 1_612,
     "statements of docs": 684,
 }

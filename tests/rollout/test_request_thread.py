@@ -229,7 +229,7 @@ def test_an_error_is_that_of_its_requests_alone(engine: RequestThread, model: Pr
 def test_wrong_prompts_are_refused_to_the_caller(engine: RequestThread, prompt: list[int], says: str) -> None:
     engine.abort_all()  # at once, and not when it draws again
     with pytest.raises(UserError, match=says):
-        engine.submit(PendingRequest(Request(prompt, PARAMS)))
+        engine.pending(Request(prompt, PARAMS))
 
 
 def test_a_session_that_cannot_be_made_fails_and_does_not_hang(model: PreTrainedModel) -> None:
@@ -257,7 +257,7 @@ def test_a_request_is_cancelled_wherever_it_is(gated: RequestThread, gate: Gate,
     assert text == alone(model, 1).sequences[0, : len(text)].tolist()
     for index in (0, 2, 3):
         same(drawn[index].result(WAIT), alone(model, index))
-    assert gated.num_running == gated.num_queued == 0
+    assert (gated.usage.num_running, gated.usage.num_waiting, gated.usage.num_occupied) == (0, 0, 0)
 
 
 def test_a_future_that_is_cancelled_harms_nobody(gated: RequestThread, gate: Gate, model: PreTrainedModel) -> None:
@@ -283,14 +283,17 @@ def test_tokens_are_told_as_they_come(engine: RequestThread, model: PreTrainedMo
     assert len({len(tokens) for tokens in seen}) > 5
 
 
-def test_an_error_is_known_until_something_is_drawn_again(engine: RequestThread, model: PreTrainedModel) -> None:
+def test_an_error_is_known_until_something_is_drawn_again(
+    engine: RequestThread, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = model.lm_head.weight.detach().clone()
     model.lm_head.weight.data.fill_(float("nan"))
     try:
         with pytest.raises(UserError, match="NaN"):
             engine.submit(request(0)).result(WAIT)
-        assert "NaN" in str(engine.error)
+        assert engine.failed_at is not None
+        assert "NaN" in caplog.text
     finally:
         model.lm_head.weight.data.copy_(weights)
     engine.submit(request(1)).result(WAIT)
-    assert engine.error is None
+    assert engine.failed_at is None

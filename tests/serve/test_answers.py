@@ -35,7 +35,7 @@ def wanted(*stops: str, **more: Any) -> Wanted:
 def test_pieces_are_the_whole_text(name: str, ids: list[int], steps: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     stream, sent, at = TextStream(wanted(), tokenizer), "", 0
-    whole = finished_text(ids, False, wanted(), tokenizer)
+    whole = finished_text(ids, "length", wanted(), tokenizer)
     for step in steps:
         at = min(len(ids), at + step)
         piece = stream.add(ids[:at])
@@ -50,12 +50,12 @@ def test_nothing_of_a_stop_string_is_sent() -> None:
     asked, text = wanted("END", "stop"), "a sto E ENE EN stop"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     stream, pieces = TextStream(asked, tokenizer), []
-    for count in range(1, len(ids) + 1):
+    for count in range(1, len(ids)):  # the end is told with the last token
         pieces.append(stream.add(ids[:count]))
-    whole = finished_text(ids, True, asked, tokenizer)
+    whole = finished_text(ids, "stop_string", asked, tokenizer)
     assert whole == "a sto E ENE EN "
     assert "".join(pieces) + stream.rest(whole) == whole
-    assert finished_text(ids, True, wanted("END", "stop", include_stop=True), tokenizer) == text
+    assert finished_text(ids, "stop_string", wanted("END", "stop", include_stop=True), tokenizer) == text
     assert len([piece for piece in pieces if piece]) > 5
 
 

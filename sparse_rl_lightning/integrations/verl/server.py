@@ -20,7 +20,7 @@ from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import Request, RolloutSampler, SamplingParams
-from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
+from sparse_rl_lightning.rollout.request_thread import RequestThread
 
 UPDATE_SECONDS = 600.0
 
@@ -76,12 +76,12 @@ class SparseServer:
         # verl's client makes up the name, so a seed repeats nothing unless rollout.full_determinism is set
         digest = sha256(f"{request_id} {self.global_steps}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
-        pending = PendingRequest(Request(list(prompt_ids), params, (number,)), request_id)
         if len(prompt_ids) > self.config.prompt_length:
             raise UserError(
                 f"A prompt has {len(prompt_ids)} tokens, and the server was made for {self.config.prompt_length} "
                 "(verl's rollout.prompt_length)."
             )
+        pending = self.requests.pending(Request(list(prompt_ids), params, (number,)), request_id)
         try:
             completed = await asyncio.wrap_future(self.requests.submit(pending))
         except asyncio.CancelledError:

@@ -226,6 +226,11 @@ class RequestScheduler(Scheduler):
             self._forget(number)
         return bool(group.keys)
 
+    @property
+    def requests_in_slots(self) -> set[int]:
+        """The requests with a sample in a slot."""
+        return {sequence.number // MOST_SAMPLES for sequence in self.running.values()}
+
     def drawn(self, number: int) -> dict[int, list[int]]:
         """The tokens so far of each sample of a request that is in a slot or has ended, by sample.
 
