@@ -53,7 +53,7 @@ def main(args: Sequence[str]) -> None:
     server = build(arguments, _key(arguments))
     config = uvicorn.Config(
         server.app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.shutdown_timeout,
-        server_header=False, log_level="warning",
+        limit_concurrency=arguments.max_queue + 64, server_header=False, log_level="warning",
     )  # fmt: skip
     bound, usage = config.bind_socket(), server.thread.usage
     say(
