@@ -151,7 +151,7 @@ def serve() -> Parser:
     parser = Parser(
         prog="sparse-rl serve", allow_abbrev=False,
         description="Serve completions under a compressed KV cache to clients of OpenAI's and vLLM's routes.",
-        epilog="The key is read from the environment variable SPARSE_RL_API_KEY, or from --api_key_file.",
+        epilog="Keys are read from SPARSE_RL_API_KEY and SPARSE_RL_UPDATE_KEY in the environment, or from files.",
     )  # fmt: skip
     add = parser.add_argument
     add("--policy", required=True, metavar="FOLDER", help="Hugging Face folder or hub name")
@@ -170,6 +170,9 @@ def serve() -> Parser:
     add("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one")
     add("--allowed_hosts", nargs="+", metavar="NAME", help="names that clients call the server by")
     add("--api_key_file", metavar="FILE", help="file with the key that clients must send")
+    add("--allow_updates", action="store_true", help="let a trainer pause it; needs a key of its own")
+    add("--update_key_file", metavar="FILE", help="file with that key")
+    add("--weights_from", metavar="FOLDER", help="folder below which a trainer's weights may be read")
     add("--max_queue", type=int, default=1024, help="completions that run or wait, default %(default)s")
     add("--request_timeout", type=float, default=3600, metavar="SECONDS", help="of a request, default %(default)s")
     add("--shutdown_timeout", type=int, default=30, metavar="SECONDS", help="that requests may take to end on SIGTERM")

@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
         raise UserError(
             "sparse-rl serve needs Starlette and uvicorn: pip install 'sparse-rl-lightning[serve]'."
         ) from error
-    server = build(arguments, _key(arguments))
+    server = build(arguments, *_keys(arguments))
     config = uvicorn.Config(
         server.app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=arguments.shutdown_timeout,
         limit_concurrency=arguments.max_queue + 64, server_header=False, log_level="warning",
@@ -63,7 +63,7 @@ def main(args: Sequence[str]) -> None:
     uvicorn.Server(config).run([bound])
 
 
-def build(arguments: argparse.Namespace, key: str | None = None) -> Server:
+def build(arguments: argparse.Namespace, key: str | None = None, update_key: str | None = None) -> Server:
     """The server that options describe, its model loaded and its engine's thread started.
 
     Raises:
@@ -106,30 +106,47 @@ def build(arguments: argparse.Namespace, key: str | None = None) -> Server:
         max_queue=arguments.max_queue,
         timeout=arguments.request_timeout,
         max_body=max(MAX_BODY, 16 * length),
+        update_key=update_key,
+        weights_from=None if arguments.weights_from is None else Path(arguments.weights_from).resolve(),
     )
     return Server(thread, tokenizer, limits, settings)
 
 
-def _key(arguments: argparse.Namespace) -> str | None:
-    """The key that clients must send.
+def _keys(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The keys that clients and a trainer must send.
 
     Raises:
-        ValueError: If the file holds none, or others than this machine are served without one.
+        ValueError: If a file holds none, or one is missing.
     """
-    key = os.environ.get("SPARSE_RL_API_KEY", "")
-    if arguments.api_key_file is not None:
-        try:
-            key = whole_file(arguments.api_key_file, 2**12).decode().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api_key_file={arguments.api_key_file!r} cannot be read: {error}.") from error
-        if not key:
-            raise UserError(f"--api_key_file={arguments.api_key_file!r} is empty.")
-    if not key and not _is_loopback(arguments.host):
+    key = _key("SPARSE_RL_API_KEY", "--api_key_file", arguments.api_key_file)
+    if key is None and not _is_loopback(arguments.host):
         raise UserError(
             f"--host={arguments.host} serves other machines, which needs a key: set SPARSE_RL_API_KEY or give "
             "--api_key_file."
         )
-    return key or None
+    update_key = _key("SPARSE_RL_UPDATE_KEY", "--update_key_file", arguments.update_key_file)
+    if arguments.allow_updates and (update_key is None or update_key == key):
+        raise UserError("--allow_updates needs a key of its own: set SPARSE_RL_UPDATE_KEY or give --update_key_file.")
+    if arguments.weights_from is not None and not (arguments.allow_updates and Path(arguments.weights_from).is_dir()):
+        raise UserError(f"--weights_from={arguments.weights_from!r} must be a folder, and goes with --allow_updates.")
+    return key, update_key if arguments.allow_updates else None
+
+
+def _key(variable: str, option: str, file: str | None) -> str | None:
+    """A key of a file or the environment.
+
+    Raises:
+        ValueError: If the file holds none.
+    """
+    if file is None:
+        return os.environ.get(variable) or None
+    try:
+        key = whole_file(file, 2**12).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option}={file!r} cannot be read: {error}.") from error
+    if not key:
+        raise UserError(f"{option}={file!r} is empty.")
+    return key
 
 
 def _is_loopback(host: str) -> bool:

@@ -76,11 +76,13 @@ class RequestThread:
     def __init__(self, sampler: RolloutSampler, limits: SamplingParams, max_prompt_length: int) -> None:
         self.sampler, self.limits = sampler, RequestLimits(sampler, limits, max_prompt_length)
         self.failed_at: float | None = None  # time.monotonic() of the last error, until a request is completed again
+        self.has_new_weights = False  # since the last step; set while nothing is drawn
         self._state = threading.Condition()  # guards what follows
         self._queue: deque[PendingRequest] = deque()
         self._running: dict[int, PendingRequest] = {}  # by the session's number
         self._closed: set[str] = set()  # reasons to draw nothing
         self._rejects, self._aborting, self._drawing = False, False, False
+        self._frozen = False
         self._session: RequestSession | None = None  # of the thread alone
         threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
 
@@ -146,7 +148,7 @@ class RequestThread:
         """Complete the running requests, then draw nothing and hold no memory until :meth:`open` for this reason."""
         with self._state:
             self._closed.add(why)
-            self._state.wait_for(lambda: not self._drawing)
+            self._state.wait_for(lambda: not self._drawing and not self._running)
             self._session = None
 
     def open(self, why: str) -> None:
@@ -154,6 +156,26 @@ class RequestThread:
         with self._state:
             self._closed.discard(why)
             self._state.notify_all()
+
+    def freeze(self) -> None:
+        """Stop between two steps, with all requests and their slots kept, until :meth:`thaw`."""
+        with self._state:
+            self._frozen = True
+            self._state.wait_for(lambda: not self._drawing)
+
+    def thaw(self) -> None:
+        """Go on after :meth:`freeze`, with the model's current weights if ``has_new_weights`` was set."""
+        with self._state:
+            self._frozen = False
+            self._state.notify_all()
+
+    def cancel_all(self) -> int:
+        """Cancel all requests, and return their number."""
+        with self._state:
+            pending = [*self._queue, *self._running.values()]
+        for each in pending:
+            self.cancel(each)
+        return len(pending)
 
     @property
     def usage(self) -> Usage:
@@ -173,7 +195,7 @@ class RequestThread:
             with self._state:
                 self._drawing = False
                 self._state.notify_all()
-                self._state.wait_for(lambda: not self._closed and bool(self._queue))
+                self._state.wait_for(self._may_draw)
                 self._drawing = True
             try:
                 self._draw()
@@ -181,6 +203,9 @@ class RequestThread:
                 self._drop(None)
             except Exception as error:
                 self._drop(error)
+
+    def _may_draw(self) -> bool:
+        return not self._frozen and bool(self._running or (self._queue and not self._closed))
 
     def _draw(self) -> None:
         """Draw until no request is left that may be drawn."""
@@ -196,7 +221,8 @@ class RequestThread:
             self._admit(session)
 
         self._admit(session)
-        session.advance(progress=lambda _: between_steps())
+        new_weights, self.has_new_weights = self.has_new_weights, False
+        session.advance(0, until=lambda: self._frozen, progress=lambda _: between_steps(), new_weights=new_weights)
         self._deliver(session)
 
     def _admit(self, session: RequestSession) -> None:

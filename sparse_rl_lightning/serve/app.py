@@ -8,10 +8,11 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.applications import Starlette
@@ -33,6 +34,7 @@ from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import answers, bodies
 from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
+from sparse_rl_lightning.serve.control import Control
 from sparse_rl_lightning.serve.drawing import Drawing, EngineError, Job
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Settings:
         max_queue: Number of completions that run or wait, above which others are answered 429.
         timeout: Seconds after which a request ends with what it has.
         max_body: Bytes of a body.
+        update_key: What a trainer sends, None without routes for one.
+        weights_from: Folder below which a trainer's weights may be read.
     """
 
     name: str
@@ -62,6 +66,8 @@ class Settings:
     max_queue: int
     timeout: float
     max_body: int
+    update_key: str | None = None
+    weights_from: Path | None = None
 
 
 Choice: TypeAlias = Callable[[int, Completion, list[int]], dict[str, Any]]
@@ -106,6 +112,11 @@ class Server:
         self.thread, self.tokenizer, self.limits, self.settings = thread, tokenizer, limits, settings
         self.drawing = Drawing(thread, limits, settings.max_queue, settings.timeout)
         self.started = int(time.time())
+        facts = {
+            "compressor": str(thread.sampler.compressor), "device": str(thread.sampler.model.device),
+            "max_length": limits.max_length, "version": __version__,
+        }  # fmt: skip
+        self.control = Control(thread, settings.weights_from, facts)
         self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering block nobody else
 
     @property
@@ -119,14 +130,21 @@ class Server:
             "/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics,
             "/v1/models/{name:path}": self.model,
         }  # fmt: skip
+        update_key = self.settings.update_key
+        control = self.control.routes if update_key else []
         return Starlette(
             routes=[
+                *control,
                 *(Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()),
                 *(Route(path, endpoint, methods=["GET"]) for path, endpoint in reads.items()),
             ],
             middleware=[
                 Middleware(TrustedHostMiddleware, allowed_hosts=list(self.settings.hosts), www_redirect=False),
-                Middleware(Guard, key=self.settings.key),
+                Middleware(
+                    Guard,
+                    key=self.settings.key,
+                    keys={route.path: update_key or "" for route in control},
+                ),
             ],
             exception_handlers={
                 UserError: refused,
@@ -370,8 +388,9 @@ class Server:
 class Guard:
     """Refuses what a web page of somebody else could send, and clients without the key."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app, self.key = app, None if key is None else f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, key: str | None, keys: Mapping[str, str]) -> None:
+        self.app, self.keys = app, keys  # of a trainer, by path: a page in a browser cannot send them
+        self.key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it; the answer has the request's name."""
@@ -379,10 +398,11 @@ class Guard:
             return await self.app(scope, receive, send)
         headers, answer = Headers(scope=scope), None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and media_type != "application/json":
+        path, key = scope["path"], self.keys.get(scope["path"], self.key)
+        if scope["method"] == "POST" and media_type != "application/json" and path not in self.keys:
             answer = error_answer(415, "Send application/json.")
         sent = headers.get("authorization", "").encode("latin-1")  # as starlette has decoded it
-        if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(sent, self.key):
+        if key is not None and path not in OPEN and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
         name = headers.get("x-request-id", uuid.uuid4().hex)[:128].encode("latin-1")
 

@@ -51,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def built(folder: Path, *more: str, key: str | None = None) -> Any:
+def built(folder: Path, *more: str, key: str | None = None, update_key: str | None = None) -> Any:
     given = ["--policy", str(folder), "--compressor", RKV, "--num_slots", "4", "--max_length", str(LENGTH), *more]
-    return serve.build(options.serve().parse_args(given), key)
+    return serve.build(options.serve().parse_args(given), key, update_key)
 
 
 class Running:

@@ -15,9 +15,10 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.record import SampledRecord, record_bytes
 from sparse_rl_lightning.integrations.verl import options
 from sparse_rl_lightning.integrations.verl.batches import FIELD
-from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, check_names
+from sparse_rl_lightning.integrations.verl.weights import Bucket, check_names, tensors
 from sparse_rl_lightning.policies.modes import freeze
 from sparse_rl_lightning.policies.pretrained import load_model
+from sparse_rl_lightning.policies.updates import WeightUpdates
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import Request, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.request_thread import RequestThread
@@ -52,7 +53,8 @@ class SparseServer:
         limits = SamplingParams(max_completion_length=self.config.response_length)
         self.requests = RequestThread(sampler, limits, self.config.prompt_length)
         self.global_steps: int | None = None
-        self.updates = WeightUpdates(self.model)
+        merge = "both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)"
+        self.updates = WeightUpdates(self.model, merge)
         self._limit: asyncio.TimerHandle | None = None  # gives an update up that is not continued
         self._writing = asyncio.Lock()
 
@@ -147,7 +149,7 @@ class SparseServer:
         """
         if self._limit is not None:
             self._limit.cancel()
-        await asyncio.to_thread(self.updates.take, bucket, is_first)
+        await asyncio.to_thread(self.updates.take, tensors(bucket), is_first)
         if not is_last:
             self._limit = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
             return

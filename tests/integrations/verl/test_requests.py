@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.verl.options import sampler_options, sampling_params
-from sparse_rl_lightning.integrations.verl.weights import Bucket, WeightUpdates, buckets, check_names, tensors
+from sparse_rl_lightning.integrations.verl.weights import Bucket, buckets, check_names, tensors
+from sparse_rl_lightning.policies.updates import WeightUpdates
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.testing import tiny_model
 
@@ -135,7 +136,7 @@ def test_tensors_come_back_bit_by_bit() -> None:
 
 def update(updates: WeightUpdates, sent: list[tuple[Bucket, bool, bool]]) -> None:
     for bucket, is_first, _ in sent:
-        updates.take(bucket, is_first)
+        updates.take(tensors(bucket), is_first)
     updates.write(updates.whole())
 
 
@@ -148,7 +149,7 @@ def test_an_update_is_of_the_whole_model() -> None:
     own, other = tiny_model("llama"), tiny_model("llama", seed=1)
     weights = {name: p.detach().bfloat16() for name, p in other.named_parameters()}  # the head is the embedding
     assert "lm_head.weight" not in weights
-    updates = WeightUpdates(own)
+    updates = WeightUpdates(own, "merge adapters")
     update(updates, packed(weights))
     assert_weights(own, weights)
     weights = {name: p.detach().mul(2) for name, p in other.named_parameters()}
@@ -161,26 +162,26 @@ def test_buffers_that_are_saved_are_weights() -> None:
     for number, model in enumerate((own, other)):
         model.model.register_buffer("bias", torch.full((3,), float(number)))
         model.model.register_buffer("unsaved", torch.full((3,), float(number)), persistent=False)
-    update(WeightUpdates(own), packed(other.state_dict()))
+    update(WeightUpdates(own, "merge adapters"), packed(other.state_dict()))
     assert (own.model.bias.tolist(), own.model.unsaved.tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "says"),
     [
-        ("model.adapter.weight", torch.zeros(2), "no weight of this name: .*lora.merge=true"),
+        ("model.adapter.weight", torch.zeros(2), "no weight of this name: merge adapters"),
         ("model.norm.weight", torch.zeros(2), r"shape \(2,\), and the server's model has \(64,\)"),
     ],
 )
 def test_nothing_is_written_of_an_update_with_what_does_not_fit(name: str, tensor: Tensor, says: str) -> None:
     own, other = tiny_model("llama"), tiny_model("llama", seed=1)
     before = {key: weight.clone() for key, weight in own.state_dict().items()}
-    updates = WeightUpdates(own)
+    updates = WeightUpdates(own, "merge adapters")
     with pytest.raises(UserError, match=says):
         update(updates, packed({**other.state_dict(), name: tensor}))
     assert_weights(own, before)
     with pytest.raises(UserError, match="No update of the weights has begun"):  # the rest of it comes too late
-        updates.take(packed({"model.norm.weight": other.model.norm.weight})[0][0], is_first=False)
+        updates.take([("model.norm.weight", other.model.norm.weight)], is_first=False)
     update(updates, packed(other.state_dict()))
     assert_weights(own, other.state_dict())
 
@@ -188,7 +189,7 @@ def test_nothing_is_written_of_an_update_with_what_does_not_fit(name: str, tenso
 def test_nothing_is_written_of_an_update_that_leaves_weights_out() -> None:
     own, other = tiny_model("llama"), tiny_model("llama", seed=1)
     before = {key: weight.clone() for key, weight in own.state_dict().items()}
-    weights, updates = other.state_dict(), WeightUpdates(own)
+    weights, updates = other.state_dict(), WeightUpdates(own, "merge adapters")
     norm = weights.pop("model.norm.weight")
     with pytest.raises(UserError, match=r"left out 1 weights .* 'model.norm.weight'"):
         update(updates, packed(weights))

@@ -101,6 +101,7 @@ def ray_here() -> Iterator[None]:
         patch.setenv("PYTHONPATH", str(HERE))
         import ray
 
+        importlib.import_module("sparse_rl_lightning.integrations.verl.register")  # verl may have been imported without
         ray.init(num_cpus=4, num_gpus=1, include_dashboard=False, object_store_memory=2 * 10**8, log_to_driver=False)
         yield
         ray.shutdown()

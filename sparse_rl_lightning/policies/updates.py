@@ -1,0 +1,75 @@
+"""WeightUpdates: new weights for a model that samples, none of which is written before all are there and fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparse_rl_lightning.errors import UserError
+
+
+class WeightUpdates:
+    """The updates of a model's weights: each comes in buckets, is kept in the host's memory, and is checked whole.
+
+    Args:
+        model: Model to update in place.
+        remedy: What to change where weights do not fit.
+    """
+
+    def __init__(self, model: PreTrainedModel, remedy: str) -> None:
+        self.model, self.remedy = model, remedy
+        self._new: dict[str, Tensor] | None = None  # of the update that is coming, by name
+
+    def take(self, sent: Iterable[tuple[str, Tensor]], is_first: bool) -> None:
+        """Keep these weights; the first bucket of an update forgets one that was not completed.
+
+        Raises:
+            ValueError: If the model has no such weight, or one of another shape, or no update has begun; what has come
+                of the update is forgotten.
+        """
+        if is_first:
+            self._new = {}
+        if self._new is None:
+            raise UserError(
+                "No update of the weights has begun, or it was given up: send all from the first bucket on."
+            )
+        new, weights = self._new, self.model.state_dict()
+        self.drop()
+        for name, tensor in sent:
+            weight = weights.get(name)
+            if weight is None or weight.shape != tensor.shape:
+                has = "no weight of this name" if weight is None else f"{tuple(weight.shape)}"
+                raise UserError(
+                    f"The weight {name!r} was sent with shape {tuple(tensor.shape)}, and the server's model has {has}: "
+                    f"{self.remedy}."
+                )
+            new[name] = tensor.to(weight.dtype)
+        self._new = new
+
+    def drop(self) -> None:
+        """Forget an update."""
+        self._new = None
+
+    def whole(self) -> dict[str, Tensor]:
+        """The weights of the update, which is over; none is kept here.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+        weights, new = self.model.state_dict(), self._new or {}
+        self.drop()
+        sent = {weights[name].data_ptr() for name in new}  # of tied weights one is enough
+        if missing := [name for name, weight in weights.items() if weight.data_ptr() not in sent]:
+            raise UserError(
+                f"The update left out {len(missing)} weights of the server's model, the first is "
+                f"{missing[0]!r}: it would draw with old and new ones."
+            )
+        return new
+
+    def write(self, new: dict[str, Tensor]) -> None:
+        """Copy the weights of a whole update into the model."""
+        weights = self.model.state_dict()
+        for name, tensor in new.items():
+            weights[name].copy_(tensor)

@@ -1,0 +1,179 @@
+"""Control of a server: pauses, and weights from folders; for a trainer that has the key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.pretrained import load_model
+from sparse_rl_lightning.policies.updates import WeightUpdates
+from sparse_rl_lightning.rollout.request_thread import RequestThread
+from sparse_rl_lightning.serve import bodies
+from sparse_rl_lightning.serve.bodies import BadRequest
+
+MODES = ("abort", "wait", "keep")
+
+
+class Control:
+    """The routes of a trainer.
+
+    Args:
+        thread: Thread of the engine.
+        weights_from: Folder below which weights may be read, None for none.
+        facts: What ``/server_info`` tells of the server.
+    """
+
+    def __init__(self, thread: RequestThread, weights_from: Path | None, facts: dict[str, Any]) -> None:
+        self.thread, self.weights_from, self.facts = thread, weights_from, facts
+        self.mode: str | None = None  # how the server is paused
+        self.num_updates, self.weight_version = 0, "0"
+        self.updates = WeightUpdates(thread.sampler.model, "both must be of one model, with adapters merged")
+        self._changing = asyncio.Lock()  # one pause or update at a time
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them; each needs the key."""
+        posts = {
+            "/pause": self.pause, "/resume": self.resume, "/abort_requests": self.abort, "/sleep": self.sleep,
+            "/wake_up": self.wake_up, "/update_weights": self.update_weights, "/reset_prefix_cache": self.nothing,
+            "/update_weight_version": self.update_version,
+        }  # fmt: skip
+        gets = {
+            "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/server_info": self.server_info,
+            "/weight_info": self.weight_info,
+        }  # fmt: skip
+        return [
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+        ]
+
+    # ---------------------------------------------------------------- pauses
+
+    async def pause(self, request: Request) -> Response:
+        """Draw nothing until :meth:`resume`: requests are aborted, completed, or kept where they are."""
+        mode = request.query_params.get("mode", MODES[0])
+        if mode not in MODES:
+            raise BadRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r:.40}.", "mode")
+        async with self._changing:
+            if mode == "keep":
+                await asyncio.to_thread(self.thread.freeze)
+            else:
+                if mode == "abort":
+                    self.thread.cancel_all()
+                await asyncio.to_thread(self.thread.close, "pause")
+            self.mode = mode
+        return JSONResponse({"status": "paused", "mode": mode})
+
+    async def resume(self, _: Request) -> Response:
+        """Draw again."""
+        async with self._changing:
+            self.mode = None
+            self.thread.open("pause")
+            self.thread.thaw()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> Response:
+        """Whether nothing is drawn."""
+        return JSONResponse({"is_paused": self.mode is not None})
+
+    async def abort(self, _: Request) -> Response:
+        """End all requests with what they have."""
+        return JSONResponse({"status": "ok", "aborted": self.thread.cancel_all()})
+
+    async def sleep(self, request: Request) -> Response:
+        """Complete the running requests, then hold neither cache nor weights in the device's memory."""
+        async with self._changing:
+            await asyncio.to_thread(self.thread.close, "sleep")
+            self._move(torch.device("cpu"))
+        return JSONResponse({"status": "sleeping", "level": request.query_params.get("level", "1")})
+
+    async def wake_up(self, _: Request) -> Response:
+        """Bring the weights back, and draw again."""
+        async with self._changing:
+            self._move(torch.device(self.facts["device"]))
+            self.thread.open("sleep")
+        return JSONResponse({"status": "awake"})
+
+    # ---------------------------------------------------------------- weights
+
+    async def update_weights(self, request: Request) -> Response:
+        """Read the weights of a folder, check all of them, and draw with them from the next step on.
+
+        Requests that are being drawn go on with the new weights; their records cannot be replayed.
+        """
+        body = bodies.read_json(await request.body())
+        folder = self._folder(body.get("weight_dir"))
+        async with self._changing:
+            new = await asyncio.to_thread(self._read, folder)
+            await asyncio.to_thread(self.thread.freeze)
+            await asyncio.to_thread(self.updates.write, new)
+            self.num_updates += 1
+            self.weight_version = str(body.get("weight_version") or self.num_updates)
+            self.thread.has_new_weights = True
+            if self.mode != "keep":
+                self.thread.thaw()
+        return JSONResponse({"status": "ok", "weight_version": self.weight_version})
+
+    def _folder(self, name: Any) -> Path:
+        """The folder of a request, which lies below the one that weights may be read from."""
+        if self.weights_from is None:
+            raise BadRequest("Weights are read from folders where the server was started with --weights_from.")
+        if not isinstance(name, str) or "\0" in name:
+            raise BadRequest("weight_dir must be the path of a folder.", "weight_dir")
+        folder = (self.weights_from / name).resolve()
+        if not folder.is_relative_to(self.weights_from) or not folder.is_dir():
+            raise BadRequest("weight_dir is no folder below that of --weights_from.", "weight_dir")
+        return folder
+
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The weights of a folder, complete, finite and of this model."""
+        try:
+            with torch.device("cpu"):
+                model = load_model(str(folder), self.thread.sampler.model.dtype)
+            self.updates.take(model.state_dict().items(), is_first=True)
+            return self.updates.whole()
+        except UserError as error:
+            raise BadRequest(str(error).replace(str(folder), folder.name), "weight_dir") from error
+
+    async def update_version(self, request: Request) -> Response:
+        """Name the version of the weights."""
+        version = bodies.read_json(await request.body()).get("weight_version")
+        if not isinstance(version, (str, int)):
+            raise BadRequest("weight_version must be a text or a number.", "weight_version")
+        self.weight_version = str(version)
+        return await self.weight_info(request)
+
+    async def weight_info(self, _: Request) -> Response:
+        """The version of the weights."""
+        return JSONResponse({"weight_version": self.weight_version})
+
+    # ---------------------------------------------------------------- facts
+
+    async def world_size(self, _: Request) -> Response:
+        """Number of processes."""
+        return JSONResponse({"world_size": 1})
+
+    async def server_info(self, _: Request) -> Response:
+        """The server in vLLM's words, and in ours."""
+        usage = self.thread.usage
+        vllm = {
+            "weight_transfer_config": None, "lora_config": None, "parallel_config": {"data_parallel_size": 1},
+            "model_config": {"logprobs_mode": "processed_logprobs", "dtype": str(self.thread.sampler.model.dtype)},
+        }  # fmt: skip
+        plan = self.thread.sampler.memory_plan
+        ours = {"slots": usage.num_slots, "cache_bytes": usage.cache_bytes, "memory_plan": plan and plan.why}
+        return JSONResponse({"vllm_config": vllm, "sparse_rl": self.facts | ours})
+
+    async def nothing(self, _: Request) -> Response:
+        """What has nothing to do here: prefixes are not kept between requests."""
+        return JSONResponse({"success": True})
+
+    def _move(self, device: torch.device) -> None:
+        self.thread.sampler.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
