@@ -67,6 +67,7 @@ class Control:
             else:
                 if mode == "abort":
                     self.thread.cancel_all()
+                self.thread.thaw()  # what an earlier pause has kept ends now
                 await asyncio.to_thread(self.thread.close, "pause")
             self.mode = mode
         return JSONResponse({"status": "paused", "mode": mode})
@@ -90,6 +91,8 @@ class Control:
     async def sleep(self, request: Request) -> Response:
         """Complete the running requests, then hold neither cache nor weights in the device's memory."""
         async with self._changing:
+            if self.mode == "keep":
+                raise BadRequest("Requests are kept in their slots, whose memory is needed: resume, or pause by abort.")
             await asyncio.to_thread(self.thread.close, "sleep")
             self._move(torch.device("cpu"))
         return JSONResponse({"status": "sleeping", "level": request.query_params.get("level", "1")})

@@ -110,6 +110,19 @@ def test_a_pause_that_keeps_changes_no_text(running: Running, folder: Path) -> N
     assert running.http.get("/is_paused", headers=KEY).json() == {"is_paused": False}
 
 
+def test_what_was_kept_can_be_aborted(running: Running, folder: Path) -> None:
+    asking = Asking(running)
+    running.until(lambda: running.server.thread.usage.num_running)
+    order(running, "/pause?mode=keep")
+    assert order(running, "/sleep").status_code == 400
+    order(running, "/pause?mode=abort")
+    assert asking.choice["finish_reason"] == "abort"
+    order(running, "/sleep")
+    order(running, "/resume")
+    order(running, "/wake_up")
+    assert Asking(running).choice["token_ids"] == drawn(folder, max_completion_length=70)
+
+
 def test_pauses_that_complete_or_abort(running: Running, folder: Path) -> None:
     whole = drawn(folder, max_completion_length=70)
     for mode, reason in (("wait", "length"), ("abort", "abort")):

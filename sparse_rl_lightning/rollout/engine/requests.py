@@ -228,8 +228,8 @@ class RequestScheduler(Scheduler):
 
     @property
     def requests_in_slots(self) -> set[int]:
-        """The requests with a sample in a slot."""
-        return {sequence.number // MOST_SAMPLES for sequence in self.running.values()}
+        """The requests with a sample in a slot; another thread may ask."""
+        return {sequence.number // MOST_SAMPLES for sequence in list(self.running.values())}
 
     def drawn(self, number: int) -> dict[int, list[int]]:
         """The tokens so far of each sample of a request that is in a slot or has ended, by sample.
