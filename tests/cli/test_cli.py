@@ -383,6 +383,7 @@ def test_a_cuda_build_of_torch_that_cannot_use_a_gpu_is_told(tmp_path: Path, mon
     monkeypatch.setenv("PATH", fake_smi(tmp_path, "NVIDIA L40S"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.unused_gpus() == ["NVIDIA L40S"]
     assert "torch, built for CUDA 13.0, cannot use it" in doctor.advice()[0]
     monkeypatch.setenv("PATH", fake_smi(tmp_path, ""))  # the tools without a card
     assert "CUDA 13.0" not in doctor.report().split("\n\n")[-1]

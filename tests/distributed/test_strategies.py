@@ -33,7 +33,7 @@ from torch import nn
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks import ImportanceReweighting
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.cli.launch import VARIABLE, follow_launcher
+from sparse_rl_lightning.cli.launch import VARIABLE, follow_launcher, network_error
 from sparse_rl_lightning.distributed import ranks
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed, not_deepspeed, zero_config
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
@@ -394,3 +394,20 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("ended\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("The server socket has failed. code: -98, name: EADDRINUSE\nmore", "another program listens there"),
+        ("address already in use", "another program listens there"),
+        ("timed out after 5 s\nmore", "timed out after 5 s. All must be able to reach MASTER_ADDR"),
+    ],
+)
+def test_why_ranks_cannot_meet_is_one_line(reason: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "77")
+    line = network_error(torch.distributed.DistNetworkError(reason))
+    assert line.startswith("The ranks cannot meet at node0:77: ")
+    assert says in line
+    assert "\n" not in line

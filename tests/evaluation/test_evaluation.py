@@ -212,6 +212,9 @@ def test_answers_are_checked_with_their_rows_tolerance(policy: Path) -> None:
     assert table["sample"] == [0, 1, 0, 1]
     assert table["kv_stored"] == table["kv_full"]
     assert {len(values) for values in table.values()} == {4}
+    longer = completion_table(Problems("own", [*rows, rows[0]], rows, [], [rows[0]]), scores)  # its prompt has no room
+    for column in ("length", "kv_stored", "kv_full", "kv_stored_steps", "kv_full_steps", "finished", "correct"):
+        assert longer[column] == [*table[column], 0, 0]
 
 
 def test_predict_completes_a_file_of_prompts(folder: Path, policy: Path) -> None:

@@ -327,3 +327,9 @@ def test_copies_are_found_in_whatever_batches_they_come() -> None:
     assert interval.compute() == pytest.approx(confidence_interval(scores, problems))
     interval.reset()
     assert all(map(math.isnan, interval.compute()))
+
+
+def test_the_one_sequence_of_a_micro_batch_is_all_of_it() -> None:
+    mask = boolean([[0, 1, 1], [0, 0, 0]])
+    assert float(rejection_rate(boolean([[1, 0, 0], [1, 1, 1]]), mask)) == 1.0
+    assert float(rejection_rate(mask, mask)) == 0.0

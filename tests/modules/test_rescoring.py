@@ -18,7 +18,7 @@ import sparse_rl_lightning.callbacks as library
 from sparse_rl_lightning.advantages import group_advantages
 from sparse_rl_lightning.callbacks.base import CorrectionCallback
 from sparse_rl_lightning.learner.forward import Learner
-from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO
+from sparse_rl_lightning.modules import DistillSparse, ReplayGRPO, SparseGRPO, old_logprobs
 from sparse_rl_lightning.policies import LoraPolicy
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
@@ -419,3 +419,15 @@ def test_the_record_of_evictions_stays_where_the_loss_reads_it(kind: Any, keeps:
     grpo = module(kind=kind)
     fit(grpo, 1)
     assert (grpo.block.rollout.evictions is not None) == keeps
+
+
+def test_sequences_without_weights_count_with_a_weight_of_one() -> None:
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    empty = torch.zeros(2, 3)
+    given = {"prompt_lengths": torch.ones(2), "finished": torch.ones(2, dtype=torch.bool), "sampler_logprobs": empty}
+    rollout = Rollout(sequences=mask.long(), completion_mask=mask, **given)
+    source = rollout[torch.tensor([0])]
+    source.weights, source.old_logprobs = torch.tensor([[0.0, 0.5, 1.5]]), torch.tensor([[0.0, -1.0, -2.0]])
+    old_logprobs._store(rollout, torch.tensor([0]), source)
+    assert rollout.weights.tolist() == [[0.0, 0.5, 1.5], [0.0, 1.0, 0.0]]
+    assert rollout.old_logprobs.tolist() == [[0.0, -1.0, -2.0], [0.0, 0.0, 0.0]]

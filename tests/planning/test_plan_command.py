@@ -234,8 +234,8 @@ def test_the_page_shows_what_its_command_prints(folder: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("trainer", "rows", "expected"),
     [
-        (["max_steps=400"], 96, 400),
         (["max_steps=-1", "max_epochs=3"], 96, 3 * 6 * 2),  # 6 rollouts of 16 prompts, each trained on in 2 steps
+        (["max_steps=400"], 96, 400),
         (["max_steps=-1", "max_epochs=3", "devices=2", "strategy=ddp"], 96, 3 * 3 * 2),
         (["max_steps=7", "max_epochs=3"], 96, 7),
         (["max_steps=100", "max_epochs=3"], 96, 36),
@@ -413,6 +413,7 @@ def test_lengths_that_nothing_has_are_refused(length: int, tiny: str) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        (["--prompt=0"], "--prompt must be at least 1, got --prompt=0"),
         (["--prompt=99999999999999"], "counts up to 16,777,216 tokens of the longest sequence, got"),
         (["--model.sampling.max_completion_length=99999999999999"], "tokens of the longest sequence, got"),
         (["--data.prompts_per_rollout=16000000000"], "tokens of the sequences of a rollout, got"),
