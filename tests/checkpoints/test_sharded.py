@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tiny_grpo import loaded
 from tiny_run import contents
 
+from sparse_rl_lightning.checkpoints import manifest
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.sharded import ANEW, TRAINER, WEIGHTS, load_sharded
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
@@ -161,3 +162,10 @@ def test_weights_that_the_folder_does_not_have_are_told(written: tuple[SparseRLD
     strategy.lightning_module.head = torch.nn.Linear(2, 1)
     with pytest.warns(UserWarning, match="has the policy alone: 2 other weights stay as they are, such as head.weight"):
         load_sharded(strategy, strategy.shards, folder, with_optimizer=False)[1]()
+
+
+def test_a_new_key_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(manifest.KEY_VARIABLE, str(tmp_path / "state" / "key"))
+    key = manifest._key()
+    assert manifest._key() == key
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["key"]

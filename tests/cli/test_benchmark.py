@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.compressors.forced import forced_logits
 from sparse_rl_lightning import RolloutSampler, SamplingParams
 from sparse_rl_lightning.cli.benchmark import _bench, main
+from sparse_rl_lightning.cli.options import _budget
 from sparse_rl_lightning.cli.options import benchmark as parser
 from sparse_rl_lightning.compressors import FullKV, SnapKV
 from sparse_rl_lightning.data import ArithmeticTasks
@@ -496,3 +498,12 @@ def test_clocks_wait_for_the_device_that_works(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     assert now(torch.device("cpu")) < now(torch.device("cuda", 1))
     assert waits == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1.0), ("0.99", 0.99), ("1.5", None), ("0", None), ("-1", None)])
+def test_a_budget_is_a_share_or_a_number_of_tokens(text: str, value: float | None) -> None:
+    if value is not None:
+        assert _budget(text) == value
+        return
+    with pytest.raises(argparse.ArgumentTypeError, match="neither a number of tokens nor a share"):
+        _budget(text)

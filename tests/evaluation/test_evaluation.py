@@ -23,7 +23,7 @@ from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import RKV, FullKV, SnapKV
 from sparse_rl_lightning.data import JsonlPrompts
 from sparse_rl_lightning.evaluation.evaluate import Scores
-from sparse_rl_lightning.evaluation.problems import Problems, row_number
+from sparse_rl_lightning.evaluation.problems import ROWS_NAMED, Problems, row_number, with_room
 from sparse_rl_lightning.evaluation.results import (
     BenchmarkResult,
     completion_table,
@@ -450,3 +450,11 @@ def test_settings_of_an_unknown_benchmark_are_refused(command: str, folder: Path
     arguments = [command, "--config", config(folder, policy), "--data.benchmarks=[gsm8k]"]
     with pytest.raises(ValueError, match=r"sampling_of: there is no benchmark 'aime42'. Did you mean 'aime24'\?"):
         main([*arguments, "--model.init_args.sampling_of={amc23: {top_k: 5}, aime42: {top_k: 5}}"])
+
+
+@pytest.mark.parametrize(("count", "more"), [(ROWS_NAMED, ""), (ROWS_NAMED + 1, ", ...")])
+def test_rows_without_room_are_named_up_to_a_number(count: int, more: str) -> None:
+    rows = [{"prompt": "1", "answer": "1"}] * (count + 1)
+    with pytest.warns(UserWarning, match=re.escape(f", {ROWS_NAMED}{more}) leave no room")):
+        found = with_room("own", rows, [[5], *[[5] * 9] * count], SamplingParams(max_completion_length=4), 8)
+    assert (len(found.sampled), len(found.too_long)) == (1, count)

@@ -376,3 +376,10 @@ def test_sequences_of_several_policies_are_refused(objective: str) -> None:
     rollout.policy_versions[5, int(rollout.prompt_lengths[5]) + 1 :] = 1
     with pytest.raises(ValueError, match=r"Sequences \[\d\] were drawn by several versions"):
         grpo.rescore(scored)
+
+
+@pytest.mark.parametrize(
+    ("objective", "corrects"), [("sparse", True), ("mixed", True), ("dense", False), ("rejected", False)]
+)
+def test_what_learns_by_replay_corrects(objective: str, corrects: bool) -> None:
+    assert module(replay_objective=objective).corrects == corrects

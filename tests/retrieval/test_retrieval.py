@@ -19,7 +19,6 @@ from sparse_rl_lightning.cache.slots import CacheSize
 from sparse_rl_lightning.compressors import H2O, SnapKV, StreamingLLM
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.ops.select_pages import page_scores
-from sparse_rl_lightning.ops.select_pages import reference as select_pages
 from sparse_rl_lightning.ops.summarize_pages import page_means
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import KVUsage, Rollout
@@ -91,15 +90,6 @@ def test_prompts_read_in_chunks_are_the_same(retriever: Retriever) -> None:
     whole = RolloutSampler(policy, retriever=retriever).generate(PROMPTS, PARAMS)
     chunked = RolloutSampler(policy, retriever=retriever, num_slots=4, max_prefill_tokens=7).generate(PROMPTS, PARAMS)
     assert_same(whole, chunked)
-
-
-def test_rows_that_only_pad_a_batch_read_no_page() -> None:
-    query, summaries = torch.randn(2, 2, 4), torch.randn(1, 1, 1, 3, 4)
-    slots, lengths, limits = torch.tensor([0, -1]), torch.tensor([[9]]), torch.tensor([2, 2], dtype=torch.int32)
-    scores, pages = torch.empty(2, 1, 3), torch.empty(2, 1, 2, dtype=torch.int32)
-    select_pages(query, summaries, slots, lengths, limits, 4, 1, 1, False, scores, pages)
-    assert pages[0].tolist() == [[0, 2]]
-    assert pages[1].tolist() == [[-1, -1]]
 
 
 def test_an_own_retriever_is_computed_as_the_kernels_compute_it(chosen: ChosenPages) -> None:

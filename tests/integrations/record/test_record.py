@@ -466,6 +466,13 @@ def test_the_command(
         main(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
 
 
+@pytest.mark.parametrize("tolerance", ["0", "-1", "nan"])
+def test_a_tolerance_that_means_nothing_is_refused(recorded: SampledRecord, tmp_path: Path, tolerance: str) -> None:
+    write_record(recorded, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="tolerance must be"):
+        main(["check", str(tmp_path / "a.safetensors"), "--model", "nowhere", "--tolerance", tolerance])
+
+
 def test_nobody_in_the_core_imports_it() -> None:
     from tests.project.test_layers import IMPORTS
 
