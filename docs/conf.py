@@ -56,6 +56,7 @@ nitpick_ignore_regex = [
     ("py:obj", r"typing\.Literal\[.*"),
     # what parts hand over, and bases
     ("py:class", r"sparse_rl_lightning\..*\.(SlotSelection|EvictionPlan|LearnerBytes|MicroBatch|Rewards)"),
+    ("py:class", r"sparse_rl_lightning\..*\.Versioned(Request)?Logs"),
     ("py:class", r"sparse_rl_lightning\..*\.(Pass|Results)"),  # type variables
     (
         "py:class",

@@ -87,15 +87,13 @@ class RequestThread:
         threading.Thread(target=self._serve, name="sparse-rl requests", daemon=True).start()
 
     def prepare(self) -> None:
-        """Make a session now, and not when the first request comes.
+        """Make a session now, and not when the first request comes; before that, or in the thread.
 
         Raises:
             ValueError: If there is none with these limits, or its memory is not there.
         """
-        with self._state:
-            self._session = self._session or RequestSession(
-                self.sampler, self.limits.params, self.limits.max_prompt_length
-            )
+        limits = self.limits  # no lock: those who submit do not wait for memory
+        self._session = self._session or RequestSession(self.sampler, limits.params, limits.max_prompt_length)
 
     def pending(
         self, request: Request, name: str = "", on_tokens: Callable[[dict[int, list[int]]], object] | None = None
@@ -184,9 +182,10 @@ class RequestThread:
         if session is None:
             return Usage(0, queued, 0, 0, 0)
         scheduler, begun = session.scheduler, len(session.in_slots)
-        occupied = scheduler.num_slots - len(scheduler.free)
-        pool_bytes = session.engine.cache.pool_bytes
-        return Usage(begun, running - begun + queued, occupied, scheduler.num_slots, pool_bytes)
+        return Usage(
+            begun, running - begun + queued, scheduler.num_slots - len(scheduler.free), scheduler.num_slots,
+            session.engine.cache.pool_bytes,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- the thread
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sparse_rl_lightning.cache.compression import Trigger
@@ -19,7 +19,6 @@ from sparse_rl_lightning.rollout.engine.requests import (
     refuse_penalty,
 )
 from sparse_rl_lightning.rollout.engine.sampling import SamplingParams
-from sparse_rl_lightning.rollout.engine.scheduler import Progress
 from sparse_rl_lightning.rollout.prompts import check_end_tokens
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 from sparse_rl_lightning.rollout.session import RolloutSession, VersionedLogs, checked_prompts
@@ -61,10 +60,8 @@ class RequestLimits:
         model, params, limits = self.sampler.model, request.params, self.params
         (prompt,) = checked_prompts([request.prompt], params, model, self.max_prompt_length)
         ends = request.end_token_ids
-        longest, length = (
-            self.max_prompt_length + limits.max_completion_length,
-            len(prompt) + params.max_completion_length,
-        )
+        longest = self.max_prompt_length + limits.max_completion_length
+        length = len(prompt) + params.max_completion_length
         if length > longest:
             raise UserError(
                 f"A prompt of {len(prompt)} tokens and max_completion_length={params.max_completion_length} are more "
@@ -123,6 +120,7 @@ class RequestSession(RolloutSession):
     logs_type = VersionedRequestLogs
     engine_type = RequestEngine
     scheduler_type = RequestScheduler
+    keeps_weights = True
 
     def __init__(self, sampler: RolloutSampler, params: SamplingParams, max_prompt_length: int) -> None:
         if sampler.recorded is not None:
@@ -143,7 +141,7 @@ class RequestSession(RolloutSession):
         return self._submit([request])[0]
 
     def queue(self, request: Request) -> int:
-        """Queue a request that :meth:`RequestLimits.checked` has returned; the number returned identifies it."""
+        """Queue a request that ``limits.checked`` has returned; the number returned identifies it."""
         strings = request.params.stop_strings
         return self._requests.submit(request, StopStrings(strings, self.sampler.tokenizer) if strings else None)
 
@@ -161,22 +159,8 @@ class RequestSession(RolloutSession):
         numbers = self._submit([Request(prompt, params, each) for prompt, each in zip(prompts, ids, strict=True)])
         return range(numbers[0], numbers[-1] + 1)
 
-    def advance(
-        self,
-        max_steps: int | None = None,
-        *,
-        until: Callable[[], bool] | None = None,
-        progress: Callable[[Progress], None] | None = None,
-        new_weights: bool | None = False,
-    ) -> None:
-        """Decode until all requests are complete, or for ``max_steps`` steps; the weights are those of before.
-
-        With ``new_weights`` those that run go on with the model's current ones, and cannot be replayed.
-        """
-        super().advance(max_steps, until=until, progress=progress, new_weights=new_weights)
-
     def cancel(self, number: int) -> bool:
-        """End a request at the next step of :meth:`advance`; what it has drawn can be taken then.
+        """End a request at the next step of ``advance``; what it has drawn can be taken then.
 
         Returns:
             Whether there is anything to take; False if nothing of it had begun, and its number means nothing any more.

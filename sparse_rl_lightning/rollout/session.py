@@ -92,6 +92,7 @@ class RolloutSession:
     logs_type: type[VersionedLogs] = VersionedLogs
     engine_type: type[Engine] | None = None  # None for the sampler's
     scheduler_type: Callable[..., Scheduler] | None = None  # None for the plain one
+    keeps_weights = False  # whether advance() goes on with the same ones unless it is told otherwise
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class RolloutSession:
             raise UserError("turns=True needs a sampler without a retriever: pages are chosen for single tokens.")
         self.sampler, self.params, self.max_prompt_length, self.turns = sampler, params, max_prompt_length, turns
         self._broken = False
+        self.keeps_weights = self.keeps_weights or turns
         with sampling_mode(sampler.model):
             shared = num_sequences is not None
             before = sampler.memory_plan if shared and sampler.cache is not None else None
@@ -147,8 +149,9 @@ class RolloutSession:
             until: Condition checked after ``max_steps``: decoding continues while it is False and sequences are
                 unfinished.
             progress: Function as in :meth:`RolloutSampler.generate`; it counts from the beginning of the session.
-            new_weights: Whether the weights may have changed since the last call, default True without ``turns``. False
-                continues with the same version: tokens of several versions cannot be replayed.
+            new_weights: Whether the weights may have changed since the last call, default True, but False with
+                ``turns`` and of requests. False continues with the same version: tokens of several versions cannot be
+                replayed.
         """
         sampler, scheduler = self.sampler, self.scheduler
         stop = None if max_steps is None else scheduler.num_steps + max_steps
@@ -159,7 +162,7 @@ class RolloutSession:
             )
         self._broken = True
         with sampling_mode(sampler.model):
-            if not self.version or (not self.turns if new_weights is None else new_weights):
+            if not self.version or (not self.keeps_weights if new_weights is None else new_weights):
                 longest = self.max_prompt_length + self.params.max_completion_length
                 self.engine.take_weights(sampler.model, CacheGeometry.of(sampler.model, sampler.kv_dtype, longest))
                 scheduler.forget_prompts()

@@ -153,7 +153,7 @@ class TextStream:
 
     def add(self, ids: list[int]) -> str:
         """The new piece of text, given all tokens so far of a completion that has not ended."""
-        if ids and ids[-1] in (self.wanted.end_token_ids or ()):
+        if ids and ids[-1] in self.wanted.end_token_ids:
             ids = ids[:-1]
         before, now = self._decode(ids[self._first : self._last]), self._decode(ids[self._first :])
         if not now.endswith("\ufffd") or len(ids) - self._last > UNDECIDED:

@@ -22,7 +22,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
@@ -30,15 +29,14 @@ from sparse_rl_lightning import __version__
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
 from sparse_rl_lightning.rollout.prompts import encode_prompt
-from sparse_rl_lightning.rollout.request_thread import RequestThread
+from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
 from sparse_rl_lightning.serve import answers, bodies
 from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
-from sparse_rl_lightning.serve.control import Control
-from sparse_rl_lightning.serve.drawing import Drawing, EngineError, Job
+from sparse_rl_lightning.serve.control import Control, routes_of
+from sparse_rl_lightning.serve.drawing import Drawing, EngineError
 
 logger = logging.getLogger(__name__)
-BODY_SECONDS = 30.0  # that a body may take to arrive
 UNHEALTHY_SECONDS = 30.0  # after an error, unless something is drawn before
 OPEN = {"/health", "/version"}  # need no key
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as in vLLM
@@ -122,22 +120,18 @@ class Server:
     @property
     def app(self) -> Starlette:
         """The application."""
-        routes = {
+        posts = {
             "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
             "/inference/v1/generate": self.generate, "/tokenize": self.tokenize, "/detokenize": self.detokenize,
         }  # fmt: skip
-        reads = {
+        gets = {
             "/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics,
             "/v1/models/{name:path}": self.model,
         }  # fmt: skip
         update_key = self.settings.update_key
         control = self.control.routes if update_key else []
         return Starlette(
-            routes=[
-                *control,
-                *(Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()),
-                *(Route(path, endpoint, methods=["GET"]) for path, endpoint in reads.items()),
-            ],
+            routes=[*control, *routes_of(posts, gets)],
             middleware=[
                 Middleware(TrustedHostMiddleware, allowed_hosts=list(self.settings.hosts), www_redirect=False),
                 Middleware(
@@ -300,10 +294,7 @@ class Server:
         """The body, of this model; where something is to be drawn, not while too many wait."""
         if draws:
             self.drawing.refuse_if_full()
-        try:
-            body = bodies.read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
-        except TimeoutError:
-            raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
+        body = await bodies.receive(request)
         self._check_name(body.get("model"))
         return body
 
@@ -327,9 +318,13 @@ class Server:
             raise BadRequest(str(error).replace(self.tokenizer.name_or_path, self.settings.name)[:300]) from None
 
     async def _prompts(self, body: dict[str, Any]) -> list[list[int]]:
-        encode = encode_prompt if bodies.flag(body, "add_special_tokens", True) else encode_bare
+        adds, tokenizer = bodies.flag(body, "add_special_tokens", True), self.tokenizer
+
+        def encode(text: str) -> list[int]:
+            return encode_prompt(tokenizer, text) if adds else tokenizer(text, add_special_tokens=False)["input_ids"]
+
         return [
-            prompt if isinstance(prompt, list) else await self._encoded(encode, self.tokenizer, prompt)
+            prompt if isinstance(prompt, list) else await self._encoded(encode, prompt)
             for prompt in bodies.prompts(body, self.limits)
         ]
 
@@ -344,7 +339,7 @@ class Server:
         return {"id": identity, "object": object_type, "created": int(time.time()), "model": self.settings.name}
 
     async def _answered(
-        self, request: Request, head: dict[str, Any], jobs: list[Job], wanted: Wanted, choice: Choice
+        self, request: Request, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, choice: Choice
     ) -> Response:
         """Draw, and answer when all is done."""
         completed = await self.drawing.complete(request, jobs)
@@ -353,18 +348,20 @@ class Server:
             count = range(wanted.params.num_generations)
             rows = [(done, row, job) for done, job in zip(completed, jobs, strict=True) for row in count]
             return [
-                choice(index, Completion(done, row, wanted, self.tokenizer), job.prompt)
+                choice(index, Completion(done, row, wanted, self.tokenizer), list(job.request.prompt))
                 for index, (done, row, job) in enumerate(rows)
             ]
 
-        usage = answers.usage([job.prompt for job in jobs], completed)
+        usage = answers.usage([job.request.prompt for job in jobs], completed)
         return JSONResponse(head | {"choices": await self._in_thread(choices), "usage": usage})
 
-    def _streamed(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> Response:
+    def _streamed(self, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, shape: Shape) -> Response:
         """Draw, and send texts as they come."""
         return StreamingResponse(self._events(head, jobs, wanted, shape), media_type="text/event-stream")
 
-    async def _events(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> AsyncIterator[str]:
+    async def _events(
+        self, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, shape: Shape
+    ) -> AsyncIterator[str]:
         """The events of a stream."""
         count, completed = wanted.params.num_generations, list[CompletedRequest]()
         texts = [TextStream(wanted, self.tokenizer) for _ in range(count * len(jobs))]
@@ -377,7 +374,7 @@ class Server:
                 for index, content, reason in shape.contents(news, texts[job * count : (job + 1) * count]):
                     yield event(head, job * count + index, content, reason)
             if wanted.include_usage:
-                usage = answers.usage([job.prompt for job in jobs], completed)
+                usage = answers.usage([job.request.prompt for job in jobs], completed)
                 yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
             yield "data: [DONE]\n\n"
         except Exception as error:
@@ -417,12 +414,6 @@ class Guard:
 # ---------------------------------------------------------------- events and errors
 
 
-def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The token ids of a text without any that the tokenizer adds."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def chat_shape(with_calls: bool) -> Shape:
     """The events of a chat; where there may be calls, all of a message is its last event."""
 
@@ -459,8 +450,6 @@ async def refused(_: Request, error: Exception) -> Response:
     """Answer a request that is wrong."""
     if isinstance(error, HTTPException):
         return error_answer(error.status_code, str(error.detail))
-    if isinstance(error, EngineError):
-        return error_answer(500, str(error))
     if isinstance(error, BadRequest):
         return error_answer(error.status, str(error), error.param)
     return error_answer(400, str(error))

@@ -5,17 +5,20 @@ Names and defaults are vLLM's; other unknown fields are ignored, as there.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from starlette.requests import Request
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.rollout.engine.requests import MOST_ENDS
 from sparse_rl_lightning.rollout.prompts import with_tools
 
+BODY_SECONDS = 30.0  # that a body may take to arrive
 MOST_COMPLETIONS, MOST_STOPS, MOST_STOP_BYTES, MOST_PROMPTS = 64, 4, 256, 256
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
@@ -54,14 +57,19 @@ def read_json(content: bytes) -> dict[str, Any]:
     return body
 
 
-def number(
-    body: Mapping[str, Any],
-    name: str,
-    default: Any,
-    least: float = -math.inf,
-    most: float = math.inf,
-    whole: bool = True,
-) -> Any:
+async def receive(request: Request) -> dict[str, Any]:
+    """The object in the body of a request, once it has arrived.
+
+    Raises:
+        BadRequest: If it takes too long, or is none.
+    """
+    try:
+        return read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
+    except TimeoutError:
+        raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
+
+
+def number(body: Mapping[str, Any], name: str, default: Any, least: float, most: float, whole: bool = True) -> Any:
     """A number of a body, the default where it is missing or null.
 
     Raises:
@@ -121,7 +129,7 @@ class Wanted:
     """How a request wants to be drawn and answered."""
 
     params: SamplingParams  # its max_completion_length is that of an empty prompt
-    end_token_ids: tuple[int, ...] | None  # None for the model's
+    end_token_ids: tuple[int, ...]
     max_tokens: int | None  # None for as many as fit
     logprobs: int | None = None  # number of most likely tokens beside the drawn one, None for no log-probs
     sample_support: bool = False

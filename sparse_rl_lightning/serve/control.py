@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from starlette.requests import Request
@@ -19,6 +20,17 @@ from sparse_rl_lightning.serve import bodies
 from sparse_rl_lightning.serve.bodies import BadRequest
 
 MODES = ("abort", "wait", "keep")
+
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+def routes_of(posts: Mapping[str, Endpoint], gets: Mapping[str, Endpoint]) -> list[Route]:
+    """Routes by their paths and methods."""
+    methods = {"POST": posts, "GET": gets}
+    return [
+        Route(path, endpoint, methods=[name]) for name, paths in methods.items() for path, endpoint in paths.items()
+    ]
 
 
 class Control:
@@ -49,10 +61,7 @@ class Control:
             "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/server_info": self.server_info,
             "/weight_info": self.weight_info,
         }  # fmt: skip
-        return [
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-        ]
+        return routes_of(posts, gets)
 
     # ---------------------------------------------------------------- pauses
 
@@ -111,7 +120,7 @@ class Control:
 
         Requests that are being drawn go on with the new weights; their records cannot be replayed.
         """
-        body = bodies.read_json(await request.body())
+        body = await bodies.receive(request)
         folder = self._folder(body.get("weight_dir"))
         async with self._changing:
             new = await asyncio.to_thread(self._read, folder)
@@ -147,7 +156,7 @@ class Control:
 
     async def update_version(self, request: Request) -> Response:
         """Name the version of the weights."""
-        version = bodies.read_json(await request.body()).get("weight_version")
+        version = (await bodies.receive(request)).get("weight_version")
         if not isinstance(version, (str, int)):
             raise BadRequest("weight_version must be a text or a number.", "weight_version")
         self.weight_version = str(version)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,15 +21,7 @@ from sparse_rl_lightning.serve.answers import REASONS
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 
 
-@dataclass(frozen=True)
-class Job:
-    """A prompt that is drawn for a body."""
-
-    prompt: list[int]
-    pending: PendingRequest
-
-
-class EngineError(UserError):
+class EngineError(BadRequest):
     """What went wrong while a request was drawn, which is not the request's fault."""
 
 
@@ -59,7 +51,7 @@ class Drawing:
         if self.num_open + more > self.max_queue:
             raise BadRequest("Too many requests are waiting: try again.", status=429)
 
-    def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[Job]:
+    def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[PendingRequest]:
         """The draws of a body, checked, of which none has begun.
 
         Args:
@@ -81,11 +73,11 @@ class Drawing:
                 raise BadRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", "min_tokens")
             seed = secrets.randbits(63) if wanted.params.seed is None else wanted.params.seed  # of each prompt
             params = replace(wanted.params, max_completion_length=max_tokens, seed=seed)
-            jobs.append(Job(prompt, self.thread.pending(DrawRequest(prompt, params, None, wanted.end_token_ids))))
+            jobs.append(self.thread.pending(DrawRequest(prompt, params, None, wanted.end_token_ids)))
         self.refuse_if_full(len(jobs) * wanted.params.num_generations)
         return jobs
 
-    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest | None]:
+    async def complete(self, request: Request, jobs: Sequence[PendingRequest]) -> list[CompletedRequest | None]:
         """Draw until all is done or took too long; None for a prompt that nothing was drawn of.
 
         Raises:
@@ -108,7 +100,7 @@ class Drawing:
         return [self._counted(job, done) for job, done in zip(jobs, results, strict=True)]
 
     async def news(
-        self, jobs: Sequence[Job]
+        self, jobs: Sequence[PendingRequest]
     ) -> AsyncIterator[tuple[int, dict[int, list[int]] | CompletedRequest | None]]:
         """Draw, and yield the index of a job with its tokens so far, by sample, or at last with what is complete.
 
@@ -127,7 +119,7 @@ class Drawing:
             return lambda what: loop.call_soon_threadsafe(put, index, what)
 
         for index, job in enumerate(jobs):
-            job.pending.on_tokens = teller(index)
+            job.on_tokens = teller(index)
         deadline, num_left = loop.time() + self.timeout, len(jobs)
         try:
             for index, future in enumerate(self._submit(jobs)):
@@ -149,23 +141,23 @@ class Drawing:
         finally:
             self._end(jobs)
 
-    def _submit(self, jobs: Sequence[Job]) -> list[Future[CompletedRequest | None]]:
-        self.num_open += sum(job.pending.request.params.num_generations for job in jobs)
-        return [self.thread.submit(job.pending) for job in jobs]
+    def _submit(self, jobs: Sequence[PendingRequest]) -> list[Future[CompletedRequest | None]]:
+        self.num_open += sum(job.request.params.num_generations for job in jobs)
+        return [self.thread.submit(job) for job in jobs]
 
-    def _cancel(self, jobs: Sequence[Job]) -> None:
+    def _cancel(self, jobs: Sequence[PendingRequest]) -> None:
         for job in jobs:
-            if not job.pending.done.done():
-                self.thread.cancel(job.pending)
+            if not job.done.done():
+                self.thread.cancel(job)
 
-    def _end(self, jobs: Sequence[Job]) -> None:
+    def _end(self, jobs: Sequence[PendingRequest]) -> None:
         """Cancel what is not done: nobody waits for it any more."""
-        self.num_open -= sum(job.pending.request.params.num_generations for job in jobs)
+        self.num_open -= sum(job.request.params.num_generations for job in jobs)
         self._cancel(jobs)
 
-    def _counted(self, job: Job, completed: CompletedRequest | None) -> CompletedRequest | None:
+    def _counted(self, job: PendingRequest, completed: CompletedRequest | None) -> CompletedRequest | None:
         """Count a request's tokens."""
-        self.counts["vllm:prompt_tokens"] += len(job.prompt)
+        self.counts["vllm:prompt_tokens"] += len(job.request.prompt)
         if completed is not None:
             rollout = completed.rollout
             assert rollout.kv is not None
@@ -186,7 +178,7 @@ async def _all(futures: Sequence[asyncio.Future[Any]]) -> list[Any]:
         return [await future for future in futures]
     except Exception as error:
         raise EngineError(
-            f"The engine has failed: {error if isinstance(error, UserError) else type(error).__name__}"
+            f"The engine has failed: {error if isinstance(error, UserError) else type(error).__name__}", status=500
         ) from error
 
 

@@ -25,7 +25,7 @@ if STORIES.is_dir():
 
 
 def wanted(*stops: str, **more: Any) -> Wanted:
-    return Wanted(SamplingParams(stop_strings=stops), None, None, **more)
+    return Wanted(SamplingParams(stop_strings=stops), (), None, **more)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
