@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.requests import Request
@@ -18,6 +19,7 @@ from sparse_rl_lightning.rollout.requests import CompletedRequest, RequestLimits
 from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -76,9 +78,12 @@ class RequestThread:
     def __init__(self, sampler: RolloutSampler, limits: SamplingParams, max_prompt_length: int) -> None:
         self.sampler, self.limits = sampler, RequestLimits(sampler, limits, max_prompt_length)
         self.failed_at: float | None = None  # time.monotonic() of the last error, until a request is completed again
-        self.has_new_weights = False  # since the last step; set while nothing is drawn
+        self.has_new_weights = False  # since the last step; set by a :meth:`call`
+        self.weight_version = "0"  # what the current weights are called
+        self._version_names = dict[int, str]()  # by the session's number of them
         self._state = threading.Condition()  # guards what follows
         self._queue: deque[PendingRequest] = deque()
+        self._calls = list[Callable[[], None]]()
         self._running: dict[int, PendingRequest] = {}  # by the session's number
         self._closed: set[str] = set()  # reasons to draw nothing
         self._rejects, self._aborting, self._drawing = False, False, False
@@ -92,8 +97,9 @@ class RequestThread:
         Raises:
             ValueError: If there is none with these limits, or its memory is not there.
         """
-        limits = self.limits  # no lock: those who submit do not wait for memory
-        self._session = self._session or RequestSession(self.sampler, limits.params, limits.max_prompt_length)
+        if self._session is None:  # no lock: those who submit do not wait for memory
+            self._version_names = {}
+            self._session = RequestSession(self.sampler, self.limits.params, self.limits.max_prompt_length)
 
     def pending(
         self, request: Request, name: str = "", on_tokens: Callable[[dict[int, list[int]]], object] | None = None
@@ -162,10 +168,27 @@ class RequestThread:
             self._state.wait_for(lambda: not self._drawing)
 
     def thaw(self) -> None:
-        """Go on after :meth:`freeze`, with the model's current weights if ``has_new_weights`` was set."""
+        """Go on after :meth:`freeze`."""
         with self._state:
             self._frozen = False
             self._state.notify_all()
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run a function in the thread between two steps, closed or not; those that want to freeze or close it wait."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():  # nobody waits for it
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._state:
+            self._calls.append(run)
+            self._state.notify_all()
+        return future
 
     def cancel_all(self) -> int:
         """Cancel all requests, and return their number."""
@@ -194,10 +217,13 @@ class RequestThread:
             with self._state:
                 self._drawing = False
                 self._state.notify_all()
-                self._state.wait_for(self._may_draw)
-                self._drawing = True
+                self._state.wait_for(lambda: self._calls or self._may_draw())
+                self._drawing, calls, self._calls = True, self._calls, []
+            for call in calls:
+                call()
             try:
-                self._draw()
+                if not calls:
+                    self._draw()
             except _AbortedError:
                 self._drop(None)
             except Exception as error:
@@ -205,6 +231,10 @@ class RequestThread:
 
     def _may_draw(self) -> bool:
         return not self._frozen and bool(self._running or (self._queue and not self._closed))
+
+    def _is_wanted(self) -> bool:
+        """Whether the thread has to stop between two steps."""
+        return self._frozen or bool(self._calls)
 
     def _draw(self) -> None:
         """Draw until no request is left that may be drawn."""
@@ -221,7 +251,7 @@ class RequestThread:
 
         self._admit(session)
         new_weights, self.has_new_weights = self.has_new_weights, False
-        session.advance(0, until=lambda: self._frozen, progress=lambda _: between_steps(), new_weights=new_weights)
+        session.advance(0, until=self._is_wanted, progress=lambda _: between_steps(), new_weights=new_weights)
         self._deliver(session)
 
     def _admit(self, session: RequestSession) -> None:
@@ -247,9 +277,11 @@ class RequestThread:
                 pending.finish(None)
 
     def _deliver(self, session: RequestSession) -> None:
+        self._version_names[session.version] = self.weight_version
         for number in session.complete:
             completed = session.take_request(number)
-            completed = replace(completed, rollout=completed.rollout.to("cpu"))
+            rollout, names = completed.rollout.to("cpu"), dict(self._version_names)
+            completed = replace(completed, rollout=rollout, version_names=names)
             with self._state:
                 pending = self._running.pop(number)
             self.failed_at = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.errors import UserError
@@ -34,6 +34,7 @@ class CompletedRequest:
 
     rollout: Rollout  # a canceled request may have fewer completions than it asked for
     endings: tuple[Ending, ...]
+    version_names: Mapping[int, str] = field(default_factory=dict)  # of those in the rollout's policy_versions
 
 
 @dataclass(frozen=True)

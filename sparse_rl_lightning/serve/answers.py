@@ -7,6 +7,7 @@ import json
 import math
 import uuid
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sparse_rl_lightning.rollout.engine.requests import Ending
 from sparse_rl_lightning.rollout.prompts import valid_unicode
 from sparse_rl_lightning.rollout.requests import CompletedRequest
 from sparse_rl_lightning.serve.bodies import Wanted
+from sparse_rl_lightning.serve.scoring import TokenScore
 
 UNDECIDED = 16  # tokens without a whole character, which a character never has
 REASONS: dict[Ending, str] = {"end_token": "stop", "stop_string": "stop", "length": "length", "canceled": "abort"}
@@ -32,17 +34,26 @@ class Completion:
         row: Which of its completions; one that is not there was canceled before it began.
         wanted: How it is to be answered.
         tokenizer: Tokenizer of the policy.
+        prompt: Token ids of its prompt.
+        scores: Those of the prompt, if they are wanted.
     """
 
     def __init__(
-        self, completed: CompletedRequest | None, row: int, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
+        self,
+        completed: CompletedRequest | None,
+        row: int,
+        wanted: Wanted,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int] = (),
+        scores: Sequence[TokenScore] | None = None,
     ) -> None:
-        self.wanted, self.tokenizer, self.row = wanted, tokenizer, row
+        self.wanted, self.tokenizer, self.row, self.prompt, self.scores = wanted, tokenizer, row, prompt, scores
         self.rollout: Rollout | None = None
         self.ids, self.text, self.reason = list[int](), "", "abort"
         if completed is None or row >= len(completed.endings):
             return
-        self.rollout, ending = completed.rollout, completed.endings[row]
+        self.rollout, self.version_names = completed.rollout, completed.version_names
+        ending = completed.endings[row]
         self._is_drawn = self.rollout.completion_mask[row]
         self.ids, self.reason = self.rollout.sequences[row, self._is_drawn].tolist(), REASONS[ending]
         self.text = finished_text(self.ids, ending, wanted, tokenizer)
@@ -74,18 +85,41 @@ class Completion:
         """Log-probabilities as ``/v1/completions`` has them."""
         if self.wanted.logprobs is None:
             return None
-        rows, offsets, length = self.logprobs(), [], 0
+        rows: list[tuple[int, float | None, list[tuple[int, float]]]] = [*self.logprobs()]
+        if self.wanted.echo and self.scores is not None:
+            of_prompt = [(score.token, score.logprob, score.top[: self.wanted.logprobs]) for score in self.scores]
+            rows = [(self.prompt[0], None, []), *of_prompt, *rows]
+        offsets, length = [], 0
         for token, *_ in rows:
             offsets.append(length)
             length += len(self.name(token))
         return {
             "tokens": [self.name(token) for token, *_ in rows],
-            "token_logprobs": [finite(logprob) for _, logprob, _ in rows],
+            "token_logprobs": [None if logprob is None else finite(logprob) for _, logprob, _ in rows],
             "top_logprobs": [
-                {self.name(i): finite(p) for i, p in [*top, (token, logprob)]} for token, logprob, top in rows
+                None if logprob is None else {self.name(i): finite(p) for i, p in [*top, (token, logprob)]}
+                for token, logprob, top in rows
             ],
             "text_offset": offsets,
         }
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Log-probabilities of the prompt as all of vLLM's routes have them: by token id, the first token without."""
+        count = self.wanted.prompt_logprobs
+        if count is None or self.scores is None:
+            return None
+
+        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+            return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.tokenizer.decode([token])}
+
+        return [
+            None,
+            *(
+                {str(token): entry(token, p, rank) for rank, (token, p) in enumerate(score.top[:count], 1)}
+                | {str(score.token): entry(score.token, score.logprob, score.rank)}
+                for score in self.scores
+            ),
+        ]
 
     def chat_logprobs(self, in_ids: bool = False) -> dict[str, Any] | None:
         """Log-probabilities as ``/v1/chat/completions`` has them; ``in_ids`` as ``/inference/v1/generate``."""
@@ -103,6 +137,17 @@ class Completion:
             for token, logprob, top in self.logprobs()
         ]
         return {"content": content}
+
+    def weight_versions(self) -> list[dict[str, Any]]:
+        """The weights that drew the tokens: spans of a version, as vLLM has them."""
+        if self.rollout is None or self.rollout.policy_versions is None:
+            return []
+        numbers, spans, start = self._of(self.rollout.policy_versions), list[dict[str, Any]](), 0
+        for number, tokens in groupby(numbers):
+            end = start + len(list(tokens))
+            spans.append({"version": self.version_names[number], "start": start, "end": end})
+            start = end
+        return spans
 
     def sample_support(self) -> dict[str, Any]:
         """The tokens that truncation left at each position: int32 (T, top_k), padded with -1."""

@@ -35,10 +35,12 @@ from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 from sparse_rl_lightning.serve.control import Control, routes_of
 from sparse_rl_lightning.serve.drawing import Drawing, EngineError
+from sparse_rl_lightning.serve.records import Records
 
 logger = logging.getLogger(__name__)
 UNHEALTHY_SECONDS = 30.0  # after an error, unless something is drawn before
 OPEN = {"/health", "/version"}  # need no key
+ASIDE = ("return_sample_support", "return_eviction_record", "return_weight_versions")  # beside sampling_params
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as in vLLM
 Result = TypeVar("Result")
 
@@ -68,8 +70,8 @@ class Settings:
     weights_from: Path | None = None
 
 
-Choice: TypeAlias = Callable[[int, Completion, list[int]], dict[str, Any]]
-"""A choice of an answer, from its index, completion and prompt."""
+Choice: TypeAlias = Callable[[int, Completion], dict[str, Any]]
+"""A choice of an answer, from its index and completion."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Server:
             "max_length": limits.max_length, "version": __version__,
         }  # fmt: skip
         self.control = Control(thread, settings.weights_from, facts)
+        self.records = Records()
         self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering block nobody else
 
     @property
@@ -126,7 +129,7 @@ class Server:
         }  # fmt: skip
         gets = {
             "/health": self.health, "/version": self.version, "/v1/models": self.models, "/metrics": self.metrics,
-            "/v1/models/{name:path}": self.model,
+            "/v1/models/{name:path}": self.model, "/v1/eviction_records/{name}": self.record,
         }  # fmt: skip
         update_key = self.settings.update_key
         control = self.control.routes if update_key else []
@@ -176,6 +179,13 @@ class Server:
         model = {"id": self.settings.name, "object": "model", "created": self.started, "owned_by": "sparse-rl"}
         return model | {"max_model_len": self.limits.max_length}
 
+    async def record(self, request: Request) -> Response:
+        """The octets of an eviction record that was too large for its answer."""
+        content = self.records.get(request.path_params["name"])
+        if content is None:
+            raise BadRequest("There is no such eviction record, or others have come and it was forgotten.", status=404)
+        return Response(content, media_type="application/octet-stream")
+
     async def metrics(self, _: Request) -> Response:
         """Gauges and counters under vLLM's names, and what is evicted under ours."""
         usage = self.thread.usage
@@ -220,16 +230,19 @@ class Server:
     async def completions(self, request: Request) -> Response:
         """Complete texts or token ids, prompt by prompt."""
         body = await self._body(request, draws=True)
-        wanted = self._wanted(body, bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs))
+        echo, logprobs = bodies.flag(body, "echo"), bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs)
+        wanted = self._wanted(body | {"echo": None}, logprobs, echo)
         prompts = await self._prompts(body)
         jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS)
         head = self._head("cmpl", "text_completion")
 
-        def choice(index: int, completion: Completion, prompt: list[int]) -> dict[str, Any]:
+        def choice(index: int, completion: Completion) -> dict[str, Any]:
+            prompt = list(completion.prompt)
             ids = {"token_ids": completion.ids, "prompt_token_ids": prompt} if wanted.return_token_ids else {}
-            logprobs = completion.completion_logprobs()
+            before = str(self.tokenizer.decode(prompt, skip_special_tokens=wanted.skip_special_tokens)) if echo else ""
             return {
-                "index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": completion.reason
+                "index": index, "text": before + completion.text, "logprobs": completion.completion_logprobs(),
+                "finish_reason": completion.reason, "prompt_logprobs": completion.prompt_logprobs(),
             } | ids  # fmt: skip
 
         if wanted.stream:
@@ -250,7 +263,7 @@ class Server:
         jobs = self.drawing.jobs([prompt], wanted, None)
         head = self._head("chatcmpl", "chat.completion")
 
-        def choice(index: int, completion: Completion, _: list[int]) -> dict[str, Any]:
+        def choice(index: int, completion: Completion) -> dict[str, Any]:
             message, reason = answers.message(completion, with_calls)
             ids = {"token_ids": completion.ids} if wanted.return_token_ids else {}
             logprobs = completion.chat_logprobs()
@@ -259,7 +272,7 @@ class Server:
         if wanted.stream:
             return self._streamed(head | {"object": "chat.completion.chunk"}, jobs, wanted, chat_shape(with_calls))
         more = {"prompt_token_ids": prompt} if wanted.return_token_ids else {}
-        return await self._answered(request, head | more, jobs, wanted, choice)
+        return await self._answered(request, head | {"prompt_logprobs": None} | more, jobs, wanted, choice)
 
     async def generate(self, request: Request) -> Response:
         """Complete token ids, with token ids alone in the answer."""
@@ -272,13 +285,13 @@ class Server:
         bodies.refuse_unhonored(body)
         top = bodies.number(settings, "logprobs", None, 0, self.limits.max_logprobs)
         wanted = bodies.wanted(
-            settings | {"return_sample_support": body.get("return_sample_support")}, self.limits,
+            settings | {name: body.get(name) for name in ASIDE if name in body}, self.limits,
             self.thread.sampler.end_token_ids, top,
         )  # fmt: skip
         prompt = bodies.token_ids(body.get("token_ids"), "token_ids", self.limits.vocabulary, self.limits.max_length)
         jobs = self.drawing.jobs([prompt], wanted, None)
 
-        def choice(index: int, completion: Completion, _: list[int]) -> dict[str, Any]:
+        def choice(index: int, completion: Completion) -> dict[str, Any]:
             logprobs = completion.chat_logprobs(in_ids=True)
             more = {"rollout_sample_support": completion.sample_support()} if wanted.sample_support else {}
             return {
@@ -302,10 +315,10 @@ class Server:
         if name is not None and name != self.settings.name:
             raise BadRequest(f"The model {name!r:.80} does not exist, this is {self.settings.name!r}.", "model", 404)
 
-    def _wanted(self, body: dict[str, Any], logprobs: int | None) -> Wanted:
+    def _wanted(self, body: dict[str, Any], logprobs: int | None, echo: bool = False) -> Wanted:
         if body.get("return_sample_support"):
             raise BadRequest("return_sample_support is for /inference/v1/generate.", "return_sample_support")
-        return bodies.wanted(body, self.limits, self.thread.sampler.end_token_ids, logprobs)
+        return bodies.wanted(body, self.limits, self.thread.sampler.end_token_ids, logprobs, echo)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._texts, partial(function, *arguments))
@@ -342,18 +355,25 @@ class Server:
         self, request: Request, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, choice: Choice
     ) -> Response:
         """Draw, and answer when all is done."""
-        completed = await self.drawing.complete(request, jobs)
+        prompts = [job.request.prompt for job in jobs]
+        completed, scores = await self.drawing.complete(request, jobs), await self.drawing.scores(jobs, wanted)
 
-        def choices() -> list[dict[str, Any]]:
-            count = range(wanted.params.num_generations)
-            rows = [(done, row, job) for done, job in zip(completed, jobs, strict=True) for row in count]
-            return [
-                choice(index, Completion(done, row, wanted, self.tokenizer), list(job.request.prompt))
-                for index, (done, row, job) in enumerate(rows)
+        def answer() -> dict[str, Any]:
+            completions = [
+                Completion(done, row, wanted, self.tokenizer, prompt, of_prompt)
+                for prompt, done, of_prompt in zip(prompts, completed, scores, strict=True)
+                for row in range(wanted.params.num_generations)
             ]
+            choices = [choice(index, completion) for index, completion in enumerate(completions)]
+            for entry, completion in zip(choices, completions, strict=True):
+                if wanted.eviction_record:
+                    entry |= self.records.answer(completion.rollout, completion.row, wanted.params.temperature)
+                if wanted.weight_versions:
+                    entry["weight_versions"] = completion.weight_versions()
+            of_one = {"prompt_logprobs": completions[0].prompt_logprobs()} if "prompt_logprobs" in head else {}
+            return head | of_one | {"choices": choices, "usage": answers.usage(prompts, completed)}
 
-        usage = answers.usage([job.request.prompt for job in jobs], completed)
-        return JSONResponse(head | {"choices": await self._in_thread(choices), "usage": usage})
+        return JSONResponse(await self._in_thread(answer))
 
     def _streamed(self, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, shape: Shape) -> Response:
         """Draw, and send texts as they come."""

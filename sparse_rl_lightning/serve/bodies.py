@@ -25,7 +25,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "response_format": ({"type": "text"},),
     "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1,), "truncate_prompt_tokens": (),
     "echo": (False,), "suffix": ("",), "chat_template": (), "documents": ([],), "functions": ([],),
-    "prompt_logprobs": (0,), "prompt_embeds": (), "logits_processors": ([],),
+    "prompt_embeds": (), "logits_processors": ([],),
     "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "reasoning_effort": (),
     "thinking_token_budget": (), "features": (), "content_parts": (), "return_token_strs": (False,),
 }  # fmt: skip
@@ -132,6 +132,10 @@ class Wanted:
     end_token_ids: tuple[int, ...]
     max_tokens: int | None  # None for as many as fit
     logprobs: int | None = None  # number of most likely tokens beside the drawn one, None for no log-probs
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    echo: bool = False  # the prompt before its completion
+    eviction_record: bool = False
+    weight_versions: bool = False
     sample_support: bool = False
     stream: bool = False
     include_usage: bool = False
@@ -139,6 +143,18 @@ class Wanted:
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
     include_stop: bool = False
+
+    @property
+    def scores(self) -> int | None:
+        """Number of most likely tokens at each token of the prompt, None where no log-probs of it are wanted."""
+        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(wanted, default=None)
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Whether nothing is wanted that is known at the end, or before the completion."""
+        more = self.echo, self.eviction_record, self.weight_versions, self.sample_support, self.return_token_ids
+        return self.logprobs is None and self.prompt_logprobs is None and not any(more)
 
 
 def refuse_unhonored(body: Mapping[str, Any]) -> None:
@@ -155,7 +171,9 @@ def refuse_unhonored(body: Mapping[str, Any]) -> None:
         raise BadRequest(f"{guided[0]:.80} is not supported: leave it out.", guided[0][:80])
 
 
-def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], logprobs: int | None) -> Wanted:
+def wanted(
+    body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], logprobs: int | None, echo: bool = False
+) -> Wanted:
     """The sampling parameters of a body, checked.
 
     Args:
@@ -163,6 +181,7 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
         limits: What the server allows.
         end_token_ids: Those of the model.
         logprobs: Number of most likely tokens that the route asks for, None for no log-probabilities.
+        echo: Whether the prompt is wanted before its completion.
 
     Raises:
         BadRequest: If a value is wrong, or not honored.
@@ -186,10 +205,6 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
     support = flag(body, "return_sample_support")
     if support and not 1 < top_k <= limits.max_logprobs:
         raise BadRequest(f"return_sample_support needs top_k between 2 and {limits.max_logprobs}.", "top_k")
-    options = body.get("stream_options")
-    stream, return_ids = flag(body, "stream"), flag(body, "return_token_ids")
-    if stream and (logprobs is not None or support or return_ids):
-        raise BadRequest("log-probs and token ids are not streamed: leave out stream, or these.", "stream")
     params = SamplingParams(
         num_generations=number(body, "n", 1, 1, MOST_COMPLETIONS),
         max_completion_length=most,
@@ -202,13 +217,23 @@ def wanted(body: Mapping[str, Any], limits: Limits, end_token_ids: list[int], lo
         stop_strings=tuple(stops),
         seed=number(body, "seed", None, -(2**63), 2**63 - 1),
     )
-    return Wanted(
-        params, ends, max_tokens, logprobs, support, stream,
-        include_usage=isinstance(options, dict) and flag(options, "include_usage"), return_token_ids=return_ids,
-        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
+    options = body.get("stream_options")
+    wanted = Wanted(
+        params, ends, max_tokens, logprobs,
+        prompt_logprobs=number(body, "prompt_logprobs", None, 0, limits.max_logprobs), echo=echo,
+        eviction_record=flag(body, "return_eviction_record"), weight_versions=flag(body, "return_weight_versions"),
+        sample_support=support, stream=flag(body, "stream"),
+        include_usage=isinstance(options, dict) and flag(options, "include_usage"),
+        return_token_ids=flag(body, "return_token_ids"), tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         skip_special_tokens=flag(body, "skip_special_tokens", True),
         include_stop=flag(body, "include_stop_str_in_output"),
     )  # fmt: skip
+    if wanted.stream and not wanted.is_text_alone:
+        raise BadRequest(
+            "Log-probs, ids, records, versions and prompts are not streamed: leave out stream, or these.",
+            "stream",
+        )
+    return wanted
 
 
 def prompts(body: Mapping[str, Any], limits: Limits) -> list[str | list[int]]:

@@ -45,7 +45,7 @@ class Control:
     def __init__(self, thread: RequestThread, weights_from: Path | None, facts: dict[str, Any]) -> None:
         self.thread, self.weights_from, self.facts = thread, weights_from, facts
         self.mode: str | None = None  # how the server is paused
-        self.num_updates, self.weight_version = 0, "0"
+        self.num_updates = 0
         self.updates = WeightUpdates(thread.sampler.model, "both must be of one model, with adapters merged")
         self._changing = asyncio.Lock()  # one pause or update at a time
 
@@ -124,14 +124,14 @@ class Control:
         folder = self._folder(body.get("weight_dir"))
         async with self._changing:
             new = await asyncio.to_thread(self._read, folder)
-            await asyncio.to_thread(self.thread.freeze)
-            await asyncio.to_thread(self.updates.write, new)
-            self.num_updates += 1
-            self.weight_version = str(body.get("weight_version") or self.num_updates)
-            self.thread.has_new_weights = True
-            if self.mode != "keep":
-                self.thread.thaw()
-        return JSONResponse({"status": "ok", "weight_version": self.weight_version})
+            version = str(body.get("weight_version") or self.num_updates + 1)
+            await asyncio.wrap_future(self.thread.call(lambda: self._write(new, version)))
+        return JSONResponse({"status": "ok", "weight_version": self.thread.weight_version})
+
+    def _write(self, new: dict[str, torch.Tensor], version: str) -> None:
+        self.updates.write(new)
+        self.num_updates += 1
+        self.thread.has_new_weights, self.thread.weight_version = True, version
 
     def _folder(self, name: Any) -> Path:
         """The folder of a request, which lies below the one that weights may be read from."""
@@ -159,12 +159,12 @@ class Control:
         version = (await bodies.receive(request)).get("weight_version")
         if not isinstance(version, (str, int)):
             raise BadRequest("weight_version must be a text or a number.", "weight_version")
-        self.weight_version = str(version)
+        self.thread.weight_version = str(version)
         return await self.weight_info(request)
 
     async def weight_info(self, _: Request) -> Response:
         """The version of the weights."""
-        return JSONResponse({"weight_version": self.weight_version})
+        return JSONResponse({"weight_version": self.thread.weight_version})
 
     # ---------------------------------------------------------------- facts
 

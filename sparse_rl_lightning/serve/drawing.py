@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +20,7 @@ from sparse_rl_lightning.rollout import Request as DrawRequest
 from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
 from sparse_rl_lightning.serve.answers import REASONS
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
+from sparse_rl_lightning.serve.scoring import TokenScore, prompt_scores
 
 
 class EngineError(BadRequest):
@@ -98,6 +100,19 @@ class Drawing:
             gone.cancel()
             self._end(jobs)
         return [self._counted(job, done) for job, done in zip(jobs, results, strict=True)]
+
+    async def scores(self, jobs: Sequence[PendingRequest], wanted: Wanted) -> list[list[TokenScore] | None]:
+        """The scores of each prompt's tokens, None where they are not wanted.
+
+        Raises:
+            EngineError: If the model fails.
+        """
+        count = wanted.scores
+        if count is None:
+            return [None] * len(jobs)
+        model, temperature = self.thread.sampler.model, wanted.params.temperature or 1.0  # 1 for greedy ones
+        calls = [partial(prompt_scores, model, job.request.prompt, temperature, count) for job in jobs]
+        return await _all([asyncio.wrap_future(self.thread.call(call)) for call in calls])
 
     async def news(
         self, jobs: Sequence[PendingRequest]

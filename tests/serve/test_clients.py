@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from tests.serve.test_server import Running, built, folder
@@ -68,26 +70,52 @@ def test_verifiers(running: Running, folder: Path, kind: str, monkeypatch: pytes
         assert response.message.content == running.server.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_lm_eval(running: Running, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is somebody else's client")
-    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    task = {
-        "task": "sums", "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}],
-        "generation_kwargs": {"until": ["x", ";"], "max_gen_toks": 12, "temperature": 0.0},
+def evaluated(running: Running, folder: Path, where: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What lm-eval has kept of each question of a task."""
+    rows = [{"question": f"{i}+1=", "answer": i % 3, "choices": ["0", "12", "1xy"]} for i in range(6)]
+    (where / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    task = task | {
+        "task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(where / "rows.jsonl")}},
+        "test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "answer",
     }  # fmt: skip
-    (tmp_path / "sums.yaml").write_text(json.dumps(task), encoding="utf-8")
-    where = f"model=tiny,base_url={running.url}/v1/completions,tokenizer={folder},num_concurrent=3,max_retries=1"
-    command = ["-m", "lm_eval", "run", "--model", "local-completions", "--model_args", where, "--tasks", "sums",
-               "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]  # fmt: skip
-    subprocess.run([sys.executable, *command], check=True, cwd=tmp_path, timeout=300)
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    (where / "sums.yaml").write_text(json.dumps(task), encoding="utf-8")
+    server = f"model=tiny,base_url={running.url}/v1/completions,tokenizer={folder},num_concurrent=3,max_retries=1"
+    command = ["-m", "lm_eval", "run", "--model", "local-completions", "--model_args", server, "--tasks", "sums",
+               "--include_path", str(where), "--output_path", str(where / "out"), "--log_samples"]  # fmt: skip
+    subprocess.run([sys.executable, *command], check=True, cwd=where, timeout=300)
+    (samples,) = (where / "out").rglob("samples_*.jsonl")
     answers = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     assert len(answers) == 6
-    for answer in answers:
+    return answers
+
+
+def test_lm_eval_generates(running: Running, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is somebody else's client")
+    task = {
+        "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["x", ";"], "max_gen_toks": 12, "temperature": 0.0},
+    }  # fmt: skip
+    for answer in evaluated(running, folder, tmp_path, task):
         prompt = answer["arguments"]["gen_args_0"]["arg_0"]
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 12, "stop": ["x", ";"]}
         assert answer["resps"][0][0] == running.post("/v1/completions", **body).json()["choices"][0]["text"]
+
+
+def test_lm_eval_compares_likelihoods(running: Running, folder: Path, tmp_path: Path) -> None:
+    """Its log-likelihoods of answers are those of transformers' own forward, by an echo of question and answer."""
+    pytest.importorskip("lm_eval", reason="lm-eval is somebody else's client")
+    task = {
+        "output_type": "multiple_choice", "doc_to_choice": "choices", "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), running.server.tokenizer
+    for answer in evaluated(running, folder, tmp_path, task):
+        for (said, greedy), asked in zip(answer["filtered_resps"], answer["arguments"].values(), strict=True):
+            question, ids = (
+                tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked["arg_0"], asked["arg_1"])
+            )
+            with torch.no_grad():
+                logprobs = model(torch.tensor([question + ids])).logits[0, len(question) - 1 : -1].log_softmax(-1)
+            want = logprobs.gather(-1, torch.tensor(ids)[:, None]).sum()
+            assert float(said) == pytest.approx(float(want), abs=1e-4)
+            assert str(greedy) == str(logprobs.argmax(-1).tolist() == ids)

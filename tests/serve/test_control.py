@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import threading
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.integrations.record import record_from_bytes
+from sparse_rl_lightning.replay import replay_logprobs
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.testing import tiny_model
@@ -76,7 +79,7 @@ class Asking(threading.Thread):
             "return_token_ids": True,
             **self.more,
         }
-        self.answer = self.running.post("/v1/completions", **body, **self.more)
+        self.answer = self.running.post("/v1/completions", **body)
 
     @property
     def choice(self) -> Any:
@@ -146,7 +149,7 @@ def test_pauses_that_complete_or_abort(running: Running, folder: Path) -> None:
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_requests_go_on_with_the_weights_of_a_folder(running: Running, folder: Path, other: Path, paused: bool) -> None:
-    asking = Asking(running)
+    asking = Asking(running, return_weight_versions=True, return_eviction_record=True)
     running.until(lambda: running.server.thread.usage.num_running)
     if paused:
         order(running, "/pause?mode=keep")
@@ -158,11 +161,22 @@ def test_requests_go_on_with_the_weights_of_a_folder(running: Running, folder: P
     assert len(ids) == 70
     shared = next(index for index, (one, two) in enumerate(zip(ids, before, strict=True)) if one != two)
     assert shared > 0  # of the old weights
+    first, second = asking.choice["weight_versions"]
+    assert (first["version"], second["version"]) == ("0", "s1")
+    assert (first["start"], first["end"], second["end"]) == (0, second["start"], 70)
+    assert first["end"] <= shared
+    assert asking.choice["eviction_record"] is None
+    assert "several versions" in asking.choice["eviction_record_error"]
     after = Asking(running).choice["token_ids"]
     assert after == drawn(other / "step_1", max_completion_length=70)
     order(running, "/sleep")
     order(running, "/wake_up")
-    assert Asking(running).choice["token_ids"] == after
+    awake = Asking(running, return_weight_versions=True, return_eviction_record=True).choice
+    assert awake["token_ids"] == after
+    assert awake["weight_versions"] == [{"version": "s1", "start": 0, "end": 70}]
+    record = record_from_bytes(base64.b64decode(awake["eviction_record"]["data"]))
+    model, rollout = AutoModelForCausalLM.from_pretrained(other / "step_1").eval(), record.rollout()
+    torch.testing.assert_close(replay_logprobs(model, rollout), rollout.sampler_logprobs, rtol=0, atol=2e-5)
 
 
 def damaged(other: Path, name: str) -> str:

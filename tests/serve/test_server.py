@@ -300,7 +300,6 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "
         ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias=.* is not supported"),
         ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty=0.5"),
         ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty=1.1"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
         ("/v1/completions", {"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex is not supported"),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' does not exist"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages must be"),
@@ -345,7 +344,8 @@ json_values = st.recursive(
 FIELDS = (
     "prompt messages token_ids sampling_params temperature top_p top_k min_p seed n stop stop_token_ids max_tokens "
     "min_tokens logprobs top_logprobs stream stream_options tools tool_choice chat_template_kwargs model ignore_eos "
-    "return_sample_support continue_final_message add_generation_prompt"
+    "return_sample_support continue_final_message add_generation_prompt echo prompt_logprobs return_eviction_record "
+    "return_weight_versions"
 ).split()
 
 
