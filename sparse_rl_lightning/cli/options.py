@@ -172,6 +172,7 @@ def serve() -> Parser:
     add("--api_key_file", metavar="FILE", help="file with the key that clients must send")
     add("--allow_updates", action="store_true", help="let a trainer pause it; needs a key of its own")
     add("--update_key_file", metavar="FILE", help="file with that key")
+    add("--trainer", metavar="HOST", help="host that may broadcast weights, by vLLM's transfer")
     add("--weights_from", metavar="FOLDER", help="folder below which a trainer's weights may be read")
     add("--max_queue", type=int, default=1024, help="completions that run or wait, default %(default)s")
     add("--request_timeout", type=float, default=3600, metavar="SECONDS", help="of a request, default %(default)s")

@@ -108,6 +108,7 @@ def build(arguments: argparse.Namespace, key: str | None = None, update_key: str
         max_body=max(MAX_BODY, 16 * length),
         update_key=update_key,
         weights_from=None if arguments.weights_from is None else Path(arguments.weights_from).resolve(),
+        trainer=arguments.trainer,
     )
     return Server(thread, tokenizer, limits, settings)
 
@@ -129,6 +130,8 @@ def _keys(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
         raise UserError("--allow_updates needs a key of its own: set SPARSE_RL_UPDATE_KEY or give --update_key_file.")
     if arguments.weights_from is not None and not (arguments.allow_updates and Path(arguments.weights_from).is_dir()):
         raise UserError(f"--weights_from={arguments.weights_from!r} must be a folder, and goes with --allow_updates.")
+    if arguments.trainer is not None and not arguments.allow_updates:
+        raise UserError("--trainer goes with --allow_updates.")
     return key, update_key if arguments.allow_updates else None
 
 

@@ -26,17 +26,12 @@ class WeightUpdates:
         """Keep these weights; the first bucket of an update forgets one that was not completed.
 
         Raises:
-            ValueError: If the model has no such weight, or one of another shape, or no update has begun; what has come
-                of the update is forgotten.
+            ValueError: If the model has no such weight, or one of another shape, a number is not finite, or no update
+                has begun; what has come of the update is forgotten.
         """
         if is_first:
             self._new = {}
-        if self._new is None:
-            raise UserError(
-                "No update of the weights has begun, or it was given up: send all from the first bucket on."
-            )
-        new, weights = self._new, self.model.state_dict()
-        self.drop()
+        new, weights = self._taken(), self.model.state_dict()
         for name, tensor in sent:
             weight = weights.get(name)
             if weight is None or weight.shape != tensor.shape:
@@ -45,6 +40,8 @@ class WeightUpdates:
                     f"The weight {name!r} was sent with shape {tuple(tensor.shape)}, and the server's model has {has}: "
                     f"{self.remedy}."
                 )
+            if not tensor.isfinite().all():
+                raise UserError(f"The weight {name!r} was sent with numbers that are not finite.")
             new[name] = tensor.to(weight.dtype)
         self._new = new
 
@@ -52,14 +49,20 @@ class WeightUpdates:
         """Forget an update."""
         self._new = None
 
+    def _taken(self) -> dict[str, Tensor]:
+        """What has come of the update, which is not kept here any more."""
+        new, self._new = self._new, None
+        if new is None:
+            raise UserError("No update of the weights has begun, or it was given up: send all from the beginning on.")
+        return new
+
     def whole(self) -> dict[str, Tensor]:
         """The weights of the update, which is over; none is kept here.
 
         Raises:
-            ValueError: If one is missing.
+            ValueError: If one is missing, or no update has begun.
         """
-        weights, new = self.model.state_dict(), self._new or {}
-        self.drop()
+        weights, new = self.model.state_dict(), self._taken()
         sent = {weights[name].data_ptr() for name in new}  # of tied weights one is enough
         if missing := [name for name, weight in weights.items() if weight.data_ptr() not in sent]:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
 import logging
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,7 @@ class Settings:
         max_body: Bytes of a body.
         update_key: What a trainer sends, None without routes for one.
         weights_from: Folder below which a trainer's weights may be read.
+        trainer: Host that may broadcast them.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Settings:
     max_body: int
     update_key: str | None = None
     weights_from: Path | None = None
+    trainer: str | None = None
 
 
 Choice: TypeAlias = Callable[[int, Completion], dict[str, Any]]
@@ -116,7 +120,7 @@ class Server:
             "compressor": str(thread.sampler.compressor), "device": str(thread.sampler.model.device),
             "max_length": limits.max_length, "version": __version__,
         }  # fmt: skip
-        self.control = Control(thread, settings.weights_from, facts)
+        self.control = Control(thread, settings.weights_from, settings.trainer, facts)
         self.records = Records()
         self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering block nobody else
 
@@ -415,11 +419,13 @@ class Guard:
             return await self.app(scope, receive, send)
         headers, answer = Headers(scope=scope), None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        path, key = scope["path"], self.keys.get(scope["path"], self.key)
+        path = scope["path"]
+        # a trainer may ask for completions, too
+        keys = [self.keys[path]] if path in self.keys else [] if self.key is None else [self.key, *self.keys.values()]
         if scope["method"] == "POST" and media_type != "application/json" and path not in self.keys:
             answer = error_answer(415, "Send application/json.")
-        sent = headers.get("authorization", "").encode("latin-1")  # as starlette has decoded it
-        if key is not None and path not in OPEN and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+        sent = sent_key(headers.get("authorization", ""))
+        if keys and path not in OPEN and not any(hmac.compare_digest(sent, key.encode()) for key in keys):
             answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
         name = headers.get("x-request-id", uuid.uuid4().hex)[:128].encode("latin-1")
 
@@ -429,6 +435,17 @@ class Guard:
             await send(message)
 
         await (self.app if answer is None else answer)(scope, receive, named)
+
+
+def sent_key(header: str) -> bytes:
+    """The key of a header, as a token or as the password of a URL, which is all that some clients can send."""
+    scheme, _, value = header.partition(" ")
+    sent = value.encode("latin-1")  # as starlette has decoded it
+    if scheme.lower() != "basic":
+        return sent if scheme.lower() == "bearer" else b""
+    with suppress(ValueError):
+        return base64.b64decode(sent, validate=True).partition(b":")[2]
+    return b""
 
 
 # ---------------------------------------------------------------- events and errors

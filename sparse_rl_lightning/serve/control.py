@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,10 +16,12 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.policies.updates import WeightUpdates
 from sparse_rl_lightning.rollout.request_thread import RequestThread
-from sparse_rl_lightning.serve import bodies
+from sparse_rl_lightning.serve import bodies, transfer
 from sparse_rl_lightning.serve.bodies import BadRequest
+from sparse_rl_lightning.serve.transfer import Announced, Group
 
 MODES = ("abort", "wait", "keep")
+UPDATE_SECONDS = 600.0  # after which a trainer that says nothing is given up
 
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -39,14 +41,20 @@ class Control:
     Args:
         thread: Thread of the engine.
         weights_from: Folder below which weights may be read, None for none.
+        trainer: Host that may broadcast weights, None for none.
         facts: What ``/server_info`` tells of the server.
     """
 
-    def __init__(self, thread: RequestThread, weights_from: Path | None, facts: dict[str, Any]) -> None:
-        self.thread, self.weights_from, self.facts = thread, weights_from, facts
+    def __init__(
+        self, thread: RequestThread, weights_from: Path | None, trainer: str | None, facts: dict[str, Any]
+    ) -> None:
+        self.thread, self.weights_from, self.trainer, self.facts = thread, weights_from, trainer, facts
         self.mode: str | None = None  # how the server is paused
         self.num_updates = 0
         self.updates = WeightUpdates(thread.sampler.model, "both must be of one model, with adapters merged")
+        self.num_bytes = sum(weight.numel() * 4 for weight in thread.sampler.model.state_dict().values())
+        self._group: Group | None = None  # with the trainer
+        self._timer: asyncio.TimerHandle | None = None  # of an update that is coming
         self._changing = asyncio.Lock()  # one pause or update at a time
 
     @property
@@ -55,7 +63,8 @@ class Control:
         posts = {
             "/pause": self.pause, "/resume": self.resume, "/abort_requests": self.abort, "/sleep": self.sleep,
             "/wake_up": self.wake_up, "/update_weights": self.update_weights, "/reset_prefix_cache": self.nothing,
-            "/update_weight_version": self.update_version,
+            "/update_weight_version": self.update_version, "/init_weight_transfer_engine": self.init_transfer,
+            "/start_weight_update": self.start_update, "/finish_weight_update": self.finish_update,
         }  # fmt: skip
         gets = {
             "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/server_info": self.server_info,
@@ -115,23 +124,92 @@ class Control:
 
     # ---------------------------------------------------------------- weights
 
-    async def update_weights(self, request: Request) -> Response:
-        """Read the weights of a folder, check all of them, and draw with them from the next step on.
+    async def init_transfer(self, request: Request) -> Response:
+        """Join the group of a trainer that broadcasts weights."""
+        if self.trainer is None:
+            raise BadRequest("Weights are received where the server was started with --trainer.")
+        info, device = _object(await bodies.receive(request), "init_info"), self.thread.sampler.model.device
+        async with self._changing:
+            self._group = await asyncio.to_thread(transfer.join, info, self.trainer, device, UPDATE_SECONDS)
+        return JSONResponse({"status": "ok"})
 
-        Requests that are being drawn go on with the new weights; their records cannot be replayed.
+    async def start_update(self, _: Request) -> Response:
+        """Begin an update; what has come of one that did not end is forgotten."""
+        async with self._changing:
+            self.updates.take([], is_first=True)
+            self._give_up_later()
+        return JSONResponse({"status": "ok"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Take the weights of a folder, or those that the trainer broadcasts now, which wait for the end of the update.
+
+        A folder is read and checked whole, and drawn with from the next step on. Requests that are being drawn go on
+        with the new weights; their records cannot be replayed.
         """
         body = await bodies.receive(request)
+        if "update_info" in body:
+            weights = transfer.announced(_object(body, "update_info"), self.num_bytes)
+            async with self._changing:
+                await self._receive(weights)
+            return JSONResponse({"status": "ok"})
         folder = self._folder(body.get("weight_dir"))
         async with self._changing:
-            new = await asyncio.to_thread(self._read, folder)
-            version = str(body.get("weight_version") or self.num_updates + 1)
-            await asyncio.wrap_future(self.thread.call(lambda: self._write(new, version)))
-        return JSONResponse({"status": "ok", "weight_version": self.thread.weight_version})
+            return await self._written(await asyncio.to_thread(self._read, folder), body.get("weight_version"))
 
-    def _write(self, new: dict[str, torch.Tensor], version: str) -> None:
-        self.updates.write(new)
-        self.num_updates += 1
-        self.thread.has_new_weights, self.thread.weight_version = True, version
+    async def finish_update(self, request: Request) -> Response:
+        """Draw with the weights that have come from the next step on, if they are all of the model's."""
+        body = bodies.read_json(await request.body() or b"{}")
+        async with self._changing:
+            self._give_up_later(cancel=True)
+            return await self._written(self.updates.whole(), body.get("weight_version"))
+
+    async def _receive(self, weights: Sequence[Announced]) -> None:
+        """Receive what was announced, all of it whatever is wrong with it: the trainer waits until it has been taken.
+
+        Raises:
+            BadRequest: If the trainer has gone, or the weights are not those of an update of this model.
+        """
+        group, device = self._group, self.thread.sampler.model.device
+        if group is None:
+            raise BadRequest("No trainer has been joined: send /init_weight_transfer_engine first.")
+
+        def receive() -> UserError | None:
+            wrong: UserError | None = None
+            for piece in transfer.received(group, weights, device):
+                try:
+                    if wrong is None:
+                        self.updates.take(piece, is_first=False)
+                except UserError as error:
+                    wrong = error
+            return wrong
+
+        try:
+            wrong = await asyncio.wait_for(asyncio.to_thread(receive), UPDATE_SECONDS)
+        except (RuntimeError, TimeoutError) as error:  # torch's of a group
+            self._group = None
+            self.updates.drop()
+            raise BadRequest("The trainer has gone, or takes too long: join again.") from error
+        if wrong is not None:
+            raise wrong
+        self._give_up_later()
+
+    def _give_up_later(self, cancel: bool = False) -> None:
+        """Forget an update that is not continued for a while."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if cancel else asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
+
+    async def _written(self, new: dict[str, torch.Tensor], name: Any) -> Response:
+        """Write the weights of a whole update between two steps."""
+
+        def write() -> None:
+            self.updates.write(new)
+            self.num_updates += 1
+            self.thread.has_new_weights = True
+            self.thread.weight_version = str(name or self.num_updates)
+
+        await asyncio.wrap_future(self.thread.call(write))
+        return JSONResponse({"status": "ok", "weight_version": self.thread.weight_version})
 
     def _folder(self, name: Any) -> Path:
         """The folder of a request, which lies below the one that weights may be read from."""
@@ -176,7 +254,8 @@ class Control:
         """The server in vLLM's words, and in ours."""
         usage = self.thread.usage
         vllm = {
-            "weight_transfer_config": None, "lora_config": None, "parallel_config": {"data_parallel_size": 1},
+            "weight_transfer_config": self.trainer and {"backend": "nccl"}, "lora_config": None,
+            "parallel_config": {"data_parallel_size": 1},
             "model_config": {"logprobs_mode": "processed_logprobs", "dtype": str(self.thread.sampler.model.dtype)},
         }  # fmt: skip
         plan = self.thread.sampler.memory_plan
@@ -189,3 +268,10 @@ class Control:
 
     def _move(self, device: torch.device) -> None:
         self.thread.sampler.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
+
+
+def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object.", name)
+    return value

@@ -31,7 +31,7 @@ KEY = re.compile(r"(model|data|trainer)((?:\.\w+)+)(?:[:= ].*)?")
 OPTION = re.compile(r"--([a-z_]+)((?:\.\w+)*)(?:[+= ].*)?")
 NAMED_FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:ipynb|md|png|py|sh|toml|yaml)")
 
-THEIRS = {"GRPOTrainer", "GRPOConfig"}  # classes of other programs
+THEIRS = {"AsyncGRPOTrainer", "GRPOTrainer", "GRPOConfig"}  # classes of other programs
 NO_KEYS = {"model.generate", "trainer.fit", "trainer.pt", "--optimizer.lr"}  # methods, a file, a mistake
 TORCHRUN = {"node_rank", "nnodes", "nproc_per_node", "master_addr"}
 OF_SUBCOMMANDS = "config ckpt_path print_config num_threads seed_everything folder hardware help tolerance"
