@@ -22,12 +22,23 @@ from benchmarks.common import options
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table, median_ratio, met
 from benchmarks.engines.contest import Contest, Engine
-from benchmarks.engines.rivals import ENVIRONMENTS, EVICTING, FEW, FULL, RIVALS, SPARSE, own_engines
+from benchmarks.engines.rivals import (
+    ENVIRONMENTS,
+    EVICTING,
+    FEW,
+    FULL,
+    IN_PROCESS,
+    RIVALS,
+    SPARSE,
+    VLLM_SERVED,
+    own_engines,
+)
 from benchmarks.rollout.policies import random_prompts
 
 SEQUENCES, PROMPT, BUDGET, BUFFER = 16, 64, 128, 32
 GOALS = {("bfloat16", 256): 1.4, ("bfloat16", 1500): 1.8, ("float32", 256): 1.4}
 SPARSE_GOAL, LONG_GOAL = 1.8, 2.5
+SERVED_GOAL = 0.9  # of the speed without a server
 TOKENS = {"bfloat16": [256, 1500], "float32": [256]}
 LONG = 1500  # tokens from which an evicting cache is held against the strongest full one
 HEADER = ("type", "new tokens", "engine", "ms per step", "tokens/s", "strongest rival", "times as fast", "goal", "met")
@@ -87,7 +98,8 @@ def add_rows(table: Table, dtype: str, tokens: int, times: Times) -> None:
 
 def comparisons(dtype: str, tokens: int, name: str, times: Times) -> list[tuple[str, str, str, str]]:
     """Rivals, ratios and goals of an own engine."""
-    rivals = {rival: seconds for rival, seconds in times.items() if rival not in (FULL, SPARSE)}
+    others = (FULL, SPARSE, VLLM_SERVED, *IN_PROCESS)  # without a server
+    rivals = {rival: seconds for rival, seconds in times.items() if rival not in others}
     full = {rival: seconds for rival, seconds in rivals.items() if rival not in EVICTING}
     wanted: list[tuple[Times, float | None]] = []
     if name == FULL:
@@ -98,6 +110,9 @@ def comparisons(dtype: str, tokens: int, name: str, times: Times) -> list[tuple[
             (evicting, SPARSE_GOAL if dtype == "bfloat16" else None),
             (full, LONG_GOAL if tokens == LONG else None),
         ]
+    if name in IN_PROCESS:
+        served = {rival: times[rival] for rival in (VLLM_SERVED,) if rival in times}
+        wanted = [({IN_PROCESS[name]: times[IN_PROCESS[name]]}, SERVED_GOAL), (served, None)]
     rows = []
     for among, goal in wanted:
         if among:

@@ -11,6 +11,9 @@ from benchmarks.engines.venvs import LLAMACPP, OPENVINO, VLLM, Environment, llam
 
 FULL, SPARSE = "own engine, full cache", "own engine, R-KV 128 + 32"
 OPENVINO_FULL, OPENVINO_SPARSE = "OpenVINO GenAI", "OpenVINO GenAI, evicting to 160"
+IN_PROCESS = {"own server, full cache": FULL, "own server, R-KV 128 + 32": SPARSE}
+"""Own servers, and the same engine without one."""
+VLLM_SERVED = "vLLM, served"
 EVICTING = (SPARSE, OPENVINO_SPARSE)
 FEW = 256
 """New tokens up to which slow rivals take part."""
@@ -18,8 +21,11 @@ ENVIRONMENTS: dict[str, Environment] = {"openvino": OPENVINO, "vllm": VLLM, "lla
 
 
 def own_engines(policy: Path) -> dict[str, Engine]:
-    """This library's, with both caches."""
-    return {FULL: Engine("ours.py", OWN, policy), SPARSE: Engine("ours.py", OWN, policy, evicts=True)}
+    """This library's, with both caches, in the process of who asks and behind HTTP."""
+    engines = {FULL: Engine("ours.py", OWN, policy), SPARSE: Engine("ours.py", OWN, policy, evicts=True)}
+    return engines | {
+        served: Engine("served.py", OWN, policy, evicts=engines[name].evicts) for served, name in IN_PROCESS.items()
+    }
 
 
 def _transformers(policy: Path, _: Path) -> dict[str, Engine]:
@@ -35,7 +41,8 @@ def _openvino(policy: Path, work: Path) -> dict[str, Engine]:
 
 
 def _vllm(policy: Path, work: Path) -> dict[str, Engine]:
-    return {"vLLM": Engine("vllm_cpu.py", VLLM.python(work), policy)}
+    python = VLLM.python(work)
+    return {"vLLM": Engine("vllm_cpu.py", python, policy), VLLM_SERVED: Engine("served.py", python, policy)}
 
 
 def _llamacpp(policy: Path, work: Path) -> dict[str, Engine]:

@@ -79,6 +79,7 @@ def build(arguments: argparse.Namespace, key: str | None = None, update_key: str
     compressor = built(method.path, method.arguments or {})
     is_folder = Path(arguments.policy).is_dir()
     model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
+    check_number("--max_logprobs", arguments.max_logprobs, most=model.config.vocab_size)
     model.eval().to(device_of(arguments.device))
     sampler = RolloutSampler(
         model, compressor, arguments.num_slots, max_prefill_tokens=arguments.max_prefill_tokens, tokenizer=tokenizer,

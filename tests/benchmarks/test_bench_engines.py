@@ -52,11 +52,11 @@ def test_own_engines_take_part_beside_transformers(
 ) -> None:
     page = run(policy, tmp_path, monkeypatch)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "float32 |" in line]
-    assert [row[1:3] for row in rows] == [
-        [n, name] for n in ("4", "40") for name in (*TIMES,) if "OpenVINO" not in name
-    ]
+    names = [rivals.FULL, rivals.SPARSE, *rivals.IN_PROCESS, "transformers generate"]
+    assert [row[1:3] for row in rows] == [[n, name] for n in ("4", "40") for name in names]
     assert all(float(row[3]) > 0 for row in rows)
-    assert [row[5] for row in rows] == ["transformers generate", "transformers generate", ""] * 2
+    others = ["transformers generate", "transformers generate", rivals.FULL, rivals.SPARSE, ""]
+    assert [row[5] for row in rows] == others * 2
 
 
 def interpreter(folder: Path) -> Path:
@@ -83,7 +83,7 @@ def test_a_rival_that_does_not_run_is_left_out_with_the_reason(
 def test_what_cannot_be_made_is_left_out(policy: Path, tmp_path: Path) -> None:
     """llama.cpp has one policy, and this is another."""
     found = command.engines(policy, tmp_path, ["transformers", "llamacpp"], remarks := [])
-    assert list(found) == [rivals.FULL, rivals.SPARSE, "transformers generate"]
+    assert list(found) == [rivals.FULL, rivals.SPARSE, *rivals.IN_PROCESS, "transformers generate"]
     assert remarks == [
         f"llamacpp is left out: its file is made of the policy of make real-model alone, not of {policy}."
     ]

@@ -50,7 +50,7 @@ def test_a_quick_run_saves_its_table(
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     found = [row for row in cells if row[0] in rows]
     assert [row[0] for row in found] == rows
-    assert all(re.search(r"\d", row[1]) for row in found)
+    assert all(re.search(r"\d", "".join(row[1:5])) for row in found)  # the plain loop has no rollout
 
 
 @needs_proc

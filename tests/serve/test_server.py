@@ -513,6 +513,7 @@ def test_an_engine_that_fails_says_so_and_is_started_again(folder: Path) -> None
         (["--num_slots", "0"], "--num_slots"),
         (["--request_timeout", "nan"], "--request_timeout"),
         (["--max_length", "100000"], "256|context|positions"),
+        (["--max_logprobs", "1000"], "--max_logprobs must be"),
         (["--memory_limit", "10"], "memory"),
         (["--compressor", "{class_path: SnapKV, init_args: {bugdet: 3}}"], "bugdet"),
         (["--compressor", "Nope"], "Nope"),
