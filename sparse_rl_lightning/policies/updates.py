@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.pretrained import check_finite
 
 
 class WeightUpdates:
@@ -26,8 +27,8 @@ class WeightUpdates:
         """Keep these weights; the first bucket of an update forgets one that was not completed.
 
         Raises:
-            ValueError: If the model has no such weight, or one of another shape, a number is not finite, or no update
-                has begun; what has come of the update is forgotten.
+            ValueError: If the model has no such weight, or one of another shape, or no update has begun; what has come
+                of the update is forgotten.
         """
         if is_first:
             self._new = {}
@@ -40,8 +41,6 @@ class WeightUpdates:
                     f"The weight {name!r} was sent with shape {tuple(tensor.shape)}, and the server's model has {has}: "
                     f"{self.remedy}."
                 )
-            if not tensor.isfinite().all():
-                raise UserError(f"The weight {name!r} was sent with numbers that are not finite.")
             new[name] = tensor.to(weight.dtype)
         self._new = new
 
@@ -60,7 +59,7 @@ class WeightUpdates:
         """The weights of the update, which is over; none is kept here.
 
         Raises:
-            ValueError: If one is missing, or no update has begun.
+            ValueError: If one is missing, or not finite, or no update has begun.
         """
         weights, new = self.model.state_dict(), self._taken()
         sent = {weights[name].data_ptr() for name in new}  # of tied weights one is enough
@@ -69,6 +68,7 @@ class WeightUpdates:
                 f"The update left out {len(missing)} weights of the server's model, the first is "
                 f"{missing[0]!r}: it would draw with old and new ones."
             )
+        check_finite(new.items(), "The update", "Nothing was written.")
         return new
 
     def write(self, new: dict[str, Tensor]) -> None:

@@ -30,11 +30,13 @@ class PendingRequest:
         request: The request.
         name: What its sender calls it.
         on_tokens: Called in the thread between two steps with the tokens so far, by sample.
+        on_begin: Called in the thread between two steps, before the request is drawn; one request a step.
     """
 
     request: Request
     name: str = ""
     on_tokens: Callable[[dict[int, list[int]]], object] | None = None
+    on_begin: Callable[[], object] | None = None
     done: Future[CompletedRequest | None] = field(default_factory=Future)  # in the host's memory; None if aborted
     is_canceled: bool = False
 
@@ -80,7 +82,7 @@ class RequestThread:
         self.failed_at: float | None = None  # time.monotonic() of the last error, until a request is completed again
         self.has_new_weights = False  # since the last step; set by a :meth:`call`
         self.weight_version = "0"  # what the current weights are called
-        self._version_names = dict[int, str]()  # by the session's number of them
+        self._version, self._version_names = 0, dict[int, str]()  # the session's number of them, and names by it
         self._state = threading.Condition()  # guards what follows
         self._queue: deque[PendingRequest] = deque()
         self._calls = list[Callable[[], None]]()
@@ -174,7 +176,7 @@ class RequestThread:
             self._state.notify_all()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run a function in the thread between two steps, closed or not; those that want to freeze or close it wait."""
+        """Run a function of a trainer's in the thread between two steps, whether it is closed or frozen, or not."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -251,12 +253,14 @@ class RequestThread:
 
         self._admit(session)
         new_weights, self.has_new_weights = self.has_new_weights, False
+        self._version = session.version + (new_weights or not session.version)
         session.advance(0, until=self._is_wanted, progress=lambda _: between_steps(), new_weights=new_weights)
         self._deliver(session)
 
     def _admit(self, session: RequestSession) -> None:
+        self._begin_first()
         with self._state:
-            while not self._closed and self._queue:
+            while not self._closed and self._queue and self._queue[0].on_begin is None:
                 pending = self._queue.popleft()
                 if not pending.done.set_running_or_notify_cancel():  # nobody waits for a canceled one
                     continue
@@ -265,6 +269,20 @@ class RequestThread:
                 except Exception as error:  # it is in nobody's hands now
                     pending.fail(error)
                     raise
+
+    def _begin_first(self) -> None:
+        """Call what the first waiting request wants called, which may take long: without the lock, and one a step."""
+        with self._state:
+            pending = self._queue[0] if self._queue and not self._closed else None
+        if pending is None or pending.on_begin is None:
+            return
+        begin, pending.on_begin = pending.on_begin, None
+        try:
+            begin()
+        except Exception as error:
+            logger.exception("A request has failed before it was drawn.")
+            pending.fail(error)
+            self.cancel(pending)
 
     def _cancel(self, session: RequestSession) -> None:
         for number, pending in list(self._running.items()):
@@ -277,7 +295,7 @@ class RequestThread:
                 pending.finish(None)
 
     def _deliver(self, session: RequestSession) -> None:
-        self._version_names[session.version] = self.weight_version
+        self._version_names[self._version] = self.weight_version
         for number in session.complete:
             completed = session.take_request(number)
             rollout, names = completed.rollout.to("cpu"), dict(self._version_names)

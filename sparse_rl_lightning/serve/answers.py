@@ -7,6 +7,7 @@ import json
 import math
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -109,8 +110,10 @@ class Completion:
         if count is None or self.scores is None:
             return None
 
+        decoded = cache(lambda token: self.tokenizer.decode([token]))
+
         def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-            return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.tokenizer.decode([token])}
+            return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded(token)}
 
         return [
             None,

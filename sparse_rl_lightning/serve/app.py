@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from sparse_rl_lightning import __version__
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
 from sparse_rl_lightning.rollout.prompts import encode_prompt
-from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
+from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import answers, bodies
 from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 from sparse_rl_lightning.serve.control import Control, routes_of
-from sparse_rl_lightning.serve.drawing import Drawing, EngineError
+from sparse_rl_lightning.serve.drawing import Drawing, EngineError, Job
 from sparse_rl_lightning.serve.records import Records
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Server:
         }  # fmt: skip
         self.control = Control(thread, settings.weights_from, settings.trainer, facts)
         self.records = Records()
-        self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering block nobody else
+        self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering do not block the loop
 
     @property
     def app(self) -> Starlette:
@@ -144,7 +144,8 @@ class Server:
                 Middleware(
                     Guard,
                     key=self.settings.key,
-                    keys={route.path: update_key or "" for route in control},
+                    update_key=update_key,
+                    orders={route.path for route in control},
                 ),
             ],
             exception_handlers={
@@ -356,16 +357,15 @@ class Server:
         return {"id": identity, "object": object_type, "created": int(time.time()), "model": self.settings.name}
 
     async def _answered(
-        self, request: Request, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, choice: Choice
+        self, request: Request, head: dict[str, Any], jobs: list[Job], wanted: Wanted, choice: Choice
     ) -> Response:
         """Draw, and answer when all is done."""
-        prompts = [job.request.prompt for job in jobs]
-        completed, scores = await self.drawing.complete(request, jobs), await self.drawing.scores(jobs, wanted)
+        completed = await self.drawing.complete(request, jobs)
 
-        def answer() -> dict[str, Any]:
+        def answer() -> Response:
             completions = [
-                Completion(done, row, wanted, self.tokenizer, prompt, of_prompt)
-                for prompt, done, of_prompt in zip(prompts, completed, scores, strict=True)
+                Completion(done, row, wanted, self.tokenizer, job.request.prompt, job.scores)
+                for job, done in zip(jobs, completed, strict=True)
                 for row in range(wanted.params.num_generations)
             ]
             choices = [choice(index, completion) for index, completion in enumerate(completions)]
@@ -375,17 +375,16 @@ class Server:
                 if wanted.weight_versions:
                     entry["weight_versions"] = completion.weight_versions()
             of_one = {"prompt_logprobs": completions[0].prompt_logprobs()} if "prompt_logprobs" in head else {}
-            return head | of_one | {"choices": choices, "usage": answers.usage(prompts, completed)}
+            usage = answers.usage([job.request.prompt for job in jobs], completed)
+            return JSONResponse(head | of_one | {"choices": choices, "usage": usage})
 
-        return JSONResponse(await self._in_thread(answer))
+        return await self._in_thread(answer)
 
-    def _streamed(self, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, shape: Shape) -> Response:
+    def _streamed(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> Response:
         """Draw, and send texts as they come."""
         return StreamingResponse(self._events(head, jobs, wanted, shape), media_type="text/event-stream")
 
-    async def _events(
-        self, head: dict[str, Any], jobs: list[PendingRequest], wanted: Wanted, shape: Shape
-    ) -> AsyncIterator[str]:
+    async def _events(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> AsyncIterator[str]:
         """The events of a stream."""
         count, completed = wanted.params.num_generations, list[CompletedRequest]()
         texts = [TextStream(wanted, self.tokenizer) for _ in range(count * len(jobs))]
@@ -407,11 +406,17 @@ class Server:
 
 
 class Guard:
-    """Refuses what a web page of somebody else could send, and clients without the key."""
+    """Refuses what a web page of somebody else could send, and clients without the key.
 
-    def __init__(self, app: ASGIApp, key: str | None, keys: Mapping[str, str]) -> None:
-        self.app, self.keys = app, keys  # of a trainer, by path: a page in a browser cannot send them
-        self.key = key
+    Args:
+        app: What follows.
+        key: The clients' key, None for none.
+        update_key: The trainer's, which counts as a client's, too.
+        orders: Paths for the trainer alone.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, update_key: str | None, orders: Set[str]) -> None:
+        self.app, self.key, self.update_key, self.orders = app, key, update_key, orders
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it; the answer has the request's name."""
@@ -419,14 +424,16 @@ class Guard:
             return await self.app(scope, receive, send)
         headers, answer = Headers(scope=scope), None
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        path = scope["path"]
-        # a trainer may ask for completions, too
-        keys = [self.keys[path]] if path in self.keys else [] if self.key is None else [self.key, *self.keys.values()]
-        if scope["method"] == "POST" and media_type != "application/json" and path not in self.keys:
+        path, sent = scope["path"], sent_key(headers.get("authorization", ""))
+        is_order = path in self.orders
+        keys = [key.encode() for key in (None if is_order else self.key, self.update_key) if key is not None]
+        is_open = path in OPEN or (self.key is None and not is_order)
+        if scope["method"] == "POST" and media_type != "application/json" and not is_order:
             answer = error_answer(415, "Send application/json.")
-        sent = sent_key(headers.get("authorization", ""))
-        if keys and path not in OPEN and not any(hmac.compare_digest(sent, key.encode()) for key in keys):
+        if not is_open and not any(hmac.compare_digest(sent, key) for key in keys):
             answer = error_answer(401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        if not path.isprintable() or (is_order and "origin" in headers):  # the router takes "/pause\n" for "/pause"
+            answer = error_answer(403, "No such path is served, or not to a page in a browser.")
         name = headers.get("x-request-id", uuid.uuid4().hex)[:128].encode("latin-1")
 
         async def named(message: Message) -> None:

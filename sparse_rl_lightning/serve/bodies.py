@@ -57,14 +57,15 @@ def read_json(content: bytes) -> dict[str, Any]:
     return body
 
 
-async def receive(request: Request) -> dict[str, Any]:
-    """The object in the body of a request, once it has arrived.
+async def receive(request: Request, or_empty: bool = False) -> dict[str, Any]:
+    """The object in the body of a request, once it has arrived; ``or_empty`` takes no body for an empty one.
 
     Raises:
         BadRequest: If it takes too long, or is none.
     """
     try:
-        return read_json(await asyncio.wait_for(request.body(), BODY_SECONDS))
+        content = await asyncio.wait_for(request.body(), BODY_SECONDS)
+        return read_json(content or b"{}" if or_empty else content)
     except TimeoutError:
         raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
 

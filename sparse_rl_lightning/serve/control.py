@@ -18,7 +18,7 @@ from sparse_rl_lightning.policies.updates import WeightUpdates
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import bodies, transfer
 from sparse_rl_lightning.serve.bodies import BadRequest
-from sparse_rl_lightning.serve.transfer import Announced, Group
+from sparse_rl_lightning.serve.transfer import Announced, Group, TrainerGoneError
 
 MODES = ("abort", "wait", "keep")
 UPDATE_SECONDS = 600.0  # after which a trainer that says nothing is given up
@@ -55,6 +55,8 @@ class Control:
         self.num_bytes = sum(weight.numel() * 4 for weight in thread.sampler.model.state_dict().values())
         self._group: Group | None = None  # with the trainer
         self._timer: asyncio.TimerHandle | None = None  # of an update that is coming
+        self.device = torch.device(facts["device"])  # also while the model is asleep
+        self._joining = asyncio.Lock()
         self._changing = asyncio.Lock()  # one pause or update at a time
 
     @property
@@ -112,13 +114,13 @@ class Control:
             if self.mode == "keep":
                 raise BadRequest("Requests are kept in their slots, whose memory is needed: resume, or pause by abort.")
             await asyncio.to_thread(self.thread.close, "sleep")
-            self._move(torch.device("cpu"))
+            await self._move(torch.device("cpu"))
         return JSONResponse({"status": "sleeping", "level": request.query_params.get("level", "1")})
 
     async def wake_up(self, _: Request) -> Response:
         """Bring the weights back, and draw again."""
         async with self._changing:
-            self._move(torch.device(self.facts["device"]))
+            await self._move(self.device)
             self.thread.open("sleep")
         return JSONResponse({"status": "awake"})
 
@@ -128,9 +130,9 @@ class Control:
         """Join the group of a trainer that broadcasts weights."""
         if self.trainer is None:
             raise BadRequest("Weights are received where the server was started with --trainer.")
-        info, device = _object(await bodies.receive(request), "init_info"), self.thread.sampler.model.device
-        async with self._changing:
-            self._group = await asyncio.to_thread(transfer.join, info, self.trainer, device, UPDATE_SECONDS)
+        info = _object_of(await bodies.receive(request), "init_info")
+        async with self._joining:
+            self._group = await asyncio.to_thread(transfer.join, info, self.trainer, self.device, UPDATE_SECONDS)
         return JSONResponse({"status": "ok"})
 
     async def start_update(self, _: Request) -> Response:
@@ -148,20 +150,22 @@ class Control:
         """
         body = await bodies.receive(request)
         if "update_info" in body:
-            weights = transfer.announced(_object(body, "update_info"), self.num_bytes)
+            weights = transfer.announced(_object_of(body, "update_info"), self.num_bytes)
             async with self._changing:
                 await self._receive(weights)
             return JSONResponse({"status": "ok"})
-        folder = self._folder(body.get("weight_dir"))
+        folder, version = self._folder(body.get("weight_dir")), _version(body)
         async with self._changing:
-            return await self._written(await asyncio.to_thread(self._read, folder), body.get("weight_version"))
+            # in the engine's thread: transformers sets a default type for as long as it loads, for all threads
+            new = await asyncio.wrap_future(self.thread.call(lambda: self._read(folder)))
+            return await self._written(new, version)
 
     async def finish_update(self, request: Request) -> Response:
         """Draw with the weights that have come from the next step on, if they are all of the model's."""
-        body = bodies.read_json(await request.body() or b"{}")
+        version = _version(await bodies.receive(request, or_empty=True))
         async with self._changing:
-            self._give_up_later(cancel=True)
-            return await self._written(self.updates.whole(), body.get("weight_version"))
+            self._keep()
+            return await self._written(self.updates.whole(), version)
 
     async def _receive(self, weights: Sequence[Announced]) -> None:
         """Receive what was announced, all of it whatever is wrong with it: the trainer waits until it has been taken.
@@ -169,13 +173,13 @@ class Control:
         Raises:
             BadRequest: If the trainer has gone, or the weights are not those of an update of this model.
         """
-        group, device = self._group, self.thread.sampler.model.device
+        group = self._group
         if group is None:
             raise BadRequest("No trainer has been joined: send /init_weight_transfer_engine first.")
 
         def receive() -> UserError | None:
             wrong: UserError | None = None
-            for piece in transfer.received(group, weights, device):
+            for piece in transfer.received(group, weights, self.device):
                 try:
                     if wrong is None:
                         self.updates.take(piece, is_first=False)
@@ -183,30 +187,35 @@ class Control:
                     wrong = error
             return wrong
 
+        self._keep()
         try:
-            wrong = await asyncio.wait_for(asyncio.to_thread(receive), UPDATE_SECONDS)
-        except (RuntimeError, TimeoutError) as error:  # torch's of a group
-            self._group = None
+            wrong = await asyncio.to_thread(receive)
+        except TrainerGoneError:
+            self._group = None if self._group is group else self._group  # which may have been joined since
             self.updates.drop()
-            raise BadRequest("The trainer has gone, or takes too long: join again.") from error
+            raise
         if wrong is not None:
             raise wrong
         self._give_up_later()
 
-    def _give_up_later(self, cancel: bool = False) -> None:
-        """Forget an update that is not continued for a while."""
+    def _keep(self) -> None:
+        """Do not forget the update while it goes on."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if cancel else asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
 
-    async def _written(self, new: dict[str, torch.Tensor], name: Any) -> Response:
+    def _give_up_later(self) -> None:
+        """Forget the update if it is not continued for a while."""
+        self._keep()
+        self._timer = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
+
+    async def _written(self, new: dict[str, torch.Tensor], version: str | None) -> Response:
         """Write the weights of a whole update between two steps."""
 
         def write() -> None:
             self.updates.write(new)
             self.num_updates += 1
             self.thread.has_new_weights = True
-            self.thread.weight_version = str(name or self.num_updates)
+            self.thread.weight_version = str(self.num_updates) if version is None else version
 
         await asyncio.wrap_future(self.thread.call(write))
         return JSONResponse({"status": "ok", "weight_version": self.thread.weight_version})
@@ -227,17 +236,18 @@ class Control:
         try:
             with torch.device("cpu"):
                 model = load_model(str(folder), self.thread.sampler.model.dtype)
-            self.updates.take(model.state_dict().items(), is_first=True)
-            return self.updates.whole()
+            update = WeightUpdates(self.thread.sampler.model, self.updates.remedy)
+            update.take(model.state_dict().items(), is_first=True)
+            return update.whole()
         except UserError as error:
             raise BadRequest(str(error).replace(str(folder), folder.name), "weight_dir") from error
 
     async def update_version(self, request: Request) -> Response:
         """Name the version of the weights."""
-        version = (await bodies.receive(request)).get("weight_version")
-        if not isinstance(version, (str, int)):
-            raise BadRequest("weight_version must be a text or a number.", "weight_version")
-        self.thread.weight_version = str(version)
+        version = _version(await bodies.receive(request))
+        if version is None:
+            raise BadRequest("weight_version is missing.", "weight_version")
+        self.thread.weight_version = version
         return await self.weight_info(request)
 
     async def weight_info(self, _: Request) -> Response:
@@ -266,12 +276,20 @@ class Control:
         """What has nothing to do here: prefixes are not kept between requests."""
         return JSONResponse({"success": True})
 
-    def _move(self, device: torch.device) -> None:
-        self.thread.sampler.model.to(device=device)  # type: ignore[call-arg]  # transformers' wrapper hides the signature
+    async def _move(self, device: torch.device) -> None:
+        model: Any = self.thread.sampler.model  # transformers' wrapper hides the signature
+        await asyncio.wrap_future(self.thread.call(lambda: model.to(device=device)))
 
 
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _object_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = body.get(name)
     if not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object.", name)
     return value
+
+
+def _version(body: Mapping[str, Any]) -> str | None:
+    value = body.get("weight_version")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int)) or len(str(value)) > 128):
+        raise BadRequest("weight_version must be a number or a text of at most 128 characters.", "weight_version")
+    return None if value is None else str(value)

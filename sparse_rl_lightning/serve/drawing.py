@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
@@ -22,9 +23,23 @@ from sparse_rl_lightning.serve.answers import REASONS
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 from sparse_rl_lightning.serve.scoring import TokenScore, prompt_scores
 
+MOST_SCORES = 2**21  # log-probs of prompts in an answer, which JSON makes some 60 bytes each
+
 
 class EngineError(BadRequest):
     """What went wrong while a request was drawn, which is not the request's fault."""
+
+
+@dataclass(eq=False)
+class Job(PendingRequest):
+    """A prompt of a body on its way, with the scores of its tokens if they are wanted."""
+
+    scores: list[TokenScore] | None = None  # once it is drawn
+
+    def score(self, model: PreTrainedModel, count: int) -> None:
+        """Score the prompt's tokens, with the ``count`` most likely ones at each."""
+        temperature = self.request.params.temperature or 1.0  # 1 for greedy ones
+        self.scores = prompt_scores(model, self.request.prompt, temperature, count)
 
 
 class Drawing:
@@ -53,7 +68,7 @@ class Drawing:
         if self.num_open + more > self.max_queue:
             raise BadRequest("Too many requests are waiting: try again.", status=429)
 
-    def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[PendingRequest]:
+    def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[Job]:
         """The draws of a body, checked, of which none has begun.
 
         Args:
@@ -75,11 +90,17 @@ class Drawing:
                 raise BadRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", "min_tokens")
             seed = secrets.randbits(63) if wanted.params.seed is None else wanted.params.seed  # of each prompt
             params = replace(wanted.params, max_completion_length=max_tokens, seed=seed)
-            jobs.append(self.thread.pending(DrawRequest(prompt, params, None, wanted.end_token_ids)))
+            job = Job(self.thread.limits.checked(DrawRequest(prompt, params, None, wanted.end_token_ids)))
+            if wanted.scores is not None:
+                job.on_begin = partial(job.score, self.thread.sampler.model, wanted.scores)
+            jobs.append(job)
+        numbers = 0 if wanted.scores is None else sum(map(len, prompts)) * (1 + wanted.scores)
+        if numbers * wanted.params.num_generations > MOST_SCORES:
+            raise BadRequest(f"Log-probs of prompts are at most {MOST_SCORES:,} numbers: send fewer at once.", "prompt")
         self.refuse_if_full(len(jobs) * wanted.params.num_generations)
         return jobs
 
-    async def complete(self, request: Request, jobs: Sequence[PendingRequest]) -> list[CompletedRequest | None]:
+    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest | None]:
         """Draw until all is done or took too long; None for a prompt that nothing was drawn of.
 
         Raises:
@@ -101,21 +122,8 @@ class Drawing:
             self._end(jobs)
         return [self._counted(job, done) for job, done in zip(jobs, results, strict=True)]
 
-    async def scores(self, jobs: Sequence[PendingRequest], wanted: Wanted) -> list[list[TokenScore] | None]:
-        """The scores of each prompt's tokens, None where they are not wanted.
-
-        Raises:
-            EngineError: If the model fails.
-        """
-        count = wanted.scores
-        if count is None:
-            return [None] * len(jobs)
-        model, temperature = self.thread.sampler.model, wanted.params.temperature or 1.0  # 1 for greedy ones
-        calls = [partial(prompt_scores, model, job.request.prompt, temperature, count) for job in jobs]
-        return await _all([asyncio.wrap_future(self.thread.call(call)) for call in calls])
-
     async def news(
-        self, jobs: Sequence[PendingRequest]
+        self, jobs: Sequence[Job]
     ) -> AsyncIterator[tuple[int, dict[int, list[int]] | CompletedRequest | None]]:
         """Draw, and yield the index of a job with its tokens so far, by sample, or at last with what is complete.
 
@@ -156,21 +164,21 @@ class Drawing:
         finally:
             self._end(jobs)
 
-    def _submit(self, jobs: Sequence[PendingRequest]) -> list[Future[CompletedRequest | None]]:
+    def _submit(self, jobs: Sequence[Job]) -> list[Future[CompletedRequest | None]]:
         self.num_open += sum(job.request.params.num_generations for job in jobs)
         return [self.thread.submit(job) for job in jobs]
 
-    def _cancel(self, jobs: Sequence[PendingRequest]) -> None:
+    def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if not job.done.done():
                 self.thread.cancel(job)
 
-    def _end(self, jobs: Sequence[PendingRequest]) -> None:
+    def _end(self, jobs: Sequence[Job]) -> None:
         """Cancel what is not done: nobody waits for it any more."""
         self.num_open -= sum(job.request.params.num_generations for job in jobs)
         self._cancel(jobs)
 
-    def _counted(self, job: PendingRequest, completed: CompletedRequest | None) -> CompletedRequest | None:
+    def _counted(self, job: Job, completed: CompletedRequest | None) -> CompletedRequest | None:
         """Count a request's tokens."""
         self.counts["vllm:prompt_tokens"] += len(job.request.prompt)
         if completed is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import pickletools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,7 @@ from sparse_rl_lightning.serve.bodies import BadRequest
 
 PIECE_BYTES = 2**30
 MOST_WEIGHTS = 100_000
+JOIN_SECONDS = 20.0  # a trainer listens before it asks to be joined, or at the same time; torch tries a few times
 ID_KEY, ID_BYTES = "broadcast_from/0/0", 128  # of NCCL's identity in the store
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -33,6 +35,10 @@ class Group(Protocol):
 
     def receive(self, buffer: Tensor) -> None:
         """Fill a buffer with what the trainer broadcasts."""
+
+
+class TrainerGoneError(BadRequest):
+    """What is said of a trainer that does not send what it has announced."""
 
 
 class GlooGroup:
@@ -49,8 +55,8 @@ class GlooGroup:
 class NcclGroup:
     """A group of two GPUs, written against what vLLM sends, and never run: NCCL needs two of them."""
 
-    def __init__(self, store: Store, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, store: Store, device: torch.device, timeout: timedelta) -> None:
+        self._device, self._seconds = device, timeout.total_seconds()
         with torch.cuda.device(device):
             self._comms = [nccl.init_rank(2, nccl_id(store.get(ID_KEY)), 1)]  # type: ignore[no-untyped-call]
             nccl.all_reduce([torch.zeros(1, device=device)], comms=self._comms)  # type: ignore[no-untyped-call]  # the trainer's first
@@ -59,7 +65,13 @@ class NcclGroup:
         """Fill a buffer with what the trainer broadcasts."""
         with torch.cuda.device(self._device):
             nccl.broadcast([buffer], comms=self._comms)
-            torch.cuda.synchronize()
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            deadline = time.monotonic() + self._seconds
+            done.record()
+            while not done.query():  # NCCL itself would wait for good
+                if time.monotonic() > deadline:
+                    raise RuntimeError("The trainer sends nothing.")
+                time.sleep(0.001)
 
 
 def nccl_id(pickled: bytes) -> bytes:
@@ -80,13 +92,13 @@ def nccl_id(pickled: bytes) -> bytes:
 
 
 def join(info: Mapping[str, Any], trainer: str, device: torch.device, timeout: float) -> Group:
-    """Join the group of a trainer that listens, on the one host that weights may come from.
+    """Join the group of a trainer that listens, by its store on the one host that a request may name.
 
     Args:
         info: ``init_info`` of a request.
         trainer: The host.
         device: Device of the model.
-        timeout: Seconds until a trainer that says nothing is given up.
+        timeout: Seconds until a trainer that says nothing any more is given up.
 
     Raises:
         BadRequest: If the request names another host or a larger group, or nobody listens there.
@@ -96,10 +108,10 @@ def join(info: Mapping[str, Any], trainer: str, device: torch.device, timeout: f
     port, size = info.get("master_port"), (info.get("rank_offset"), info.get("world_size"))
     if type(port) is not int or not 0 < port < 2**16 or size != (1, 2) or info.get("packed", True) is not True:
         raise BadRequest("init_info must have a master_port, rank_offset 1, world_size 2, and packed.", "init_info")
-    limit = timedelta(seconds=timeout)
+    limit, at_once = timedelta(seconds=timeout), timedelta(seconds=JOIN_SECONDS)
     try:
-        store = dist.TCPStore(trainer, port, 2, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        return NcclGroup(store, device) if device.type == "cuda" else GlooGroup(store, limit)
+        store = dist.TCPStore(trainer, port, 2, is_master=False, timeout=at_once)  # type: ignore[attr-defined]
+        return NcclGroup(store, device, limit) if device.type == "cuda" else GlooGroup(store, limit)
     except RuntimeError as error:  # torch's errors of stores and groups
         raise BadRequest(
             f"The trainer at port {port} cannot be joined: {type(error).__name__}.", "init_info"
@@ -144,14 +156,21 @@ def announced(info: Mapping[str, Any], most_bytes: int) -> list[Announced]:
 
 
 def received(group: Group, weights: Sequence[Announced], device: torch.device) -> Iterator[list[tuple[str, Tensor]]]:
-    """The weights of an update in the host's memory, piece by piece."""
+    """The weights of an update in the host's memory, piece by piece.
+
+    Raises:
+        TrainerGoneError: If they do not come.
+    """
     piece, nbytes = list[Announced](), 0
     for number, weight in enumerate(weights, 1):
         piece.append(weight)
         nbytes += weight.nbytes
         if nbytes > PIECE_BYTES or number == len(weights):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            group.receive(buffer)
+            try:
+                group.receive(buffer)
+            except RuntimeError as error:  # torch's
+                raise TrainerGoneError("The trainer has gone, or takes too long: join it again.") from error
             parts = buffer.cpu().split([each.nbytes for each in piece])  # type: ignore[no-untyped-call]
             # a copy each: views of other types must begin where such numbers may
             yield [(w.name, p.clone().view(w.dtype).view(w.shape)) for w, p in zip(piece, parts, strict=True)]

@@ -108,7 +108,7 @@ def test_lm_eval_compares_likelihoods(running: Running, folder: Path, tmp_path: 
         "output_type": "multiple_choice", "doc_to_choice": "choices", "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), running.server.tokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).double(), running.server.tokenizer
     for answer in evaluated(running, folder, tmp_path, task):
         for (said, greedy), asked in zip(answer["filtered_resps"], answer["arguments"].values(), strict=True):
             question, ids = (

@@ -89,10 +89,15 @@ class Asking(threading.Thread):
 
 
 def test_without_the_key_there_is_no_control(running: Running, folder: Path) -> None:
-    for path in ("/pause", "/resume", "/update_weights", "/abort_requests", "/sleep"):
-        assert running.post(path).status_code == 401
+    for route in running.server.control.routes:
+        method = next(iter(route.methods - {"HEAD"}))
+        for path, status in ((route.path, 401), (route.path + "%0A", 403)):  # which the router takes for the same
+            for key in ("", "Bearer client", "Basic !", "Basic YQ==", "trainer", "Basic \xff"):
+                headers = {"authorization": key.encode("latin-1")}
+                assert running.http.request(method, path, headers=headers).status_code == status
+        of_a_page = KEY | {"origin": "https://evil.example"}
+        assert running.http.request(method, route.path, headers=of_a_page).status_code == 403
     for path in ("/is_paused", "/server_info", "/get_world_size"):
-        assert running.http.get(path).status_code == 401
         assert running.http.get(path, headers=KEY).status_code == 200
     assert running.http.post("/resume", headers=KEY).status_code == 200  # without a body
     plain = Running(built(folder))

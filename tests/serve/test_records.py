@@ -6,6 +6,7 @@ import base64
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sparse_rl_lightning.serve import records
 from tests.serve.test_server import Running, built, client, folder, running
 
 __all__ = ["client", "folder", "running"]  # of the other file
+httpx = pytest.importorskip("httpx", reason="needs the extra serve-test")
 ROOT = Path(__file__).parents[2]
 PROMPT = [7, 8, 9, 10, 11, 12]
 
@@ -39,7 +41,9 @@ def test_a_record_replays_to_the_log_probs_of_the_server(
     running: Running, folder: Path, route: str, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "INLINE_BYTES", inline)
-    params = {"n": 3, "temperature": 0.7, "top_p": 0.9, "max_tokens": 50, "seed": 5, "ignore_eos": True}
+    truncates = not inline  # and then the record has the log-probs of the whole vocabulary, the answer others
+    params: dict[str, Any] = {"n": 3, "temperature": 0.7, "max_tokens": 50, "seed": 5, "ignore_eos": True}
+    params["top_p"] = 0.9 if truncates else 1
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": PROMPT, "logprobs": 0, "return_token_ids": True, **params},
         "/v1/chat/completions": {
@@ -59,6 +63,9 @@ def test_a_record_replays_to_the_log_probs_of_the_server(
         assert int(rollout.evictions.num_dead.sum()) > 0
         replayed = replay_logprobs(model, rollout, record.temperature)
         torch.testing.assert_close(replayed, rollout.sampler_logprobs, rtol=0, atol=2e-5)
+        said = choice["logprobs"].get("token_logprobs") or [token["logprob"] for token in choice["logprobs"]["content"]]
+        is_same = rollout.sampler_logprobs[rollout.completion_mask].tolist() == pytest.approx(said, abs=1e-6)
+        assert is_same != truncates
         nothing_evicted = rollout.sequences, rollout.completion_mask
         assert (dense(model, *nothing_evicted, record.temperature) - rollout.sampler_logprobs).abs().max() > 1e-3
 
@@ -119,7 +126,7 @@ def test_the_example_replays_what_a_server_sends(running: Running, folder: Path)
 
 def scores(folder: Path, prompt: list[int], temperature: float) -> torch.Tensor:
     """Log-probabilities (T - 1, V) by transformers' own forward, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     with torch.no_grad():
         return (model(torch.tensor([prompt])).logits[0, :-1] / temperature).log_softmax(-1)
 
@@ -154,6 +161,47 @@ def test_log_probs_of_a_prompt_are_those_of_the_full_cache(
             assert value["logprob"] == pytest.approx(float(row[int(name)]), abs=2e-5)
             assert value["rank"] == 1 + int((row > row[int(name)]).sum())
             assert value["decoded_token"] == running.server.tokenizer.decode([int(name)])
+
+
+def test_who_leaves_is_not_scored(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, scored = threading.Event(), list[int]()
+
+    def slow(*args: Any) -> Any:
+        scored.append(len(args[1]))
+        may_go_on.wait(60)
+        return []
+
+    monkeypatch.setattr("sparse_rl_lightning.serve.drawing.prompt_scores", slow)
+    body = {"prompt": [[7] * 3, [7] * 4, [7] * 5], "prompt_logprobs": 1, "max_tokens": 40, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        running.http.post("/v1/completions", json=body, timeout=0.5)
+    running.until(lambda: running.server.drawing.num_open == 0)
+    may_go_on.set()
+    running.until(lambda: running.is_idle)
+    assert scored == [3]
+
+
+def test_an_error_of_a_score_is_its_own(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_rl_lightning.serve.drawing.prompt_scores", failing)
+        answer = running.post("/v1/completions", prompt=PROMPT, max_tokens=3, prompt_logprobs=1)
+    assert answer.status_code == 500
+    assert "no memory" in caplog.text
+    assert "no memory" not in answer.text
+    assert running.post("/v1/completions", prompt=PROMPT, max_tokens=3, prompt_logprobs=1).status_code == 200
+
+
+def test_an_answer_has_a_size(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparse_rl_lightning.serve.drawing.MOST_SCORES", 3 * len(PROMPT) - 1)
+    for more, status in ((1, 200), (2, 400)):
+        assert running.post("/v1/completions", prompt=PROMPT, prompt_logprobs=more).status_code == status
+    assert running.post("/v1/completions", prompt=PROMPT, prompt_logprobs=0, n=3).status_code == 400
+    assert running.post("/v1/completions", prompt=PROMPT, n=3).status_code == 200  # none are wanted
 
 
 def test_each_prompt_has_its_own_log_probs(running: Running, folder: Path) -> None:

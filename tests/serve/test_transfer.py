@@ -6,7 +6,7 @@ import ctypes
 import pickle
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_nothing_is_written_of_an_update_that_is_wrong(running: Running, folder:
     if wrong != "unbegun":
         order(running, "/start_weight_update")
     first, last = sent(running, endpoint, new), order(running, "/finish_weight_update")
-    assert first.status_code == (200 if wrong == "missing" else 400)
+    assert first.status_code == (200 if wrong in ("missing", "nan") else 400)  # which are known at the end
     assert last.status_code == 400
     assert "Traceback" not in first.text + last.text
     assert Asking(running).choice["token_ids"] == drawn(folder, max_completion_length=70)
@@ -144,17 +144,66 @@ def test_a_trainer_that_is_killed_leaves_a_server_that_answers(running: Running,
 def test_an_update_that_does_not_go_on_is_given_up(
     running: Running, folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint = joined(running, free_port())
+    endpoint, new = joined(running, free_port()), weights_of(other / "step_1")
+    order(running, "/start_weight_update")
+    monkeypatch.setattr(control, "UPDATE_SECONDS", 0.2)
+    assert sent(running, endpoint, new).status_code == 200
+    running.until(lambda: running.server.control.updates._new is None)
+    assert "given up" in order(running, "/finish_weight_update").json()["error"]["message"]
+    assert Asking(running).choice["token_ids"] == drawn(folder, max_completion_length=70)
+
+
+def test_an_update_that_goes_on_is_not_given_up(
+    running: Running, folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to be received."""
+    endpoint, new = joined(running, free_port()), weights_of(other / "step_1")
     monkeypatch.setattr(control, "UPDATE_SECONDS", 1.0)
     order(running, "/start_weight_update")
-    assert sent(running, endpoint, weights_of(other / "step_1")).status_code == 200
-    threading.Event().wait(1.5)
-    assert "given up" in order(running, "/finish_weight_update").json()["error"]["message"]
+    receive = transfer.GlooGroup.receive
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr("tests.serve.stub_vllm.PIECE_BYTES", 20_000)
+    monkeypatch.setattr(transfer.GlooGroup, "receive", lambda *args: (time.sleep(0.3), receive(*args)))
+    started = time.monotonic()
+    assert sent(running, endpoint, new).json() == {"status": "ok"}
+    assert time.monotonic() - started > 1.0
+    assert order(running, "/finish_weight_update").status_code == 200
+    assert Asking(running).choice["token_ids"] == drawn(other / "step_1", max_completion_length=70)
+
+
+def test_a_folder_between_its_requests_does_not_end_an_update(folder: Path, other: Path) -> None:
+    options = ("--allow_updates", "--trainer", "127.0.0.1", "--weights_from", str(other))
+    running = Running(built(folder, *options, update_key="trainer"))
+    endpoint = joined(running, free_port())
     order(running, "/start_weight_update")
-    assert (
-        order(running, "/update_weights", update_info=described(weights_of(folder))).status_code == 400
-    )  # no bytes come
+    assert sent(running, endpoint, weights_of(folder)).status_code == 200
+    for name, status in (("nowhere", 400), ("step_1", 200)):
+        assert order(running, "/update_weights", weight_dir=name).status_code == status
+    assert Asking(running).choice["token_ids"] == drawn(other / "step_1", max_completion_length=70)
+    assert order(running, "/finish_weight_update").status_code == 200
     assert Asking(running).choice["token_ids"] == drawn(folder, max_completion_length=70)
+    running.close()
+
+
+def test_a_trainer_that_does_not_listen_holds_up_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "JOIN_SECONDS", 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(order, running, "/init_weight_transfer_engine", init_info=info(free_port()))
+        assert order(running, "/pause").status_code == 200
+        assert order(running, "/resume").status_code == 200
+        assert not late.done()
+        assert late.result().status_code == 400
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_sleeping_or_paused_server_takes_weights(running: Running, other: Path, asleep: bool) -> None:
+    endpoint = joined(running, free_port())
+    order(running, "/sleep" if asleep else "/pause?mode=keep")
+    order(running, "/start_weight_update")
+    assert sent(running, endpoint, weights_of(other / "step_1")).status_code == 200
+    assert order(running, "/finish_weight_update").status_code == 200
+    order(running, "/wake_up" if asleep else "/resume")
+    assert Asking(running).choice["token_ids"] == drawn(other / "step_1", max_completion_length=70)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +215,10 @@ def test_an_update_that_does_not_go_on_is_given_up(
         ("/init_weight_transfer_engine", {"init_info": info(80, world_size=9)}, "world_size 2"),
         ("/init_weight_transfer_engine", {"init_info": info(80, packed=False)}, "packed"),
         ("/update_weights", {"update_info": []}, "update_info must be an object"),
+        ("/finish_weight_update", {"weight_version": True}, "weight_version must be"),
+        ("/finish_weight_update", {"weight_version": "v" * 129}, "at most 128"),
+        ("/update_weight_version", {"weight_version": [1]}, "weight_version must be"),
+        ("/update_weight_version", {}, "missing"),
         ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "one each"),
         ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["load"], "shapes": [[1]]}}, "bfloat16"),
         ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [["x"]], "shapes": [[1]]}}, "one each"),
