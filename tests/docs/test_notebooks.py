@@ -21,7 +21,7 @@ from docs.stored import FOLDER, LARGEST, LOGGED, NOTEBOOKS, REAL, execute, tidie
 TINY = [path for path in NOTEBOOKS if path not in REAL]
 FAST = "quickstart"  # `make test` runs this one, `make test-slow` all there are
 
-CHOSEN = r"\[ *([#-])\]"  # of a table, by its numbers
+BRANCHING = {"calibrate_a_schedule"}  # how many budgets it picks depends on numbers: its promise alone is held
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)"
 
 
@@ -77,7 +77,7 @@ def assert_as_stored(path: Path, notebook: nbformat.NotebookNode) -> None:
         before, now = (LOGGED.sub("", printed_by(new_notebook(cells=[cell]))) for cell in cells)
         if path in REAL:
             before, now = ("\n".join(filter(re.compile(NUMBER).search, text.split("\n"))) for text in (before, now))
-        words = [" ".join(re.sub(CHOSEN, r" \1 ", re.sub(NUMBER, "#", text)).split()) for text in (before, now)]
+        words = [re.sub(r"\s+", " ", re.sub(NUMBER, "#", text)) for text in (before, now)]
         other = f"cell {index} prints other words than are stored: python -m docs.stored {path.stem}"
         assert words[0] == words[1], other
         numbers = zip(*(numbers_after("", text) for text in (before, now)), strict=True)
@@ -211,7 +211,8 @@ def test_notebook_runs(path: Path, folder: Path) -> None:
     printed = run(notebook, folder, seconds=3500 if path in REAL else 550)
     assert list(folder.iterdir()) == [], "a notebook leaves no files behind"
     PROMISES[path.stem].check(notebook, printed)
-    assert_as_stored(path, notebook)
+    if path.stem not in BRANCHING:
+        assert_as_stored(path, notebook)
 
 
 def test_a_notebook_becomes_a_page() -> None:
