@@ -174,6 +174,7 @@ def serve() -> Parser:
     add("--update_key_file", metavar="FILE", help="file with that key")
     add("--trainer", metavar="HOST", help="host that may broadcast weights, by vLLM's transfer")
     add("--weights_from", metavar="FOLDER", help="folder below which a trainer's weights may be read")
+    add("--max_lora_rank", type=int, help="let a trainer load LoRA adapters up to this rank, and no weights")
     add("--max_queue", type=int, default=1024, help="completions that run or wait, default %(default)s")
     add("--request_timeout", type=float, default=3600, metavar="SECONDS", help="of a request, default %(default)s")
     add("--shutdown_timeout", type=int, default=30, metavar="SECONDS", help="that requests may take to end on SIGTERM")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEAST = {
     "num_slots": 1, "max_length": 2, "max_logprobs": 0, "max_prefill_tokens": 1, "max_queue": 1, "shutdown_timeout": 0,
-    "port": 0,
+    "port": 0, "max_lora_rank": 1,
 }  # fmt: skip
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 CHARACTERS = 32
@@ -110,6 +110,7 @@ def build(arguments: argparse.Namespace, key: str | None = None, update_key: str
         update_key=update_key,
         weights_from=None if arguments.weights_from is None else Path(arguments.weights_from).resolve(),
         trainer=arguments.trainer,
+        max_lora_rank=arguments.max_lora_rank,
     )
     return Server(thread, tokenizer, limits, settings)
 
@@ -131,8 +132,10 @@ def _keys(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
         raise UserError("--allow_updates needs a key of its own: set SPARSE_RL_UPDATE_KEY or give --update_key_file.")
     if arguments.weights_from is not None and not (arguments.allow_updates and Path(arguments.weights_from).is_dir()):
         raise UserError(f"--weights_from={arguments.weights_from!r} must be a folder, and goes with --allow_updates.")
-    if arguments.trainer is not None and not arguments.allow_updates:
-        raise UserError("--trainer goes with --allow_updates.")
+    if (arguments.trainer or arguments.max_lora_rank) and not arguments.allow_updates:
+        raise UserError("--trainer and --max_lora_rank go with --allow_updates.")
+    if arguments.max_lora_rank is not None and (arguments.weights_from is None or arguments.trainer is not None):
+        raise UserError("--max_lora_rank needs --weights_from, where adapters are, and does not go with --trainer.")
     return key, update_key if arguments.allow_updates else None
 
 

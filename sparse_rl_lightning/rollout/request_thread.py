@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout.engine.requests import Request
@@ -31,12 +31,14 @@ class PendingRequest:
         name: What its sender calls it.
         on_tokens: Called in the thread between two steps with the tokens so far, by sample.
         on_begin: Called in the thread between two steps, before the request is drawn; one request a step.
+        variant: What the thread's ``select`` makes of the model before the request is drawn, None for the plain one.
     """
 
     request: Request
     name: str = ""
     on_tokens: Callable[[dict[int, list[int]]], object] | None = None
     on_begin: Callable[[], object] | None = None
+    variant: object = None
     done: Future[CompletedRequest | None] = field(default_factory=Future)  # in the host's memory; None if aborted
     is_canceled: bool = False
 
@@ -80,6 +82,8 @@ class RequestThread:
     def __init__(self, sampler: RolloutSampler, limits: SamplingParams, max_prompt_length: int) -> None:
         self.sampler, self.limits = sampler, RequestLimits(sampler, limits, max_prompt_length)
         self.failed_at: float | None = None  # time.monotonic() of the last error, until a request is completed again
+        self.select: Callable[[Any], object] | None = None  # a variant of the model, while nothing is drawn
+        self.selected: object = None
         self.has_new_weights = False  # since the last step; set by a :meth:`call`
         self.weight_version = "0"  # what the current weights are called
         self._version, self._version_names = 0, dict[int, str]()  # the session's number of them, and names by it
@@ -239,7 +243,8 @@ class RequestThread:
         return self._frozen or bool(self._calls)
 
     def _draw(self) -> None:
-        """Draw until no request is left that may be drawn."""
+        """Draw until no request is left that may be drawn with this variant."""
+        self._select()
         self.prepare()
         session = self._session
         assert session is not None
@@ -260,7 +265,7 @@ class RequestThread:
     def _admit(self, session: RequestSession) -> None:
         self._begin_first()
         with self._state:
-            while not self._closed and self._queue and self._queue[0].on_begin is None:
+            while (first := self._first()) is not None and first.on_begin is None:
                 pending = self._queue.popleft()
                 if not pending.done.set_running_or_notify_cancel():  # nobody waits for a canceled one
                     continue
@@ -270,10 +275,25 @@ class RequestThread:
                     pending.fail(error)
                     raise
 
+    def _first(self) -> PendingRequest | None:
+        """The first waiting request, if it may be drawn now; others wait until those before are done."""
+        first = self._queue[0] if self._queue and not self._closed else None
+        return None if first is None or first.variant is not self.selected else first
+
+    def _select(self) -> None:
+        """Where nothing runs, take the variant that the first waiting request is drawn with."""
+        with self._state:
+            first = self._queue[0] if self._queue and not self._running else None
+        if first is None or first.variant is self.selected or self.select is None:
+            return
+        self._session = None  # its memory is needed
+        self.select(first.variant)
+        self.selected = first.variant
+
     def _begin_first(self) -> None:
         """Call what the first waiting request wants called, which may take long: without the lock, and one a step."""
         with self._state:
-            pending = self._queue[0] if self._queue and not self._closed else None
+            pending = self._first()
         if pending is None or pending.on_begin is None:
             return
         begin, pending.on_begin = pending.on_begin, None

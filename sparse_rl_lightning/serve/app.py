@@ -33,6 +33,7 @@ from sparse_rl_lightning.rollout import CompletedRequest
 from sparse_rl_lightning.rollout.prompts import encode_prompt
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import answers, bodies
+from sparse_rl_lightning.serve.adapters import Adapter
 from sparse_rl_lightning.serve.answers import Completion, TextStream
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 from sparse_rl_lightning.serve.control import Control, routes_of
@@ -61,6 +62,7 @@ class Settings:
         update_key: What a trainer sends, None without routes for one.
         weights_from: Folder below which a trainer's weights may be read.
         trainer: Host that may broadcast them.
+        max_lora_rank: Largest rank of adapters that a trainer may load, in place of weights; None for none.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Settings:
     update_key: str | None = None
     weights_from: Path | None = None
     trainer: str | None = None
+    max_lora_rank: int | None = None
 
 
 Choice: TypeAlias = Callable[[int, Completion], dict[str, Any]]
@@ -120,7 +123,7 @@ class Server:
             "compressor": str(thread.sampler.compressor), "device": str(thread.sampler.model.device),
             "max_length": limits.max_length, "version": __version__,
         }  # fmt: skip
-        self.control = Control(thread, settings.weights_from, settings.trainer, facts)
+        self.control = Control(thread, settings.weights_from, settings.trainer, settings.max_lora_rank, facts)
         self.records = Records()
         self._texts = ThreadPoolExecutor(1, "sparse-rl texts")  # tokenizing and rendering do not block the loop
 
@@ -171,13 +174,14 @@ class Server:
         return JSONResponse({"version": __version__})
 
     async def models(self, _: Request) -> Response:
-        """The one model, in a list."""
-        return JSONResponse({"object": "list", "data": [self._card]})
+        """The one model and its adapters, in a list."""
+        adapters = [self._card | {"id": name, "parent": self.settings.name} for name in self.control.adapter_names]
+        return JSONResponse({"object": "list", "data": [self._card, *adapters]})
 
     async def model(self, request: Request) -> Response:
         """The one model."""
-        self._check_name(request.path_params["name"])
-        return JSONResponse(self._card)
+        self._check_name(name := request.path_params["name"])
+        return JSONResponse(self._card | {"id": name})
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -238,7 +242,7 @@ class Server:
         echo, logprobs = bodies.flag(body, "echo"), bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs)
         wanted = self._wanted(body | {"echo": None}, logprobs, echo)
         prompts = await self._prompts(body)
-        jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS)
+        jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS, self._adapter(body))
         head = self._head("cmpl", "text_completion")
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
@@ -265,7 +269,7 @@ class Server:
         wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
         with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
         prompt = await self._messages(body)
-        jobs = self.drawing.jobs([prompt], wanted, None)
+        jobs = self.drawing.jobs([prompt], wanted, None, self._adapter(body))
         head = self._head("chatcmpl", "chat.completion")
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
@@ -294,7 +298,7 @@ class Server:
             self.thread.sampler.end_token_ids, top,
         )  # fmt: skip
         prompt = bodies.token_ids(body.get("token_ids"), "token_ids", self.limits.vocabulary, self.limits.max_length)
-        jobs = self.drawing.jobs([prompt], wanted, None)
+        jobs = self.drawing.jobs([prompt], wanted, None, self._adapter(body))
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
             logprobs = completion.chat_logprobs(in_ids=True)
@@ -316,8 +320,12 @@ class Server:
         self._check_name(body.get("model"))
         return body
 
+    def _adapter(self, body: dict[str, Any]) -> Adapter | None:
+        name, adapters = body.get("model"), self.control.adapters
+        return None if adapters is None or name in (None, self.settings.name) else adapters.named(name)
+
     def _check_name(self, name: Any) -> None:
-        if name is not None and name != self.settings.name:
+        if name is not None and name != self.settings.name and name not in self.control.adapter_names:
             raise BadRequest(f"The model {name!r:.80} does not exist, this is {self.settings.name!r}.", "model", 404)
 
     def _wanted(self, body: dict[str, Any], logprobs: int | None, echo: bool = False) -> Wanted:

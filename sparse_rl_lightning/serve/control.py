@@ -17,6 +17,7 @@ from sparse_rl_lightning.policies.pretrained import load_model
 from sparse_rl_lightning.policies.updates import WeightUpdates
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import bodies, transfer
+from sparse_rl_lightning.serve.adapters import MOST_ADAPTERS, Adapters
 from sparse_rl_lightning.serve.bodies import BadRequest
 from sparse_rl_lightning.serve.transfer import Announced, Group, TrainerGoneError
 
@@ -42,16 +43,24 @@ class Control:
         thread: Thread of the engine.
         weights_from: Folder below which weights may be read, None for none.
         trainer: Host that may broadcast weights, None for none.
+        max_lora_rank: Largest rank of adapters that may be loaded, in place of weights; None for none.
         facts: What ``/server_info`` tells of the server.
     """
 
     def __init__(
-        self, thread: RequestThread, weights_from: Path | None, trainer: str | None, facts: dict[str, Any]
+        self,
+        thread: RequestThread,
+        weights_from: Path | None,
+        trainer: str | None,
+        max_lora_rank: int | None,
+        facts: dict[str, Any],
     ) -> None:
         self.thread, self.weights_from, self.trainer, self.facts = thread, weights_from, trainer, facts
         self.mode: str | None = None  # how the server is paused
         self.num_updates = 0
         self.updates = WeightUpdates(thread.sampler.model, "both must be of one model, with adapters merged")
+        self.adapters = None if max_lora_rank is None else Adapters(thread.sampler.model, max_lora_rank)
+        thread.select = None if self.adapters is None else self.adapters.select
         self.num_bytes = sum(weight.numel() * 4 for weight in thread.sampler.model.state_dict().values())
         self._group: Group | None = None  # with the trainer
         self._timer: asyncio.TimerHandle | None = None  # of an update that is coming
@@ -67,6 +76,8 @@ class Control:
             "/wake_up": self.wake_up, "/update_weights": self.update_weights, "/reset_prefix_cache": self.nothing,
             "/update_weight_version": self.update_version, "/init_weight_transfer_engine": self.init_transfer,
             "/start_weight_update": self.start_update, "/finish_weight_update": self.finish_update,
+            "/v1/load_lora_adapter": self.load_adapter, "/v1/unload_lora_adapter": self.unload_adapter,
+            "/load_lora_adapter": self.load_adapter,
         }  # fmt: skip
         gets = {
             "/is_paused": self.is_paused, "/get_world_size": self.world_size, "/server_info": self.server_info,
@@ -137,6 +148,7 @@ class Control:
 
     async def start_update(self, _: Request) -> Response:
         """Begin an update; what has come of one that did not end is forgotten."""
+        self._refuse_beside_adapters()
         async with self._changing:
             self.updates.take([], is_first=True)
             self._give_up_later()
@@ -149,6 +161,7 @@ class Control:
         with the new weights; their records cannot be replayed.
         """
         body = await bodies.receive(request)
+        self._refuse_beside_adapters()
         if "update_info" in body:
             weights = transfer.announced(_object_of(body, "update_info"), self.num_bytes)
             async with self._changing:
@@ -220,15 +233,45 @@ class Control:
         await asyncio.wrap_future(self.thread.call(write))
         return JSONResponse({"status": "ok", "weight_version": self.thread.weight_version})
 
-    def _folder(self, name: Any) -> Path:
+    async def load_adapter(self, request: Request) -> Response:
+        """Load an adapter, which requests name as their model."""
+        body = await bodies.receive(request)
+        name, folder = body.get("lora_name"), self._folder(body.get("lora_path"), "lora_path")
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 128:
+            raise BadRequest("lora_name must be a text of 1 to 128 characters.", "lora_name")
+        async with self._changing:
+            await asyncio.to_thread(self._enabled.load, name, folder)
+        return JSONResponse({"status": "ok"})
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Forget an adapter; requests that have come for it are drawn with it."""
+        self._enabled.unload(str((await bodies.receive(request)).get("lora_name")))
+        return JSONResponse({"status": "ok"})
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Adapters that are loaded."""
+        return [] if self.adapters is None else self.adapters.names
+
+    @property
+    def _enabled(self) -> Adapters:
+        if self.adapters is None:
+            raise BadRequest("Adapters are loaded where the server was started with --max_lora_rank.")
+        return self.adapters
+
+    def _refuse_beside_adapters(self) -> None:
+        if self.adapters is not None:
+            raise BadRequest("Weights are not updated where adapters are loaded: leave out --max_lora_rank.")
+
+    def _folder(self, name: Any, field: str = "weight_dir") -> Path:
         """The folder of a request, which lies below the one that weights may be read from."""
         if self.weights_from is None:
             raise BadRequest("Weights are read from folders where the server was started with --weights_from.")
         if not isinstance(name, str) or "\0" in name:
-            raise BadRequest("weight_dir must be the path of a folder.", "weight_dir")
+            raise BadRequest(f"{field} must be the path of a folder.", field)
         folder = (self.weights_from / name).resolve()
         if not folder.is_relative_to(self.weights_from) or not folder.is_dir():
-            raise BadRequest("weight_dir is no folder below that of --weights_from.", "weight_dir")
+            raise BadRequest(f"{field} is no folder below that of --weights_from.", field)
         return folder
 
     def _read(self, folder: Path) -> dict[str, torch.Tensor]:
@@ -264,7 +307,8 @@ class Control:
         """The server in vLLM's words, and in ours."""
         usage = self.thread.usage
         vllm = {
-            "weight_transfer_config": self.trainer and {"backend": "nccl"}, "lora_config": None,
+            "weight_transfer_config": self.trainer and {"backend": "nccl"}, 
+            "lora_config": self.adapters and {"max_lora_rank": self.adapters.max_rank, "max_loras": MOST_ADAPTERS},
             "parallel_config": {"data_parallel_size": 1},
             "model_config": {"logprobs_mode": "processed_logprobs", "dtype": str(self.thread.sampler.model.dtype)},
         }  # fmt: skip

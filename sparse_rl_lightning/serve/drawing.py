@@ -19,6 +19,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rollout import CompletedRequest
 from sparse_rl_lightning.rollout import Request as DrawRequest
 from sparse_rl_lightning.rollout.request_thread import PendingRequest, RequestThread
+from sparse_rl_lightning.serve.adapters import Adapter
 from sparse_rl_lightning.serve.answers import REASONS
 from sparse_rl_lightning.serve.bodies import BadRequest, Limits, Wanted
 from sparse_rl_lightning.serve.scoring import TokenScore, prompt_scores
@@ -68,13 +69,16 @@ class Drawing:
         if self.num_open + more > self.max_queue:
             raise BadRequest("Too many requests are waiting: try again.", status=429)
 
-    def jobs(self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None) -> list[Job]:
+    def jobs(
+        self, prompts: Sequence[list[int]], wanted: Wanted, default: int | None, adapter: Adapter | None
+    ) -> list[Job]:
         """The draws of a body, checked, of which none has begun.
 
         Args:
             prompts: Token ids of each prompt.
             wanted: How the body wants to be drawn.
             default: Number of tokens if the body names none, None for as many as fit.
+            adapter: Adapter that draws, None for none.
 
         Raises:
             BadRequest: If prompt and completion are too long together, or too many requests wait.
@@ -90,7 +94,8 @@ class Drawing:
                 raise BadRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", "min_tokens")
             seed = secrets.randbits(63) if wanted.params.seed is None else wanted.params.seed  # of each prompt
             params = replace(wanted.params, max_completion_length=max_tokens, seed=seed)
-            job = Job(self.thread.limits.checked(DrawRequest(prompt, params, None, wanted.end_token_ids)))
+            request = DrawRequest(prompt, params, None, wanted.end_token_ids)
+            job = Job(self.thread.limits.checked(request), variant=adapter)
             if wanted.scores is not None:
                 job.on_begin = partial(job.score, self.thread.sampler.model, wanted.scores)
             jobs.append(job)

@@ -10,6 +10,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.integrations.record.files import record_bytes
 from sparse_rl_lightning.integrations.record.format import SampledRecord
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
 INLINE_BYTES = 2**18
 """Bytes of a record up to which it is in the answer."""
@@ -32,7 +33,9 @@ class Records:
         try:
             if rollout is None:
                 raise UserError("Nothing was drawn.")
-            content = record_bytes(SampledRecord.of(rollout[row : row + 1], temperature or 1.0))
+            if drawn_by_several(alone := rollout[row : row + 1]).any():
+                raise UserError("The weights changed while this was drawn, and a record is of one version of them.")
+            content = record_bytes(SampledRecord.of(alone, temperature or 1.0))
         except UserError as error:
             return {"eviction_record": None, "eviction_record_error": str(error)}
         inline = len(content) <= INLINE_BYTES

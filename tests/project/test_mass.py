@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_770,
-    "statements of the spine": 7_803,
+    "statements of the package": 23_896,
+    "statements of the spine": 7_818,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 57_880,
+    "lines of tests": 58_130,
     "statements of experiments": 1_612,
     "statements of docs": 684,
 }

@@ -1,6 +1,6 @@
 """TRL's AsyncGRPOTrainer, in processes of its own: the server draws while it trains, and is paused for new weights.
 
-    python -m tests.serve.async_trainer URL POLICY FOLDER
+    python -m tests.serve.async_trainer URL POLICY FOLDER [lora]
 
 Two parts of the trainer are replaced, which need a CUDA device: the kernel of its packed attention, by the same
 attention of PyTorch's, and the name of the device, for a metric.
@@ -51,7 +51,13 @@ def likes_digits(completions: list[Any], **_: Any) -> list[float | None]:
     return [sum(map(str.isdigit, completion[0]["content"])) / 12 for completion in completions]
 
 
-def main(url: str, policy: str, folder: str) -> None:
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def main(url: str, policy: str, folder: str, adapter: str = "") -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
@@ -67,7 +73,7 @@ def main(url: str, policy: str, folder: str) -> None:
         "fields": {"content": content},
     }
     trainer = AsyncGRPOTrainer(
-        model=policy, processing_class=tokenizer, reward_funcs=likes_digits,
+        model=policy, peft_config=lora() if adapter else None, processing_class=tokenizer, reward_funcs=likes_digits,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         args=AsyncGRPOConfig(
             folder, vllm_server_base_url=url, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -82,4 +88,4 @@ def main(url: str, policy: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

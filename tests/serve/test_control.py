@@ -171,7 +171,7 @@ def test_requests_go_on_with_the_weights_of_a_folder(running: Running, folder: P
     assert (first["start"], first["end"], second["end"]) == (0, second["start"], 70)
     assert first["end"] <= shared
     assert asking.choice["eviction_record"] is None
-    assert "several versions" in asking.choice["eviction_record_error"]
+    assert "weights changed" in asking.choice["eviction_record_error"]
     after = Asking(running).choice["token_ids"]
     assert after == drawn(other / "step_1", max_completion_length=70)
     order(running, "/sleep")

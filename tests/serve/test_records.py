@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import sparse_rl_lightning
 from sparse_rl_lightning.integrations.record import record_from_bytes
 from sparse_rl_lightning.replay import replay_logprobs
 from sparse_rl_lightning.serve import records
@@ -75,6 +76,15 @@ def dense(model: Any, sequences: torch.Tensor, mask: torch.Tensor, temperature: 
     logprobs = (model(sequences).logits[:, :-1] / temperature).log_softmax(-1)
     drawn = logprobs.gather(-1, sequences[:, 1:, None]).squeeze(-1)
     return torch.nn.functional.pad(drawn, (1, 0)) * mask
+
+
+def test_the_page_is_right_about_the_openai_client(client: Any, folder: Path) -> None:
+    extra = {"return_eviction_record": True}
+    answer = client.completions.create(model="tiny", prompt="123456789", max_tokens=60, extra_body=extra)
+    record = record_from_bytes(base64.b64decode(answer.choices[0].eviction_record["data"]))
+    rollout, model = record.rollout(), AutoModelForCausalLM.from_pretrained(folder).eval()
+    replayed = sparse_rl_lightning.replay_logprobs(model, rollout, record.temperature)
+    torch.testing.assert_close(replayed, rollout.sampler_logprobs, rtol=0, atol=2e-5)
 
 
 def test_old_records_are_forgotten_and_the_newest_stays(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
