@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
     # what parts hand over, and bases
     ("py:class", r"sparse_rl_lightning\..*\.(SlotSelection|EvictionPlan|LearnerBytes|MicroBatch|Rewards)"),
     ("py:class", r"sparse_rl_lightning\..*\.Versioned(Request)?Logs"),
-    ("py:class", r"sparse_rl_lightning\..*\.(Pass|Results)"),  # type variables
+    ("py:class", r"sparse_rl_lightning\..*\.(Pass|Results?)"),  # type variables
     (
         "py:class",
         r"sparse_rl_lightning\..*\.(ModelSizes|OwnPass|Projection|QKTransform|ReadsCandidates|RowParams|ScoreNetwork|StorageKind|Wrapped)",
