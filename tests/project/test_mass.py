@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_818,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_130,
+    "lines of tests": 58_160,
     "statements of experiments": 1_612,
     "statements of docs": 684,
 }

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from sparse_rl_lightning.serve import control, transfer
 from sparse_rl_lightning.serve.bodies import BadRequest
 from tests.serve.stub_vllm import Endpoint, free_port, packed_nccl_broadcast_producer
 from tests.serve.test_control import Asking, drawn, order, other
-from tests.serve.test_server import Running, built, folder
+from tests.serve.test_server import Running, built, folder, json_values
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,6 +241,22 @@ def test_what_is_wrong_is_refused(running: Running, path: str, body: dict[str, A
     answer = order(running, path, **body)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+FIELDS = ("init_info", "update_info", "weight_dir", "weight_version", "lora_name", "lora_path", "names", "shapes")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), body=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4))
+def test_whatever_a_trainer_sends_the_server_lives(running: Running, data: st.DataObject, body: dict[str, Any]) -> None:
+    path = data.draw(
+        st.sampled_from([route.path for route in running.server.control.routes if "POST" in route.methods])
+    )
+    answer = order(running, path, **body)
+    assert answer.status_code in (200, 400), answer.text
+    assert "Traceback" not in answer.text
+    if path in ("/sleep", "/pause"):
+        order(running, "/wake_up" if path == "/sleep" else "/resume")
 
 
 def test_nobody_is_joined_unless_the_server_was_told_whom(folder: Path) -> None:
