@@ -20,6 +20,7 @@ from sparse_rl_lightning.rollout.sampler import RolloutSampler
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+UNKNOWN = object()  # a variant that nobody asks for
 
 
 @dataclass(eq=False)
@@ -244,7 +245,8 @@ class RequestThread:
 
     def _draw(self) -> None:
         """Draw until no request is left that may be drawn with this variant."""
-        self._select()
+        if not self._select():
+            return
         self.prepare()
         session = self._session
         assert session is not None
@@ -280,15 +282,26 @@ class RequestThread:
         first = self._queue[0] if self._queue and not self._closed else None
         return None if first is None or first.variant is not self.selected else first
 
-    def _select(self) -> None:
-        """Where nothing runs, take the variant that the first waiting request is drawn with."""
+    def _select(self) -> bool:
+        """Where nothing runs, take the variant that the first waiting request is drawn with; False if it cannot be."""
         with self._state:
             first = self._queue[0] if self._queue and not self._running else None
         if first is None or first.variant is self.selected or self.select is None:
-            return
-        self._session = None  # its memory is needed
-        self.select(first.variant)
+            return True
+        self._session, self.selected = None, UNKNOWN  # its memory is needed
+        try:
+            self.select(first.variant)
+        except Exception as error:
+            logger.exception("A variant of the model has failed.")
+            self.failed_at = time.monotonic()
+            with self._state:
+                waiting = [pending for pending in self._queue if pending.variant is first.variant]
+            for pending in waiting:
+                pending.fail(error)
+                self.cancel(pending)
+            return False
         self.selected = first.variant
+        return True
 
     def _begin_first(self) -> None:
         """Call what the first waiting request wants called, which may take long: without the lock, and one a step."""

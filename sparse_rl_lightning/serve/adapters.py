@@ -6,6 +6,7 @@ They are not merged: 16 bits would lose what an adapter adds, and a trainer does
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,11 +28,13 @@ USED = {
     "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern",
     "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-"""Fields of an adapter that say what it is. Others must have their default but for these, which are about training."""
+"""Fields of an adapter that say what it is. Others must be as usual but for these, of training or checked apart."""
 UNUSED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "init_lora_weights", "loftq_config", "megatron_core",
+    "lora_dropout", "megatron_core", "peft_type", "init_lora_weights",
 }  # fmt: skip
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin that leave the layers as they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,6 @@ class Adapters:
             raise UserError("--max_lora_rank needs peft: pip install 'sparse-rl-lightning[lora]'.") from error
         self.model, self.max_rank, self._peft = model, max_rank, peft
         self._loaded = dict[str, Adapter]()
-        self._wrapped: Any = None  # the model with the selected one
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +92,7 @@ class Adapters:
             config = self._config(fields)
             with torch.device("meta"):
                 shapes = type(self.model)(deepcopy(self.model.config))
-            wanted = self._peft.get_peft_model_state_dict(self._peft.PeftModel(shapes, config))
+            wanted: dict[str, Tensor] = self._peft.get_peft_model_state_dict(self._peft.PeftModel(shapes, config))
             weights = load(whole_file(folder / "adapter_model.safetensors"))
         except UserError:
             raise
@@ -98,7 +100,10 @@ class Adapters:
             raise UserError(f"{folder.name!r} holds no adapter: {type(error).__name__}.") from error
         except Exception as error:  # peft has several for what it cannot adapt
             raise UserError(f"The adapter {folder.name!r} is not one of this model: {type(error).__name__}.") from error
-        if {key: w.shape for key, w in wanted.items()} != {key: w.shape for key, w in weights.items()}:
+        has_others = any(".lora_" not in key for key in wanted)  # embeddings, which would overwrite the model's
+        has_types = {w.dtype for w in weights.values()} <= {torch.float32, torch.bfloat16, torch.float16}
+        shapes_of = [{key: w.shape for key, w in each.items()} for each in (wanted, weights)]
+        if has_others or not has_types or shapes_of[0] != shapes_of[1]:
             raise UserError(f"The adapter {folder.name!r} has other weights than its configuration says.")
         check_finite(weights.items(), f"The adapter {folder.name!r}")
         self._loaded[name] = Adapter(config, weights)
@@ -114,20 +119,40 @@ class Adapters:
 
     def select(self, adapter: Adapter | None) -> None:
         """Put an adapter into the model, or none; nothing may be drawn meanwhile."""
-        if self._wrapped is not None:
-            self._wrapped.unload()
-            self._wrapped = None
-        if adapter is not None:
-            self._wrapped = self._peft.PeftModel(self.model, deepcopy(adapter.config)).eval()
-            self._peft.set_peft_model_state_dict(self._wrapped, adapter.weights)
+        self._take_out()
+        if adapter is None:
+            return
+        try:
+            wrapped = self._peft.PeftModel(self.model, deepcopy(adapter.config)).eval()
+            self._peft.set_peft_model_state_dict(wrapped, adapter.weights)
+        except BaseException:  # no memory, for one
+            self._take_out()
+            raise
+
+    def _take_out(self) -> None:
+        """Put the model's own layers back, however many an adapter has taken the place of."""
+        layers = [(name, module) for name, module in self.model.named_modules() if hasattr(module, "base_layer")]
+        for name, module in layers:
+            path, _, last = name.rpartition(".")
+            setattr(self.model.get_submodule(path), last, module.get_base_layer())
+        self.model.__dict__.pop("peft_config", None)
 
     def _config(self, fields: Mapping[str, Any]) -> Any:
         usual = self._peft.LoraConfig()
         if fields.get("peft_type") != "LORA":
             raise UserError("Adapters must be LoRA.")
+        names = [fields.get(name) for name in ("target_modules", "exclude_modules")]
+        if any(isinstance(text, str) and text != "all-linear" for text in names):  # patterns may take for ever
+            raise UserError("target_modules and exclude_modules must be lists of names.")
+        patterns = {**(fields.get("rank_pattern") or {}), **(fields.get("alpha_pattern") or {})}
+        numbers = [fields.get("lora_alpha", 1), *patterns.values()]
+        if not all(re.fullmatch(r"[\w.]+", name) for name in patterns) or not all(abs(n) < 1e6 for n in numbers):
+            raise UserError("rank_pattern and alpha_pattern must have names, and all of their numbers below a million.")
+        if fields.get("init_lora_weights") not in BEGINNINGS:
+            raise UserError(f"init_lora_weights={fields['init_lora_weights']!r:.40} changes the layers, too.")
         if odd := [
             name for name, value in fields.items()
-            if name not in USED | UNUSED | {"peft_type"} and value and value != getattr(usual, name, None)
+            if name not in USED | UNUSED and value and value != getattr(usual, name, None)
         ]:  # fmt: skip
             raise UserError(f"Adapters with {odd[0]:.80} are not served.")
         config = self._peft.LoraConfig(

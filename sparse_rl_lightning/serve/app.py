@@ -121,7 +121,7 @@ class Server:
         self.started = int(time.time())
         facts = {
             "compressor": str(thread.sampler.compressor), "device": str(thread.sampler.model.device),
-            "max_length": limits.max_length, "version": __version__,
+            "max_length": limits.max_length, "version": __version__, "model": settings.name,
         }  # fmt: skip
         self.control = Control(thread, settings.weights_from, settings.trainer, settings.max_lora_rank, facts)
         self.records = Records()
@@ -241,9 +241,9 @@ class Server:
         body = await self._body(request, draws=True)
         echo, logprobs = bodies.flag(body, "echo"), bodies.number(body, "logprobs", None, 0, self.limits.max_logprobs)
         wanted = self._wanted(body | {"echo": None}, logprobs, echo)
-        prompts = await self._prompts(body)
-        jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS, self._adapter(body))
-        head = self._head("cmpl", "text_completion")
+        adapter, prompts = self._adapter(body), await self._prompts(body)
+        jobs = self.drawing.jobs(prompts, wanted, DEFAULT_TOKENS, adapter)
+        head = self._head("cmpl", "text_completion", body)
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
             prompt = list(completion.prompt)
@@ -268,9 +268,9 @@ class Server:
         top = bodies.number(body, "top_logprobs", 0, 0, self.limits.max_logprobs)
         wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
         with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
-        prompt = await self._messages(body)
-        jobs = self.drawing.jobs([prompt], wanted, None, self._adapter(body))
-        head = self._head("chatcmpl", "chat.completion")
+        adapter, prompt = self._adapter(body), await self._messages(body)
+        jobs = self.drawing.jobs([prompt], wanted, None, adapter)
+        head = self._head("chatcmpl", "chat.completion", body)
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
             message, reason = answers.message(completion, with_calls)
@@ -360,9 +360,10 @@ class Server:
             raise BadRequest("add_special_tokens is for texts: the chat template has its own.", "add_special_tokens")
         return await self._encoded(encode_prompt, self.tokenizer, messages, options)
 
-    def _head(self, prefix: str, object_type: str) -> dict[str, Any]:
+    def _head(self, prefix: str, object_type: str, body: dict[str, Any]) -> dict[str, Any]:
         identity = f"{prefix}-{uuid.uuid4().hex}"
-        return {"id": identity, "object": object_type, "created": int(time.time()), "model": self.settings.name}
+        name = body.get("model") or self.settings.name
+        return {"id": identity, "object": object_type, "created": int(time.time()), "model": name}
 
     async def _answered(
         self, request: Request, head: dict[str, Any], jobs: list[Job], wanted: Wanted, choice: Choice

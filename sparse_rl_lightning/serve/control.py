@@ -239,6 +239,8 @@ class Control:
         name, folder = body.get("lora_name"), self._folder(body.get("lora_path"), "lora_path")
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 128:
             raise BadRequest("lora_name must be a text of 1 to 128 characters.", "lora_name")
+        if name == self.facts["model"]:
+            raise BadRequest("lora_name is the served model's.", "lora_name")
         async with self._changing:
             await asyncio.to_thread(self._enabled.load, name, folder)
         return JSONResponse({"status": "ok"})

@@ -142,12 +142,16 @@ def damaged(adapters: Path, name: str) -> str:
         del weights[key]
     elif name == "shape":
         weights[key] = weights[key][:-1].clone()
+    elif name == "types":
+        weights = {key: weight.double() for key, weight in weights.items()}
     elif name == "pickled":
         torch.save(weights, path / "adapter_model.bin")
     else:
         config |= {
             "rank": {"r": 9}, "pattern": {"rank_pattern": {"q_proj": 9}}, "dora": {"use_dora": True},
-            "kind": {"peft_type": "IA3"},
+            "kind": {"peft_type": "IA3"}, "pattern of names": {"target_modules": "(.*)*(.*)*(.*)*(.*)*!"},
+            "pattern of ranks": {"rank_pattern": {"(.*)*(.*)*!": 2}}, "pissa": {"init_lora_weights": "pissa"},
+            "infinite": {"lora_alpha": float("inf")}, "alpha": {"alpha_pattern": {"q_proj": float("nan")}},
             "head": {"modules_to_save": ["lm_head"]}, "targets": {"target_modules": ["nothing"]}, "text": {"r": "four"},
             "layers": {"layer_replication": [[0, 2], [0, 2]]},
         }[name]  # fmt: skip
@@ -159,7 +163,8 @@ def damaged(adapters: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [
-    "nan", "missing", "shape", "pickled", "rank", "pattern", "dora", "kind", "head", "targets", "text", "layers",
+    "nan", "missing", "shape", "pickled", "types", "pattern of names", "pattern of ranks", "pissa", "infinite", "alpha",
+    "rank", "pattern", "dora", "kind", "head", "targets", "text", "layers",
 ])  # fmt: skip
 def test_an_adapter_that_is_wrong_is_refused(running: Running, folder: Path, adapters: Path, name: str) -> None:
     answer = order(running, "/v1/load_lora_adapter", lora_name="a", lora_path=damaged(adapters, name))
@@ -175,6 +180,7 @@ def test_an_adapter_that_is_wrong_is_refused(running: Running, folder: Path, ada
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, "no folder below"),
         ("/v1/load_lora_adapter", {"lora_name": "a"}, "lora_path must be"),
         ("/v1/load_lora_adapter", {"lora_name": "", "lora_path": "first"}, "lora_name must be"),
+        ("/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "first"}, "the served model's"),
         ("/v1/load_lora_adapter", {"lora_name": "a\n", "lora_path": "first"}, "lora_name must be"),
         ("/update_weights", {"weight_dir": "first"}, "--max_lora_rank"),
         ("/start_weight_update", {}, "--max_lora_rank"),
@@ -184,6 +190,42 @@ def test_what_is_wrong_is_refused(running: Running, path: str, body: dict[str, A
     answer = order(running, path, **body)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_an_adapter_of_embeddings_is_refused(running: Running, folder: Path, adapters: Path) -> None:
+    """Its file has the embeddings themselves, which would overwrite the model's."""
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(adapters / "embeddings")
+    assert order(running, "/v1/load_lora_adapter", lora_name="a", lora_path="embeddings").status_code == 400
+
+
+@pytest.mark.parametrize("failing", ["set_peft_model_state_dict", "PeftModel"])
+def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(
+    running: Running, folder: Path, adapters: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for want of memory, after some or all layers have been replaced; nobody else's request fails."""
+    order(running, "/v1/load_lora_adapter", lora_name="a", lora_path="first")
+    made = list[Any]()
+
+    def fails(model: Any, *arguments: Any) -> None:
+        if failing == "PeftModel":
+            made.append(whole(model, *arguments))
+        raise torch.OutOfMemoryError
+
+    whole = getattr(peft, failing)
+    order(running, "/pause")
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(peft, failing, fails)
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        refused = [pool.submit(running.post, "/v1/completions", model="a", **body) for _ in range(2)]
+        running.until(lambda: running.server.thread.usage.num_waiting == 2)
+        plain = pool.submit(ask, running, None)
+        running.until(lambda: running.server.thread.usage.num_waiting == 3)
+        order(running, "/resume")
+        assert [answer.result().status_code for answer in refused] == [500, 500]
+        assert plain.result()["token_ids"] == drawn(folder, adapters, None, 5)
+    assert ask(running, "a")["token_ids"] == drawn(folder, adapters, "first", 5)
+    assert ask(running, None)["token_ids"] == drawn(folder, adapters, None, 5)
 
 
 def test_there_are_so_many_and_no_more(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
