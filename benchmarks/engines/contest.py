@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,7 +119,7 @@ class Contest:
         try:
             if name not in self.running:
                 engine, dtype = self.engines[name], self.settings["dtype"]
-                log = f"{Path(engine.worker).stem}-{'evicting' if engine.evicts else 'full'}-{dtype}.log"
+                log = f"{re.sub(r'[^a-zA-Z0-9]+', '-', name)}-{dtype}.log"
                 self.running[name] = Contender(engine, self.settings, self.work / log)
             return self.running[name].seconds(self.prompts, count)
         except RuntimeError as failure:

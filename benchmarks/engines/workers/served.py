@@ -1,5 +1,6 @@
 """A server of its own, this library's or vLLM's, asked over HTTP for all prompts at once: ids and log-probs of each."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -26,7 +27,10 @@ def ours(settings: Settings) -> list[str]:
 
 
 def vllm(settings: Settings) -> list[str]:
-    """As it is installed, but for the count of sequences and prefix caching; vllm_cpu.py has its environment."""
+    """As in vllm_cpu.py."""
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings["cache_gib"])
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{settings['threads'] - 1}" if settings["threads"] > 1 else "0"
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     return [
         "-m", "vllm.entrypoints.openai.api_server", f"--model={settings['policy']}", f"--dtype={settings['dtype']}",
         f"--max-model-len={settings['longest']}", f"--max-num-seqs={settings['sequences']}",
@@ -39,13 +43,15 @@ def load(settings: Settings) -> Generate:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = vllm(settings) if "vllm" in sys.executable else ours(settings)
-    subprocess.Popen([sys.executable, *command, f"--port={port}"])
+    server = subprocess.Popen([sys.executable, *command, f"--port={port}"])
     client, pool = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=None), ThreadPoolExecutor(64)
     while True:
         try:
             client.get("/health").raise_for_status()
             break
         except httpx.HTTPError:
+            if server.poll() is not None:
+                raise RuntimeError("The server has ended.") from None
             time.sleep(0.5)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> list[int]:
