@@ -48,7 +48,7 @@ class Completion:
         prompt: Sequence[int] = (),
         scores: Sequence[TokenScore] | None = None,
     ) -> None:
-        self.wanted, self.tokenizer, self.row, self.prompt, self.scores = wanted, tokenizer, row, prompt, scores
+        self.wanted, self.tokenizer, self.row, self.prompt, self.scores = wanted, tokenizer, row, list(prompt), scores
         self.rollout: Rollout | None = None
         self.ids, self.text, self.reason = list[int](), "", "abort"
         if completed is None or row >= len(completed.endings):
@@ -104,26 +104,6 @@ class Completion:
             "text_offset": offsets,
         }
 
-    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """Log-probabilities of the prompt as all of vLLM's routes have them: by token id, the first token without."""
-        count = self.wanted.prompt_logprobs
-        if count is None or self.scores is None:
-            return None
-
-        decoded = cache(lambda token: self.tokenizer.decode([token]))
-
-        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-            return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded(token)}
-
-        return [
-            None,
-            *(
-                {str(token): entry(token, p, rank) for rank, (token, p) in enumerate(score.top[:count], 1)}
-                | {str(score.token): entry(score.token, score.logprob, score.rank)}
-                for score in self.scores
-            ),
-        ]
-
     def chat_logprobs(self, in_ids: bool = False) -> dict[str, Any] | None:
         """Log-probabilities as ``/v1/chat/completions`` has them; ``in_ids`` as ``/inference/v1/generate``."""
         if self.wanted.logprobs is None:
@@ -161,6 +141,30 @@ class Completion:
         ids = np.array(self._of(rollout.topk_ids), dtype=np.int32).reshape(len(counts), -1)[:, :width]
         ids[np.arange(width) >= counts[:, None]] = -1
         return {"data": base64.b64encode(ids.tobytes()).decode(), "shape": list(ids.shape), "dtype": "int32"}
+
+
+def prompt_logprobs(
+    scores: Sequence[TokenScore] | None, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any] | None] | None:
+    """Log-probabilities of a prompt as all of vLLM's routes have them: by token id, the first token without."""
+    if wanted.prompt_logprobs is None or scores is None:
+        return None
+    decoded = cache(lambda token: tokenizer.decode([token]))
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": decoded(token)}
+
+    return [
+        None,
+        *(
+            {
+                str(token): entry(token, p, rank)
+                for rank, (token, p) in enumerate(score.top[: wanted.prompt_logprobs], 1)
+            }
+            | {str(score.token): entry(score.token, score.logprob, score.rank)}
+            for score in scores
+        ),
+    ]
 
 
 def finite(logprob: float) -> float:

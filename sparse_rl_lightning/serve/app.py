@@ -246,12 +246,17 @@ class Server:
         head = self._head("cmpl", "text_completion", body)
 
         def choice(index: int, completion: Completion) -> dict[str, Any]:
-            prompt = list(completion.prompt)
-            ids = {"token_ids": completion.ids, "prompt_token_ids": prompt} if wanted.return_token_ids else {}
-            before = str(self.tokenizer.decode(prompt, skip_special_tokens=wanted.skip_special_tokens)) if echo else ""
+            ids = (
+                {"token_ids": completion.ids, "prompt_token_ids": completion.prompt} if wanted.return_token_ids else {}
+            )
+            before = (
+                str(self.tokenizer.decode(completion.prompt, skip_special_tokens=wanted.skip_special_tokens))
+                if echo
+                else ""
+            )
             return {
                 "index": index, "text": before + completion.text, "logprobs": completion.completion_logprobs(),
-                "finish_reason": completion.reason, "prompt_logprobs": completion.prompt_logprobs(),
+                "finish_reason": completion.reason,
             } | ids  # fmt: skip
 
         if wanted.stream:
@@ -372,20 +377,22 @@ class Server:
         completed = await self.drawing.complete(request, jobs)
 
         def answer() -> Response:
-            completions = [
-                Completion(done, row, wanted, self.tokenizer, job.request.prompt, job.scores)
-                for job, done in zip(jobs, completed, strict=True)
-                for row in range(wanted.params.num_generations)
-            ]
-            choices = [choice(index, completion) for index, completion in enumerate(completions)]
-            for entry, completion in zip(choices, completions, strict=True):
-                if wanted.eviction_record:
-                    entry |= self.records.answer(completion.rollout, completion.row, wanted.params.temperature)
-                if wanted.weight_versions:
-                    entry["weight_versions"] = completion.weight_versions()
-            of_one = {"prompt_logprobs": completions[0].prompt_logprobs()} if "prompt_logprobs" in head else {}
-            usage = answers.usage([job.request.prompt for job in jobs], completed)
-            return JSONResponse(head | of_one | {"choices": choices, "usage": usage})
+            choices, is_of_one = list[dict[str, Any]](), "prompt_logprobs" in head
+            for job, done in zip(jobs, completed, strict=True):
+                of_prompt = {"prompt_logprobs": answers.prompt_logprobs(job.scores, wanted, self.tokenizer)}
+                for row in range(wanted.params.num_generations):
+                    completion = Completion(done, row, wanted, self.tokenizer, job.request.prompt, job.scores)
+                    entry = choice(len(choices), completion) | ({} if is_of_one else of_prompt)
+                    if wanted.eviction_record:
+                        entry |= self.records.answer(completion.rollout, row, wanted.params.temperature)
+                    if wanted.weight_versions:
+                        entry["weight_versions"] = completion.weight_versions()
+                    choices.append(entry)
+            return JSONResponse(
+                head
+                | (of_prompt if is_of_one else {})
+                | {"choices": choices, "usage": answers.usage([job.request.prompt for job in jobs], completed)}
+            )
 
         return await self._in_thread(answer)
 

@@ -23,8 +23,6 @@ from sparse_rl_lightning.serve.transfer import Announced, Group, TrainerGoneErro
 
 MODES = ("abort", "wait", "keep")
 UPDATE_SECONDS = 600.0  # after which a trainer that says nothing is given up
-
-
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -309,7 +307,7 @@ class Control:
         """The server in vLLM's words, and in ours."""
         usage = self.thread.usage
         vllm = {
-            "weight_transfer_config": self.trainer and {"backend": "nccl"}, 
+            "weight_transfer_config": self.trainer and {"backend": "nccl"},
             "lora_config": self.adapters and {"max_lora_rank": self.adapters.max_rank, "max_loras": MOST_ADAPTERS},
             "parallel_config": {"data_parallel_size": 1},
             "model_config": {"logprobs_mode": "processed_logprobs", "dtype": str(self.thread.sampler.model.dtype)},

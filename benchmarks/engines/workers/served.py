@@ -1,6 +1,5 @@
 """A server of its own, this library's or vLLM's, asked over HTTP for all prompts at once: ids and log-probs of each."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 from serve import Generate, Settings, serve
+from vllm_cpu import set_environment
 
 
 def ours(settings: Settings) -> list[str]:
@@ -28,9 +28,7 @@ def ours(settings: Settings) -> list[str]:
 
 def vllm(settings: Settings) -> list[str]:
     """As in vllm_cpu.py."""
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings["cache_gib"])
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{settings['threads'] - 1}" if settings["threads"] > 1 else "0"
-    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    set_environment(settings)
     return [
         "-m", "vllm.entrypoints.openai.api_server", f"--model={settings['policy']}", f"--dtype={settings['dtype']}",
         f"--max-model-len={settings['longest']}", f"--max-num-seqs={settings['sequences']}",

@@ -5,11 +5,16 @@ import os
 from serve import Generate, Settings, serve
 
 
-def load(settings: Settings) -> Generate:
-    """As it is installed, but for the count of threads and the memory of the cache."""
+def set_environment(settings: Settings) -> None:
+    """Name the count of threads and the memory of the cache, where vLLM reads them."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings["cache_gib"])
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{settings['threads'] - 1}" if settings["threads"] > 1 else "0"
     os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+
+
+def load(settings: Settings) -> Generate:
+    """As it is installed, but for the count of threads and the memory of the cache."""
+    set_environment(settings)
     from vllm import LLM, SamplingParams  # reads the environment
 
     model = LLM(
