@@ -16,11 +16,6 @@ namespace sparse_rl {
 constexpr int kHeadsPerBlock = 8;  // query heads of a product
 constexpr int kStages = 3;         // tiles of a ring
 
-template <class T>
-SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
-  return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
-}
-
 // A warp's tiles of keys and values in shared memory. With kPadded a row has fewer elements than there is room for.
 template <class P, int kHeadDim, bool kPadded>
 struct Ring {

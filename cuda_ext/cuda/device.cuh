@@ -67,6 +67,12 @@ SPARSE_RL_DEVICE T narrow(float x) {
   return static_cast<T>(x);
 }
 
+// Two 16-bit numbers in a word, the first in the lower half.
+template <class T>
+SPARSE_RL_DEVICE uint32_t pack(float low, float high) {
+  return static_cast<uint32_t>(narrow<T>(low).x) | static_cast<uint32_t>(narrow<T>(high).x) << 16;
+}
+
 // Over groups of `Lanes` neighboring lanes; all of them get the result.
 template <int Lanes = 32>
 SPARSE_RL_DEVICE float warp_sum(float x) {

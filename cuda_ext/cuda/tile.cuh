@@ -1,6 +1,6 @@
 // Dot products of many rows with many columns, through tiles in shared memory: the inner loop of the scoring kernels.
 //
-// float32 FMAs for all types, so that scores do not depend on the type of the tensor cores.
+// float32 FMAs for all types.
 #pragma once
 
 #include "float8.cuh"
