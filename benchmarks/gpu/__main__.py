@@ -1,6 +1,6 @@
 """Builds, tests, measures, trains and sanitizes on one GPU, in pieces that go on where they were stopped.
 
-    make gpu                                     # all of it: 25 minutes and more on one H100 or H200
+    make gpu                                     # all of it: 40 minutes and more on one H100 or H200
     python -m benchmarks.gpu build test --minutes 8.5 --pack gpu.tgz          # some pieces: README.md has the calls
 
 It needs no network, and of Python no more than torch, transformers and lightning; nothing is installed but what lacks,
@@ -8,11 +8,12 @@ from build/gpu/wheels, and kernels come from build/gpu/kernels: `make gpu-carry`
 and nvcc. Every step is a process of its own. What has succeeded on this card, with these sources, is not run again; a
 step that would begin after --minutes is left to the next call. Pages go to --save; gpu-run.md says how each step ended.
 
-build: packages and kernels, and that every op has one. test: ops, rollouts and replay against the CPU, every step from
-a graph, no wait in it. whole: refilled rollouts of Qwen2.5-1.5B beside `generate`. profile: its steps, kernel by
-kernel. cells: its steps at given lengths, beside their floor. ops: each beside plain PyTorch. train: the quickstart on
-the card, which must learn. invariance: what a sequence's neighbors change. sanitize: every op under compute-sanitizer.
-models: larger ones, and caches of equal memory.
+build: packages and kernels, and that every op has one. cells: steps of Qwen2.5-1.5B at given lengths, beside their
+floor. profile: kernel by kernel. train: the quickstart on the card, which must learn. real: SmolLM2 writes stories.
+test: ops, rollouts and replay against the CPU, every step from a graph, no wait in it. fsdp: one rank under FSDP2.
+study: one seed of the frozen study of the real model. whole: refilled rollouts beside `generate`. equal: long ones,
+every cache in the same memory. ops: each beside plain PyTorch. invariance: what a sequence's neighbors change.
+sanitize: every op under compute-sanitizer. models: larger ones, and caches of equal memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import ROOT
@@ -29,9 +32,31 @@ from benchmarks.gpu.ledger import Ledger, Step
 from benchmarks.gpu.steps import PIECES, steps
 
 
-def run_all(chosen: list[Step], ledger: Ledger, minutes: float, after_each: Callable[[], object]) -> bool:
-    """Run what is not done yet, up to one that fails and that the others need; whether all of it has succeeded."""
+def run_all(
+    chosen: list[Step], ledger: Ledger, minutes: float, after_each: Callable[[], object], together: bool = False
+) -> bool:
+    """Run what is not done yet, up to one that fails and that the others need; whether all of it has succeeded.
+
+    Args:
+        chosen: Steps in order.
+        ledger: What is done.
+        minutes: No step begins that could end later.
+        after_each: Called after every step.
+        together: What no other step needs runs at the same time, and is stopped when the minutes are over.
+    """
     start, good = time.monotonic(), True
+    if together:
+        first, rest = ([step for step in chosen if step.is_needed is needed] for needed in (True, False))
+        if not run_all(first, ledger, minutes, after_each):
+            return False
+        left = minutes - (time.monotonic() - start) / 60
+        waiting = [replace(step, minutes=left) for step in rest if not ledger.is_done(step)]
+        with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+            ended = [pool.submit(ledger.run, step) for step in waiting]
+            for future in as_completed(ended):
+                good &= future.result()
+                after_each()
+        return good
     for step in chosen:
         if ledger.is_done(step):
             print(f"{step.name}: done before", flush=True)
@@ -58,6 +83,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "gpu", help="folder of logs and what is done")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="pages and logs so far as one .tgz, after every step")
     parser.add_argument("--minutes", type=float, default=25, help="no step begins that could end later")
+    parser.add_argument("--together", action="store_true", help="at the same time: for steps that time nothing")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in toy sizes, to see that the steps run")
     args = parser.parse_args()
     for piece in args.pieces:
@@ -76,7 +102,7 @@ def main() -> None:
             ledger.pack(args.pack, args.save)
 
     chosen = steps(args.pieces or PIECES, device, args.save.absolute(), ledger.folder)
-    good = run_all(chosen, ledger, args.minutes, keep)
+    good = run_all(chosen, ledger, args.minutes, keep, args.together)
     keep()
     print(f"\n{page.read_text(encoding='utf-8')}\nWritten: {page}")
     sys.exit(not good)

@@ -18,7 +18,16 @@ from pathlib import Path
 
 from benchmarks import ROOT
 
-SOURCES = ("sparse_rl_lightning", "exact_answers", "cuda_ext", "benchmarks", "experiments", "tests", "configs")
+SOURCES = (
+    "sparse_rl_lightning",
+    "exact_answers",
+    "cuda_ext",
+    "benchmarks",
+    "experiments",
+    "tests",
+    "configs",
+    "examples",
+)
 STOPPED, ABSENT, REFUSED = 124, 127, 77  # as timeout, shells and automake say it
 
 
@@ -130,7 +139,7 @@ class Ledger:
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f".{file.name}")
         with tarfile.open(new, "w:gz") as archive:
-            for path in sorted(pages.glob("gpu-*.md")):
+            for path in sorted(pages.glob("gpu-*")):
                 archive.add(path, f"pages/{path.name}")
             archive.add(self.folder / "steps", "steps")
         new.replace(file)

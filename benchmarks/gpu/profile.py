@@ -3,13 +3,16 @@
     python -m benchmarks.gpu.profile [--model 1.5B] [--save benchmarks/results]
 
 16 steps in which no slot is compressed, and 16 in which two or so of 256 are in every step, as in a refilled rollout:
-what the second takes longer is the price of compressions.
+what the second takes longer is the price of compressions. Then the products of a layer alone, by library, and in parts
+of their inner dimension, whose float32 results would have to be added up: whether such a kernel is worth writing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 
 import torch
 from torch.autograd import DeviceType
@@ -18,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
+from benchmarks.rollout.bound import seconds
 from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts
 from sparse_rl_lightning import RolloutSampler, SamplingParams
@@ -80,6 +84,37 @@ def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Tab
         yield table
 
 
+def products_table(model: str, device: str) -> Table:
+    """Microseconds of each product of a layer, weights and inputs in bfloat16."""
+    s = SHAPES[model]
+    shapes = {  # rows and columns of the weight, and parts
+        "qkv": ((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, 1), "o": (s.hidden, s.heads * s.head_dim, 3),
+        "gate and up": (2 * s.intermediate, s.hidden, 1), "down": (s.hidden, s.intermediate, 5),
+    }  # fmt: skip
+    can_choose = torch.backends.cuda.is_built() and device == "cuda"
+    libraries = ("cublas", "cublaslt") if can_choose else ("default",)
+    table = Table("Products of a layer", ("product", "rows", *(f"{name}, us" for name in libraries), "in parts, us"))
+    for name, (wide, deep, wanted) in shapes.items():
+        parts = next(count for count in range(wanted, 0, -1) if deep % count == 0)
+        weight = torch.randn(wide, deep, device=device, dtype=torch.bfloat16)
+        for rows in (8, 64, 256):
+            x = torch.randn(rows, deep, device=device, dtype=torch.bfloat16)
+            times = []
+            for library in libraries:
+                if can_choose:
+                    torch.backends.cuda.preferred_blas_library(library)
+                times.append(seconds(partial(torch.nn.functional.linear, x, weight), device))
+            split_x = x.view(rows, parts, deep // parts).transpose(0, 1)
+            split_weight = weight.view(wide, parts, deep // parts).permute(1, 2, 0)
+            wider = {"out_dtype": torch.float32} if can_choose else {}
+            if parts > 1:
+                times.append(seconds(partial(torch.bmm, split_x, split_weight, **wider), device))
+            table.add(name, str(rows), *(f"{1e6 * t:.1f}" for t in times), *[""] * (parts == 1))
+    if can_choose:
+        torch.backends.cuda.preferred_blas_library("default")
+    return table
+
+
 def main() -> None:
     """Profile, print and save."""
     parser = options.parser(__doc__, "gpu-profile.md", device="cuda")
@@ -87,7 +122,10 @@ def main() -> None:
     args = options.parsed(parser)
     num_slots, budget = (8, 64) if args.model == "tiny" else (256, 512)
     text = machine(args.device)
-    for table in tables(args.model, num_slots, budget, args.device):
+    measured_tables = chain(
+        tables(args.model, num_slots, budget, args.device), map(products_table, [args.model], [args.device])
+    )
+    for table in measured_tables:
         text += f"\n\n{table}"
         save(args.save, "gpu-profile", "benchmarks.gpu.profile", text)
     print(text)

@@ -6,11 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.gpu.ledger import Step
 from tests.gpu_files import GPU_TESTS
 
-# In the order of what they are worth: right first, then the numbers, then what takes long and seldom finds anything.
-PIECES = ("build", "test", "whole", "profile", "cells", "ops", "train", "invariance", "sanitize", "models")
+# In the order of the calls of README.md: a quarter of an hour, then what is left.
+PIECES = (
+    "build", "cells", "profile", "train", "real", "test", "fsdp", "study",
+    "whole", "equal", "ops", "invariance", "sanitize", "models",
+)  # fmt: skip
 FIRST, OTHERS = "1.5B", ("Qwen3-1.7B", "Qwen3-4B", "7B", "Qwen3-8B")  # small ones first: they answer most for a minute
 MINUTES = {"ops": 3.0, "rollouts": 4.0, "replay": 3.0, "other": 1.5}  # of the groups of tests
 SANITIZED = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)  # else what runs over the end of a tensor hits another one
@@ -26,10 +30,14 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
         "build": _build(device, state),
         "test": _test(device),
         "whole": [_rollout("whole", first, 4, *where, *toy)],
-        "profile": [_module("profile", "gpu.profile", 2, *where, "--model", first)],
-        "cells": [_rollout("cells", first, 4, *where, *toy)],
+        "equal": [_rollout("equal", first, 7, *where, *toy)],
+        "profile": [_module("profile", "gpu.profile", 1.2, *where, "--model", first)],
+        "cells": [_rollout("cells", first, 2.4, *where, *toy)],
         "ops": [_module("ops", "ops", 4, *where, *toy, *few)],
         "train": [_module("train", "gpu.learning", 6, *where, "--state", str(state), *toy)],
+        "real": [_module("real", "gpu.real", 4, *where, "--state", str(state), *toy)],
+        "fsdp": [_fsdp(device, state)],
+        "study": [_study(device, save, state)],
         "invariance": [_module("invariance", "gpu.invariance", 2, *where, "--model", first)],
         "sanitize": _sanitize(device),
         "models": _models(("tiny",) if device == "cpu" else OTHERS, first, *where, *toy),
@@ -40,6 +48,29 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
 def _module(name: str, module: str, minutes: float, *arguments: str, is_needed: bool = False) -> Step:
     command = (sys.executable, "-m", f"benchmarks.{module}", *arguments)
     return Step(name, command, minutes, is_needed=is_needed)
+
+
+def _fsdp(device: str, state: Path) -> Step:
+    """One rank on the policy that `train` has warmed up."""
+    folder = state / f"learning-{device}"
+    options = {
+        "config": ROOT / "configs" / "quickstart.yaml", "trainer.accelerator": "gpu" if device == "cuda" else "cpu",
+        "trainer.devices": 1, "trainer.strategy": "sparse_rl_fsdp2", "trainer.max_steps": 4,
+        "model.policy": folder / "runs" / "warmup" / "policy", "trainer.default_root_dir": folder / "fsdp2",
+    }  # fmt: skip
+    few = {"data.num_val": 8, "data.num_train": 1000} if device == "cpu" else {}
+    ranks = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "sparse_rl_lightning", "fit")
+    return Step("fsdp", (*ranks, *(f"--{key}={value}" for key, value in (options | few).items())), 0.6)
+
+
+def _study(device: str, save: Path, state: Path) -> Step:
+    """The frozen study of the real model, one seed of it, from the policy that `real` has made."""
+    arguments = (
+        "--studies", "main", "--device", "gpu", "--seeds", "20", "--jobs", "3", "--runs", str(state / "study"),
+        "--kept", str(save / "gpu-study.jsonl"), "--policy", str(state / f"real-{device}" / "policy"),
+        *(["--help"] if device == "cpu" else []),  # as much as can be rehearsed in less than half an hour
+    )  # fmt: skip
+    return Step("study", (sys.executable, "-m", "experiments.real", *arguments), 2.8)
 
 
 def _rollout(piece: str, model: str, minutes: float, *arguments: str) -> Step:

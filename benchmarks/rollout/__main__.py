@@ -17,7 +17,7 @@ decoders: the library's own, and transformers' forward pass.
 
 On a GPU (meant for 10 minutes; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts
-of log-normal lengths, and ``generate``.
+of log-normal lengths, and ``generate``. equal: long ones, with as many slots as the same memory holds.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ from benchmarks.rollout.split import split_table
 from benchmarks.rollout.state import state_table
 from benchmarks.rollout.tail import Tail, tail_table
 from benchmarks.rollout.vocabulary import vocabulary_table
-from benchmarks.rollout.whole import whole_tables
+from benchmarks.rollout.whole import equal_table, whole_tables
 
-PARTS = {"cpu": ("speed", "split", "tail", "state", "vocabulary", "decoders"), "cuda": ("cells", "memory", "whole")}
+PARTS = {
+    "cpu": ("speed", "split", "tail", "state", "vocabulary", "decoders"),
+    "cuda": ("cells", "memory", "whole", "equal"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ USUAL = Sizes(
     vocabulary=Setting(SHAPES["0.5B"], 32, 4, budget=12, buffer=4, stream_bytes=2**28), few_tokens=32,
     tail=Tail(SMALL, 64, 8, 32, 64, mean=160, longest=1024),
     grid=Grid(
-        ("1.5B", "7B"), (4096, 16384, 32768), (64, 256), (512, 1024), memory_length=16384, memory_bytes=40 * 10**9,
-        memory_sequences=1024, num_prompts=64, num_generations=8, num_slots=256, prompt_length=512, mean=1000,
-        longest=4096,
+        ("1.5B", "7B"), (4096, 16384), (1, 8, 16, 32, 64, 256, 1024), (512, 1024), memory_length=16384,
+        memory_bytes=40 * 10**9, memory_sequences=1024, num_prompts=64, num_generations=8, num_slots=256,
+        prompt_length=512, mean=1000, longest=4096,
     ),
 )  # fmt: skip
 QUICK = Sizes(
@@ -96,6 +99,7 @@ def tables(args: argparse.Namespace, sizes: Sizes) -> Iterator[Table]:
         "cells": lambda: cells_table(grid, dtype, args.device),
         "memory": lambda: memory_table(grid, dtype, args.device),
         "whole": lambda: whole_tables(grid, dtype, args.device),
+        "equal": lambda: equal_table(grid, dtype, args.device),
     }
     for part in args.parts or PARTS[args.device]:
         start = time.perf_counter()

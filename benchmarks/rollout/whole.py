@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from benchmarks.common.pages import say
 from benchmarks.common.tables import Table, met
 from benchmarks.ops.timing import wait
-from benchmarks.rollout.cells import SHARE, Grid, Step, compressors, free_memory, needed, plan, try_step
+from benchmarks.rollout.cells import FULL, SHARE, Grid, Step, compressors, free_memory, needed, plan, try_step
 from benchmarks.rollout.policies import SHAPES, Countdown, random_prompts, spread
 from benchmarks.rollout.speed import generate_runner
 from benchmarks.rollout.tail import SIGMA
@@ -58,7 +59,7 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iter
             continue
         taken, result, counts = outcome
         assert result.kv is not None
-        dense = taken if name == "FullKV" else dense
+        dense = taken if name == FULL else dense
         rate = int(result.completion_lengths.sum()) / taken
         say(f"{shape.name}, whole rollout, {name}: {taken:.1f} s")
         table.add(
@@ -72,11 +73,43 @@ def whole_table(grid: Grid, model: str, dtype: torch.dtype, device: str) -> Iter
     yield table
 
 
+def equal_table(grid: Grid, dtype: torch.dtype, device: str) -> Iterator[Table]:
+    """Long rollouts, every cache with as many slots as the same memory holds; the table after every row."""
+    shape = SHAPES[grid.models[0]]
+    mean, longest = grid.memory_length // 4, grid.memory_length - grid.prompt_length
+    countdown = Countdown.log_normal(shape, dtype, device, mean, SIGMA, longest)
+    title = f"Whole rollouts in {grid.memory_bytes / 1e9:g} GB, {shape.name}"
+    table, dense = Table(title, ("cache", "slots", "seconds", "tokens/s", "times as fast as FullKV", "KV GB")), None
+    for name, compressor in compressors(grid.budgets[:1]).items():
+        free_memory(device)
+        params = SamplingParams(num_generations=grid.num_generations, max_completion_length=longest + 8)
+        sequences = grid.num_prompts * grid.num_generations
+        slot = needed(countdown.policy, compressor, grid.prompt_length, params)
+        room = plan(slot, grid.memory_bytes, sequences, device)
+        outcome = "not one slot fits"
+        if room is not None:
+            sizes = replace(grid, num_slots=room.num_slots, mean=mean, longest=longest)
+            outcome = rollout(countdown, compressor, sizes, device, 1.0)
+        if isinstance(outcome, str):
+            table.add(name, outcome, "", "", "", "")
+            yield table
+            continue
+        taken, result, _ = outcome
+        dense = taken if name == FULL else dense
+        rate = f"{int(result.completion_lengths.sum()) / taken:,.0f}"
+        ratio = f"{dense / taken:.2f}" if dense else ""
+        table.add(name, str(room.num_slots), f"{taken:.2f}", rate, ratio, f"{result.kv.peak_bytes / 1e9:.2f}")
+        table.note = (
+            f"{sequences} sequences after prompts of {grid.prompt_length}; {spread(result.completion_lengths.cpu())}."
+        )
+        yield table
+
+
 def note(grid: Grid, result: Rollout) -> str:
     """What was rolled out, and what it is compared with."""
     return (
         f"{grid.num_prompts} prompts x {grid.num_generations}, {grid.num_slots} slots, prompt {grid.prompt_length}; "
-        f"{spread(result.completion_lengths.cpu())}. SnapKV without sinks. Steps alone: with as many sequences as were "
+        f"{spread(result.completion_lengths.cpu())}. No sinks. Steps alone: with as many sequences as were "
         f"in slots, which all compress at the same time; `generate` is timed over the first "
         f"{min(GENERATED, grid.longest)} tokens of as many sequences as there are slots, none of which ends: its best."
     )

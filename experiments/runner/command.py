@@ -72,7 +72,7 @@ def main(program: Program, about: str | None) -> None:
     """Run the studies that are asked for, and print or save their tables."""
     args = parsed(program, about)
     torch.set_num_threads(1)
-    where = Where(args.runs.absolute(), args.policy)
+    where = Where(args.runs.absolute(), args.policy, args.device)
     studies, results = program.studies(args.studies), Results(where, program.archive(args.kept))
     runs = planned(studies, where, args.seeds)
     if args.finished:
@@ -98,9 +98,10 @@ def parsed(program: Program, about: str | None) -> argparse.Namespace:
     usual = [name for name in program.groups if name not in program.optional]
     parser.add_argument("--studies", nargs="+", choices=list(program.groups), default=usual)
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
-    parser.set_defaults(policy=Path())
+    parser.set_defaults(policy=Path(), device="cpu")
     if program.policy is not None:
         parser.add_argument("--policy", type=Path, default=program.policy, help="default: that of make real-model")
+        parser.add_argument("--device", default="cpu", choices=["cpu", "gpu"], help="where runs train: keep their lines apart")
     args = parser.parse_args()
     unknown = set(args.seeds or ()) - {seed for study in program.studies(args.studies) for seed in study.seeds}
     if unknown:

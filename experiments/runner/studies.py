@@ -18,6 +18,7 @@ class Where:
 
     folder: Path
     policy: Path = Path()  # that all runs start from, in studies that warm none up
+    device: str = "cpu"  # as the trainer's accelerator is called
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ import pytest
 
 from benchmarks import ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernels, learning, needs
+from benchmarks.gpu import kernels, learning, needs, paired, real
 from benchmarks.gpu import ledger as ledgers
 from benchmarks.gpu.ledger import REFUSED, Ledger, Step
 from benchmarks.gpu.steps import PIECES, steps
 from sparse_rl_lightning import __version__
+from sparse_rl_lightning.errors import UserError
 from tests.gpu_files import GPU_TESTS, in_no_group
 
 
@@ -72,6 +73,24 @@ def test_nothing_begins_that_could_end_too_late(ledger: Ledger, capsys: pytest.C
     assert "long: needs up to 9 minutes, 8.0 are left: run this again" in capsys.readouterr().out
     assert ledger.is_done(short)
     assert not ledger.is_done(long)
+
+
+def test_steps_together_end_with_the_call(ledger: Ledger, tmp_path: Path) -> None:
+    """Both wait for the other; what all need comes first, and what is too slow is stopped."""
+    code = "import time; from pathlib import Path; Path({own!r}).touch()\n"
+    code += "while not Path({other!r}).exists(): time.sleep(0.02)"
+    files = [str(tmp_path / name) for name in ("first", "second")]
+    both = [python(name, code.format(own=own, other=other)) for name, own, other in
+            zip(("one", "two"), files, files[::-1], strict=True)]  # fmt: skip
+    build = replace(python("build", f"open({str(tmp_path / 'built')!r}, 'x')"), is_needed=True)
+    needs_build = python("late", f"open({str(tmp_path / 'built')!r})")
+    ended: list[object] = []
+    chosen = [*both, needs_build, build]
+    assert command.run_all(chosen, ledger, 2, after_each=lambda: ended.append(1), together=True)
+    assert len(ended) == 4
+    endless = python("endless", "while True: pass", minutes=9)
+    assert not command.run_all([endless], ledger, 0.02, after_each=lambda: None, together=True)
+    assert ledger.read(endless)["status"] == ledgers.STOPPED
 
 
 def test_nothing_is_run_behind_a_build_that_failed(ledger: Ledger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,13 +158,16 @@ def test_every_call_of_the_page_fits_into_nine_minutes(tmp_path: Path) -> None:
             if word.startswith("tests/"):
                 assert (ROOT / word).exists()
     page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
-    calls = re.findall(r"benchmarks\.gpu ([a-z ]+) --minutes ([\d.]+)", page)
-    assert {piece for pieces, _ in calls for piece in pieces.split()} == set(PIECES)
-    for pieces, minutes in calls:
+    calls = re.findall(r"benchmarks\.gpu ([a-z ]+?) (--together )?--minutes ([\d.]+)", page)
+    assert {piece for pieces, _, _ in calls for piece in pieces.split()} == set(PIECES)
+    assert sum(float(minutes) for _, _, minutes in calls[:3]) <= 12.5  # with its start and what is carried, 15
+    for pieces, together, minutes in calls:
         assert pieces.split()[0] == "build"  # each stands alone
         assert float(minutes) < 9
-        longest = max(step.minutes for step in steps(pieces.split(), "cuda", tmp_path, tmp_path))
-        assert longest <= float(minutes) - 1  # the build of carried kernels takes less
+        if together:  # all begin at once, and are stopped at the end
+            continue
+        wanted = [step for step in steps(pieces.split(), "cuda", tmp_path, tmp_path) if not step.is_needed]
+        assert max(step.minutes for step in wanted) <= float(minutes) - 1  # a build with carried kernels takes less
 
 
 def test_every_test_for_gpus_is_in_a_group() -> None:
@@ -179,6 +201,29 @@ def test_missing_packages_are_named() -> None:
 def test_a_rise_is_judged_by_its_error() -> None:
     assert learning.rise(0.25, 0.25, 256) == 0
     assert learning.rise(0.2, 0.5, 100) == pytest.approx(0.3 / (0.16 / 100 + 0.25 / 100) ** 0.5)
+
+
+def test_halves_of_another_file_are_refused(tmp_path: Path) -> None:
+    for name in real.HALVES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_bytes(b"half")
+    with pytest.raises(UserError, match="is not the publisher's file"):
+        real.make_policy(tmp_path / "policy", tmp_path, "cuda")
+    assert not (tmp_path / "policy").exists()
+
+
+def test_two_checkouts_are_compared_round_by_round() -> None:
+    before, now = [{"cell": 2.0}, {"cell": 9.0}, {"cell": 4.0}], [{"cell": 1.0}, {"cell": 3.0}, {"cell": 4.0}]
+    assert paired.table_of(before, now, "").rows == [("cell", "4.000", "3.000", "2.000", "1.000", "3.000")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_checkout_is_paired_with_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--before", str(ROOT), "--device", "cpu", "--minutes", "0.1", "--save", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["paired", *arguments])
+    paired.main()
+    assert len(re.findall(r"\| \d+ sequences|, \d+ sequences \|", (tmp_path / "gpu-paired.md").read_text())) == 6
 
 
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +275,8 @@ command.main()
 def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A copy of the tree, and a Python that has every package but this one."""
     tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
-    for name in ("benchmarks", "configs", "cuda_ext", "exact_answers", "experiments", "sparse_rl_lightning", "tests"):
+    for name in ("benchmarks", "configs", "cuda_ext", "exact_answers", "examples", "experiments", "sparse_rl_lightning",
+                 "tests"):  # fmt: skip
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy2(ROOT / name, tree)
@@ -254,11 +300,11 @@ def test_every_page_is_written_where_nothing_is_installed(uninstalled: tuple[Pat
     assert "PackageNotFoundError" in done.stderr
     pages = tmp_path / "pages"
     wanted = steps(PIECES, "cpu", pages, tmp_path / "state")
-    train = next(step for step in wanted if step.name == "train").command[1:]
+    trained = [step.command[1:] for step in wanted if step.name in ("train", "real")]
     runs = [
         subprocess.Popen([python, *arguments], env=environment, cwd=tree, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True)
-        for arguments in (train, ("-m", "tests.rehearsed_pages", str(pages)))
+        for arguments in (*trained, ("-m", "tests.rehearsed_pages", str(pages)))
     ]  # fmt: skip
     for run in runs:
         text, _ = run.communicate()
@@ -283,4 +329,6 @@ def test_all_steps_run_in_a_rehearsal(uninstalled: tuple[Path, str], tmp_path: P
     assert page.startswith("# benchmarks.gpu\n\nA rehearsal on the CPU in toy sizes")
     assert "FAILED" not in page
     assert "not run" not in page
-    assert {path.name for path in (tmp_path / "pages").iterdir()} >= {"gpu-run.md", "gpu-profile.md", "gpu-train.md"}
+    assert {path.name for path in (tmp_path / "pages").iterdir()} >= {
+        "gpu-run.md", "gpu-profile.md", "gpu-train.md", "gpu-real.md",
+    }  # fmt: skip

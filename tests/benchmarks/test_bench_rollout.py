@@ -51,7 +51,7 @@ def tables(page: str) -> dict[str, Rows]:
     return found
 
 
-CPU_PARTS = ("speed", "split", "tail", "state", "vocabulary", "cells", "memory", "whole")
+CPU_PARTS = ("speed", "split", "tail", "state", "vocabulary", "cells", "memory", "whole", "equal")
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,14 @@ def test_all_parts_run_in_toy_sizes(arguments: tuple[str, ...], tmp_path: Path) 
     assert all(words in page for words in (f"torch {torch.__version__}", "transformers ", "All of it took"))
     found = tables(page)
     grid = [(row["batch"], row["length"], row["cache"]) for row in found["Steps at given lengths"]]
-    assert grid == [*itertools.product(("8", "16"), ("40", "80"), ("FullKV", "SnapKV 16 + 32"))]
+    caches = ("FullKV", "FullKV, sequences of all lengths up to there", "SnapKV 16 + 32", "R-KV 16 + 32")
+    assert grid == [*itertools.product(("8", "16"), ("40", "80"), caches)]
     assert all(float(row["ms per step"]) > 0 for row in found["Steps at given lengths"])
     whole = [row["cache"] for row in found["Whole rollouts, tiny"]]
-    assert whole == ["FullKV", "SnapKV 16 + 32", "SnapKV 16 + 32, top-p 0.95", "generate"]
+    assert whole == ["FullKV", "SnapKV 16 + 32", "R-KV 16 + 32", "SnapKV 16 + 32, top-p 0.95", "generate"]
+    equal = next(rows for title, rows in found.items() if title.startswith("Whole rollouts in "))
+    assert [row["cache"] for row in equal] == ["FullKV", "SnapKV 16 + 32", "R-KV 16 + 32"]
+    assert all(int(row["slots"]) > 0 for row in equal)
     memory = next(rows for title, rows in found.items() if title.startswith("Equal memory"))
     assert int(memory[0]["slots"]) < int(memory[1]["slots"])
     if arguments[0] == "cpu":
