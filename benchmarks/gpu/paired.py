@@ -1,6 +1,7 @@
 """Times the same decode steps in two checkouts in turns, and takes the median of their ratios.
 
     python -m benchmarks.gpu.paired --before ../before [--minutes 3.5] [--save benchmarks/results]
+    python -m benchmarks.gpu.paired --before . --set SPARSE_RL_OVERLAP=1       # what a variable of the environment does
 
 Every turn is a process that imports the package from its own checkout, beside which its kernels must lie
 (``python3 -m benchmarks.gpu build`` puts them there). What a turn needs exists in checkouts since release 0.2.0.
@@ -47,10 +48,10 @@ SIZES = {"cuda": ("1.5B", 512, 32, [1, 8, 64, 256]), "cpu": ("tiny", 32, 8, [1, 
 LEAST = 3  # rounds; more while there is time
 
 
-def turn(checkout: Path, device: str) -> dict[str, float]:
-    """Milliseconds per step of every cell, in a process of a checkout."""
+def turn(checkout: Path, variables: dict[str, str], device: str) -> dict[str, float]:
+    """Milliseconds per step of every cell, in a process of a checkout with further variables."""
     paths = [str(checkout), str(ROOT / "build" / "gpu" / "site"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     model, *sizes = SIZES[device]
     command = [sys.executable, "-c", TURN, device, model, *map(json.dumps, sizes)]
     done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
@@ -75,21 +76,27 @@ def main() -> None:
     """Run turns, before first in every other round, until the time is over."""
     parser = options.parser(__doc__, "gpu-paired.md", device="cuda")
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
+    parser.add_argument("--set", metavar="NAME=VALUE", default="", help="a variable of this checkout's turns alone")
     parser.add_argument("--minutes", type=float, default=3.5, help=f"no round begins that ends later, but for {LEAST}")
     args = options.parsed(parser)
-    sides: list[tuple[Path, list[dict[str, float]]]] = [(args.before.absolute(), []), (ROOT, [])]
+    name, _, value = args.set.partition("=")
+    sides: list[tuple[Path, dict[str, str], list[dict[str, float]]]] = [
+        (args.before.absolute(), {}, []), (ROOT, {name: value} if name else {}, []),
+    ]  # fmt: skip
     start, longest = time.monotonic(), 0.0
     for index in count():
         began = time.monotonic()
         if index >= LEAST and began - start + longest > 60 * args.minutes:
             break
-        for checkout, times in sides[:: 1 if index % 2 == 0 else -1]:
-            times.append(turn(checkout, args.device))
+        for checkout, variables, times in sides[:: 1 if index % 2 == 0 else -1]:
+            times.append(turn(checkout, variables, args.device))
         longest = max(longest, time.monotonic() - began)
-        before, now = (times for _, times in sides)
+        before, now = (times for _, _, times in sides)
         model, budget, buffer, _ = SIZES[args.device]
+        set_now = f"{args.set} now. " if name else ""
         note = (
-            f"{model}, {budget} + {buffer} tokens, no sinks, an eviction of every slot among them; {index + 1} rounds."
+            f"{set_now}{model}, {budget} + {buffer} tokens, no sinks, an eviction of every slot among them; "
+            f"{index + 1} rounds."
         )
         say(f"round {index + 1}: {longest:.0f} s")
         text = f"{machine(args.device)}\n\n{table_of(before, now, note)}"

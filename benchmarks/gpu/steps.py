@@ -55,12 +55,13 @@ def _fsdp(device: str, state: Path) -> Step:
     folder = state / f"learning-{device}"
     options = {
         "config": ROOT / "configs" / "quickstart.yaml", "trainer.accelerator": "gpu" if device == "cuda" else "cpu",
-        "trainer.devices": 1, "trainer.strategy": "sparse_rl_fsdp2", "trainer.max_steps": 4,
+        "trainer.devices": 1, "trainer.strategy": "sparse_rl_fsdp2", "trainer.max_steps": 4, "data.num_val": 8,
         "model.policy": folder / "runs" / "warmup" / "policy", "trainer.default_root_dir": folder / "fsdp2",
     }  # fmt: skip
-    few = {"data.num_val": 8, "data.num_train": 1000} if device == "cpu" else {}
     ranks = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "sparse_rl_lightning", "fit")
-    return Step("fsdp", (*ranks, *(f"--{key}={value}" for key, value in (options | few).items())), 0.6)
+    return Step(
+        "fsdp", (*ranks, *(f"--{key}={value}" for key, value in options.items())), 0.6 if device == "cuda" else 5
+    )
 
 
 def _study(device: str, save: Path, state: Path) -> Step:

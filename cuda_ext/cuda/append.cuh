@@ -102,6 +102,7 @@ constexpr int kAppendThreads = 128, kAppendWarps = kAppendThreads / 32;
 
 template <class T, class P>
 __global__ void __launch_bounds__(kAppendThreads, 6) append_kernel(Append<T, P> op) {
+  await_previous();
   const int64_t b = blockIdx.x, h = blockIdx.y * kAppendWarps + threadIdx.x / 32, H = op.heads.num_heads;
   if (h >= H + op.num_query_heads) return;
   const int64_t slot = appended_slot(op, b);

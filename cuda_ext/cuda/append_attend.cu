@@ -48,16 +48,19 @@ SPARSE_RL_DEVICE void append_and_attend(const AppendAttend<T, P>& op) {
 
 template <class T, class P, int kHeadDim, bool kPadded>
 __global__ void __launch_bounds__(kAttendThreads, kHeadDim == 64 ? 6 : 4) append_attend_tensor(AppendAttend<T, P> op) {
+  await_previous();
   append_and_attend<T, P, kHeadDim, kPadded, kAttendThreads>(op);
 }
 
 template <class T, class P>
 __global__ void __launch_bounds__(kWideAttendThreads, 4) append_attend_wide(AppendAttend<T, P> op) {
+  await_previous();
   append_and_attend<T, P, 256, true, kWideAttendThreads>(op);
 }
 
 template <class T, class P>
 __global__ void __launch_bounds__(kCombineThreads, 8) combine_appended_kernel(AppendAttend<T, P> op) {
+  await_previous();
   const auto heads = static_cast<unsigned>(op.append.heads.num_heads);
   const int64_t slot = appended_slot(op.append, blockIdx.x / heads);
   const int place = new_place(op.append, slot);

@@ -236,6 +236,7 @@ SPARSE_RL_DEVICE void combine_splits(const Attention<T, P>& op, int uncounted) {
 
 template <class T, class P, bool kPaged>
 __global__ void __launch_bounds__(kCombineThreads, 8) combine_splits_kernel(Attention<T, P> op) {
+  await_previous();
   combine_splits<kPaged>(op, 0);
 }
 

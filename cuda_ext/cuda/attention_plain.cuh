@@ -95,6 +95,7 @@ struct LaneGroup {
 
 template <class T, class P, int kLanes, int kWords, int kHeads, bool kPaged>
 __global__ void __launch_bounds__(kAttendThreads, 2) attend_plain(Attention<T, P> op) {
+  await_previous();
   using Group = LaneGroup<T, P, kLanes, kWords, kHeads>;
   constexpr int kGroups = Group::kGroups, kEntries = Group::kEntries, kParts = kAttendThreads / kLanes;
   __shared__ BlockMerge<kParts, kHeads, kLanes * Group::kElements> merge;

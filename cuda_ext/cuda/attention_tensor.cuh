@@ -231,12 +231,14 @@ SPARSE_RL_DEVICE void attend_with_tensor_cores(const Attention<T, P>& op, int un
 // Blocks on a multiprocessor, so that registers do not hold fewer than the shared memory of sm_90 does.
 template <class T, class P, int kHeadDim, bool kPadded, bool kPaged>
 __global__ void __launch_bounds__(kAttendThreads, kHeadDim == 64 ? 6 : 4) attend_tensor(Attention<T, P> op) {
+  await_previous();
   attend_with_tensor_cores<T, P, kHeadDim, kPadded, kPaged, kAttendThreads>(op, 0, [](const auto&) {});
 }
 
 // Heads so large that the rings of two warps are as much as others' of four.
 template <class T, class P, bool kPaged>
 __global__ void __launch_bounds__(kWideAttendThreads, 4) attend_wide(Attention<T, P> op) {
+  await_previous();
   attend_with_tensor_cores<T, P, 256, true, kPaged, kWideAttendThreads>(op, 0, [](const auto&) {});
 }
 

@@ -84,6 +84,7 @@ SPARSE_RL_DEVICE void load_logits(const Source<T>& source, int64_t token, int64_
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4) draw_sums_kernel(Draw<T> all) {
+  await_previous();
   const int64_t chunk = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const auto parts = static_cast<unsigned>(all.num_parts);
   const Draw<T> op = all.at(blockIdx.y / parts);
@@ -469,6 +470,7 @@ SPARSE_RL_DEVICE void write_broken(const Draw<T>& op, int64_t b) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2) draw_token_kernel(Draw<T> all) {
+  await_previous();
   __shared__ Shared shared;
   const int64_t b = blockIdx.x;
   const Draw<T> op = all.at(b);

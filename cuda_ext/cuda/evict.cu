@@ -55,6 +55,7 @@ SPARSE_RL_DEVICE void move_state(uint32_t* state, const int (&kept)[kThreads], i
 }
 
 __global__ void __launch_bounds__(kThreads) evict_kernel(Eviction op) {
+  await_previous();
   __shared__ Shared shared;
   const auto rows = static_cast<unsigned>(op.num_rows), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / heads / rows, b = blockIdx.x / heads % rows, h = blockIdx.x % heads;

@@ -18,6 +18,7 @@ SPARSE_RL_DEVICE void copy(char* pool, int64_t bytes, int64_t to, int64_t from, 
 }
 
 __global__ void __launch_bounds__(kThreads, 1) fork_kernel(Fork op) {
+  await_previous();
   const auto pairs = static_cast<unsigned>(op.num_pairs), heads = static_cast<unsigned>(op.num_heads);
   const int64_t layer = blockIdx.x / pairs, pair = blockIdx.x % pairs, h = blockIdx.y;
   const int64_t source = op.sources[pair], destination = op.destinations[pair];

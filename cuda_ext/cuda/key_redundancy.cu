@@ -172,6 +172,7 @@ SPARSE_RL_DEVICE void mix_with(const Redundancy<T>& op, const float* importance,
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) redundancy_kernel(Redundancy<T> op) {
+  await_previous();
   __shared__ union {
     Search search;
     float parts[kWarps][kMaxHeadDim];
@@ -207,6 +208,7 @@ SPARSE_RL_DEVICE Unit<T> unit_of(const Redundancy<T>& op, unsigned u) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) linear_kernel(Redundancy<T> op) {
+  await_previous();
   __shared__ float parts[kWarps][kMaxHeadDim];
   const Unit<T> unit = unit_of(op, blockIdx.x);
   for (int j = unit.length + static_cast<int>(threadIdx.x); j < op.entries.num_entries; j += kThreads) unit.out[j] = 0;
@@ -219,6 +221,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 4) linear_kerne
 // 64 rows of a head, until the last of them has its column.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) similar_rows_kernel(Redundancy<T> op) {
+  await_previous();
   __shared__ Search search;
   const Unit<T> unit = unit_of(op, blockIdx.x);
   const int r = threadIdx.x, row = static_cast<int>(blockIdx.y) * kTile + r;
@@ -240,6 +243,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) similar_rows
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4) spare_kernel(Redundancy<T> op) {
+  await_previous();
   __shared__ int columns[kThreads];
   __shared__ float cosines[kThreads], parts[kWarps];
   const Unit<T> unit = unit_of(op, blockIdx.x);

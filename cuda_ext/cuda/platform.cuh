@@ -3,6 +3,9 @@
 
 #include "checks.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -21,14 +24,38 @@ void prefer_shared(void (*kernel)(Args), const Tensor& on) {
   STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not prepared: ", cudaGetErrorString(error));
 }
 
+// The first thing that every kernel does: with overlapping launches its blocks are there before the kernel ahead has
+// ended, and wait here until all that it has written can be seen. Then the next kernel's may come.
+__device__ __forceinline__ void await_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether launches overlap: SPARSE_RL_OVERLAP=1, and the kernel was compiled to wait.
+template <class Args>
+bool overlaps(void (*kernel)(Args)) {
+  const char* wanted = std::getenv("SPARSE_RL_OVERLAP");
+  if (!wanted || std::strcmp(wanted, "1") != 0) return false;
+  cudaFuncAttributes made{};
+  return cudaFuncGetAttributes(&made, kernel) == cudaSuccess && made.ptxVersion >= 90;
+}
+
 // Start a kernel on torch's current stream of the device of `on`.
 template <class Args>
 void enqueue(void (*kernel)(Args), dim3 grid, int threads, const Tensor& on, const Args& args) {
   const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
-  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  const cudaError_t error = cudaGetLastError();
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early, config.numAttrs = overlaps(kernel) ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
   STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched: ", cudaGetErrorString(error));
 }
 

@@ -36,6 +36,7 @@ SPARSE_RL_DEVICE float block_sum(float x) {
 // Rounds where transformers rounds: the sum, the quotient and the product with the weight to T, at last to P.
 template <class T, class P>
 __global__ void __launch_bounds__(kThreads, 4) rms_norm_kernel(RmsNorm<T, P> op) {
+  await_previous();
   const int64_t start = blockIdx.x * op.width;
   float squares = 0;
   for (int64_t i = 8 * threadIdx.x; i < op.width; i += 8 * kThreads) {

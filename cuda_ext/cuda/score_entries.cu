@@ -65,6 +65,7 @@ struct Unit {
 
 template <class P>
 __global__ void __launch_bounds__(kThreads, sizeof(P) == 4 ? 2 : 3) entry_scores_kernel(EntryScores<P> op) {
+  await_previous();
   __shared__ float parts[kWarps][kMaxHeadDim], length;
   const Span span = find_span(op.entries, blockIdx.x);
   const Unit<P> unit{op, span, op.out + static_cast<int64_t>(blockIdx.x) * op.entries.num_entries};

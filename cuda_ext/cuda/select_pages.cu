@@ -45,6 +45,7 @@ SPARSE_RL_DEVICE float product(
 
 template <class T, int Lanes>
 __global__ void __launch_bounds__(kThreads, 1) select_pages_kernel(Selection<T> op) {
+  await_previous();
   __shared__ float wanted[2][kMaxHeadDim];
   __shared__ Choice::Shared shared;
   const auto heads = static_cast<unsigned>(op.heads.num_heads);

@@ -11,6 +11,7 @@ namespace {
 // Rounds where transformers rounds.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4) silu_mul_kernel(SiluMul<T> op) {
+  await_previous();
   constexpr int Width = kWidth<T>;
   const int64_t at = (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x) * Width;
   if (at >= op.width) return;

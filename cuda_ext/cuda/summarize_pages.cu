@@ -10,6 +10,7 @@ constexpr int kPageBlocks = 64;  // blocks of a head when all of its pages are s
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) summarize_kernel(Summary<T> op) {
+  await_previous();
   const auto heads = static_cast<unsigned>(op.heads.num_heads);
   const int64_t room = op.kept.num_pages * op.page_size;
   const SlotSpan span = find_slot_span(op.heads, blockIdx.x / heads, blockIdx.x % heads, room, op.pool_rows);

@@ -154,6 +154,7 @@ struct Unit {
 
 template <class T, class P>
 __global__ void __launch_bounds__(kThreads, 2) importance_kernel(Importance<T, P> op) {
+  await_previous();
   __shared__ float largest[kWarps], share[kWarps];
   const int64_t num_entries = op.entries.num_entries;
   float* rows = op.scratch + static_cast<int64_t>(blockIdx.x) * (op.num_queries + 1) * num_entries;

@@ -290,7 +290,7 @@ def uninstalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return tree, str(made / "bin" / "python")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_every_page_is_written_where_nothing_is_installed(uninstalled: tuple[Path, str], tmp_path: Path) -> None:
     tree, python = uninstalled

@@ -54,6 +54,14 @@ __global__ void adds_pairs(unsigned long long* out) {
 """
 
 
+def test_every_kernel_waits_for_the_one_ahead_first() -> None:
+    """Else it may read what is not written yet, where launches overlap."""
+    sources = [path.read_text() for path in (ROOT / "cuda_ext" / "cuda").glob("*.cu*")]
+    bodies = [part for text in sources for part in re.split(r"^__global__ void ", text, flags=re.MULTILINE)[1:]]
+    assert len(bodies) > 20
+    assert all(re.search(r"\{\n(.*)", body)[1] == "  await_previous();" for body in bodies)
+
+
 CHECK = runpy.run_path(str(ROOT / "cuda_ext" / "check.py"))
 
 
