@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from transformers import PreTrainedModel
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.pretrained import check_finite
+
+UPDATE_SECONDS = 600.0  # after which a trainer that says nothing is given up
 
 
 class WeightUpdates:
@@ -22,6 +25,7 @@ class WeightUpdates:
     def __init__(self, model: PreTrainedModel, remedy: str) -> None:
         self.model, self.remedy = model, remedy
         self._new: dict[str, Tensor] | None = None  # of the update that is coming, by name
+        self._timer: asyncio.TimerHandle | None = None  # of its end, if nothing more comes
 
     def take(self, sent: Iterable[tuple[str, Tensor]], is_first: bool) -> None:
         """Keep these weights; the first bucket of an update forgets one that was not completed.
@@ -47,6 +51,16 @@ class WeightUpdates:
     def drop(self) -> None:
         """Forget an update."""
         self._new = None
+
+    def keep(self) -> None:
+        """Do not forget an update while it goes on, however long that takes."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def drop_later(self) -> None:
+        """Forget an update that is not continued for ``UPDATE_SECONDS`` of the running event loop."""
+        self.keep()
+        self._timer = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.drop)
 
     def _taken(self) -> dict[str, Tensor]:
         """What has come of the update, which is not kept here any more."""

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.pretrained import load_model
-from sparse_rl_lightning.policies.updates import WeightUpdates
+from sparse_rl_lightning.policies.updates import UPDATE_SECONDS, WeightUpdates
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 from sparse_rl_lightning.serve import bodies, transfer
 from sparse_rl_lightning.serve.adapters import MOST_ADAPTERS, Adapters
@@ -22,7 +22,6 @@ from sparse_rl_lightning.serve.bodies import BadRequest
 from sparse_rl_lightning.serve.transfer import Announced, Group, TrainerGoneError
 
 MODES = ("abort", "wait", "keep")
-UPDATE_SECONDS = 600.0  # after which a trainer that says nothing is given up
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -61,7 +60,6 @@ class Control:
         thread.select = None if self.adapters is None else self.adapters.select
         self.num_bytes = sum(weight.numel() * 4 for weight in thread.sampler.model.state_dict().values())
         self._group: Group | None = None  # with the trainer
-        self._timer: asyncio.TimerHandle | None = None  # of an update that is coming
         self.device = torch.device(facts["device"])  # also while the model is asleep
         self._joining = asyncio.Lock()
         self._changing = asyncio.Lock()  # one pause or update at a time
@@ -149,7 +147,7 @@ class Control:
         self._refuse_beside_adapters()
         async with self._changing:
             self.updates.take([], is_first=True)
-            self._give_up_later()
+            self.updates.drop_later()
         return JSONResponse({"status": "ok"})
 
     async def update_weights(self, request: Request) -> Response:
@@ -175,7 +173,7 @@ class Control:
         """Draw with the weights that have come from the next step on, if they are all of the model's."""
         version = _version(await bodies.receive(request, or_empty=True))
         async with self._changing:
-            self._keep()
+            self.updates.keep()
             return await self._written(self.updates.whole(), version)
 
     async def _receive(self, weights: Sequence[Announced]) -> None:
@@ -198,7 +196,7 @@ class Control:
                     wrong = error
             return wrong
 
-        self._keep()
+        self.updates.keep()
         try:
             wrong = await asyncio.to_thread(receive)
         except TrainerGoneError:
@@ -207,17 +205,7 @@ class Control:
             raise
         if wrong is not None:
             raise wrong
-        self._give_up_later()
-
-    def _keep(self) -> None:
-        """Do not forget the update while it goes on."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _give_up_later(self) -> None:
-        """Forget the update if it is not continued for a while."""
-        self._keep()
-        self._timer = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
+        self.updates.drop_later()
 
     async def _written(self, new: dict[str, torch.Tensor], version: str | None) -> Response:
         """Write the weights of a whole update between two steps."""

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from sparse_rl_lightning.serve import control, transfer
+from sparse_rl_lightning.policies import updates
+from sparse_rl_lightning.serve import transfer
 from sparse_rl_lightning.serve.bodies import BadRequest
 from tests.serve.stub_vllm import Endpoint, free_port, packed_nccl_broadcast_producer
 from tests.serve.test_control import Asking, drawn, order, other
@@ -148,7 +149,7 @@ def test_an_update_that_does_not_go_on_is_given_up(
 ) -> None:
     endpoint, new = joined(running, free_port()), weights_of(other / "step_1")
     order(running, "/start_weight_update")
-    monkeypatch.setattr(control, "UPDATE_SECONDS", 0.2)
+    monkeypatch.setattr(updates, "UPDATE_SECONDS", 0.2)
     assert sent(running, endpoint, new).status_code == 200
     running.until(lambda: running.server.control.updates._new is None)
     assert "given up" in order(running, "/finish_weight_update").json()["error"]["message"]
@@ -160,7 +161,7 @@ def test_an_update_that_goes_on_is_not_given_up(
 ) -> None:
     """However long it takes to be received."""
     endpoint, new = joined(running, free_port()), weights_of(other / "step_1")
-    monkeypatch.setattr(control, "UPDATE_SECONDS", 1.0)
+    monkeypatch.setattr(updates, "UPDATE_SECONDS", 1.0)
     order(running, "/start_weight_update")
     receive = transfer.GlooGroup.receive
     monkeypatch.setattr(transfer, "PIECE_BYTES", 20_000)

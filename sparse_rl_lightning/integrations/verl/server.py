@@ -23,8 +23,6 @@ from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout import Request, RolloutSampler, SamplingParams
 from sparse_rl_lightning.rollout.request_thread import RequestThread
 
-UPDATE_SECONDS = 600.0
-
 
 class SparseServer:
     """A model with its sampler: the methods that verl's replica, client and checkpoint engine call.
@@ -55,7 +53,6 @@ class SparseServer:
         self.global_steps: int | None = None
         merge = "both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)"
         self.updates = WeightUpdates(self.model, merge)
-        self._limit: asyncio.TimerHandle | None = None  # gives an update up that is not continued
         self._writing = asyncio.Lock()
 
     async def generate(
@@ -142,16 +139,15 @@ class SparseServer:
     async def load_weights(self, bucket: Bucket, is_first: bool, is_last: bool) -> None:
         """Take a bucket of an update, which is written after its last, all at once: until then the old weights draw.
 
-        An update that is not continued for ``UPDATE_SECONDS`` is given up.
+        An update that is not continued for ten minutes is given up.
 
         Raises:
             ValueError: If weights do not fit the model, or are missing at the end; then nothing of the update is kept.
         """
-        if self._limit is not None:
-            self._limit.cancel()
+        self.updates.keep()
         await asyncio.to_thread(self.updates.take, tensors(bucket), is_first)
         if not is_last:
-            self._limit = asyncio.get_running_loop().call_later(UPDATE_SECONDS, self.updates.drop)
+            self.updates.drop_later()
             return
         weights = self.updates.whole()
         async with self._writing:

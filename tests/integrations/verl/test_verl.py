@@ -39,7 +39,7 @@ from sparse_rl_lightning.integrations.record import (
 from sparse_rl_lightning.integrations.verl.batches import record_of_batch
 from sparse_rl_lightning.integrations.verl.weights import Bucket, buckets
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
-from tests.integrations.verl import test_requests
+from tests.integrations.verl import test_options
 
 REGISTER = "sparse_rl_lightning.integrations.verl.register"
 HERE = Path(__file__).parents[3]
@@ -186,8 +186,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestWithoutVerl:
     def server(self, pretended: Any, folder: Path) -> Any:
-        options = {"sparse_rl": {"compressor": test_requests.SNAPKV, "record": True}}
-        given = test_requests.config(dtype="float32", engine_kwargs=options)
+        options = {"sparse_rl": {"compressor": test_options.SNAPKV, "record": True}}
+        given = test_options.config(dtype="float32", engine_kwargs=options)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return pretended.SparseServer(given, SimpleNamespace(local_path=str(folder), tokenizer=tokenizer))
 
@@ -283,7 +283,7 @@ class TestServerInThisProcess:
     ) -> None:
         other = tiny_model("llama", vocab_size=model.config.vocab_size, initializer_range=0.06, seed=1)
         wrong: Bucket = {"model.norm.weight": ("float32", (3,), torch.zeros(12, dtype=torch.uint8).numpy())}
-        monkeypatch.setattr("sparse_rl_lightning.integrations.verl.server.UPDATE_SECONDS", 0.2)
+        monkeypatch.setattr("sparse_rl_lightning.policies.updates.UPDATE_SECONDS", 0.2)
 
         async def story() -> None:
             before = await answer(server)
