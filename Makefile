@@ -144,7 +144,7 @@ study-check: $(REAL)/config.json ## before a release: two runs of each compariso
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= benchmarks/results
 GPU := $(GPU_PYTHON) -m benchmarks.gpu --save $(RESULTS)
-gpu: ## all that a GPU is asked for, 40 minutes and more; benchmarks/gpu/README.md has it in calls of a few minutes
+gpu: ## all that a GPU is asked for, an hour; benchmarks/gpu/README.md has it in calls of a few minutes
 	$(GPU)
 
 # ARCHS="90" by default, the H100's and H200's compute capability
@@ -152,7 +152,7 @@ gpu-carry: $(INSTALLED) $(WARMUP) ## wheels, kernels and models for make gpu on 
 	$(BIN)/python -m benchmarks.gpu.needs --download build/gpu/wheels
 	$(BIN)/python -m benchmarks.gpu.kernels --build build/gpu/kernels --archs "$(or $(ARCHS),90)"
 	$(BIN)/python -m benchmarks.gpu.real --split build/gpu
-	mkdir -p build/gpu/learning-cuda/runs && cp -r runs/warmup build/gpu/learning-cuda/runs/
+	mkdir -p build/gpu/learning-cuda/runs/warmup && cp -r runs/warmup/policy build/gpu/learning-cuda/runs/warmup/
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q
 docs: $(INSTALLED) ## the documentation as a site in build/docs, every warning an error

@@ -1,6 +1,6 @@
 """What score centering costs a training step: the real model with and without it.
 
-    python -m benchmarks.centering [--threads 2] [--rounds 3] [--top 128] [--save benchmarks/results]
+    python -m benchmarks.centering [--threads 2] [--rounds 3] [--top 128] [--precision 32-true] [--save FOLDER]
 
 Trainings by configs/real.yaml with bounded weights, one optimizer step per rollout, of which every other one has
 `ScoreCentering` too, in processes of their own that take turns. A step is a rollout of 32 samples, its old log-probs,
@@ -74,13 +74,14 @@ class Clock(RolloutCallback):
         write_whole(Path(trainer.default_root_dir) / FILE, json.dumps([asdict(step) for step in self.steps]))
 
 
-def trained(policy: Path, top: int, steps: int, threads: int) -> Step:
+def trained(policy: Path, top: int, steps: int, threads: int, precision: str) -> Step:
     """The median step of a training in a process of its own; ``top`` 0 is without centering."""
     centering = [{"class_path": "ScoreCentering", "init_args": {"top": top}}] * bool(top)
     with tempfile.TemporaryDirectory() as folder:
         told = {
             "model.init_args.policy.init_args.policy": str(policy), "model.init_args.steps_per_generation": 1,
             "num_threads": threads, "trainer.max_steps": 1 + steps, "trainer.default_root_dir": folder,
+            "trainer.precision": precision,
             "trainer.callbacks": json.dumps([*centering, CAPPED, CLOCK]), "trainer.enable_checkpointing": "false",
         }  # fmt: skip
         command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={ROOT / 'configs' / 'real.yaml'}"]
@@ -90,9 +91,9 @@ def trained(policy: Path, top: int, steps: int, threads: int) -> Step:
     return Step(**{name: statistics.median(step[name] for step in counted) for name in counted[0]})
 
 
-def cost_table(steps: dict[str, list[Step]], policy: str, top: int) -> Table:
+def cost_table(steps: dict[str, list[Step]], policy: str, top: int, precision: str) -> Table:
     """Both trainings, and how many times as much the one with centering takes."""
-    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}."
+    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}, precision {precision}."
     header = ("corrections", "step, s", "times", "learner, s", "times", "learner's peak, MiB", "times")
     table = Table(TITLE, header, note)
     for name, taken in steps.items():
@@ -109,6 +110,7 @@ def main() -> None:
     parser = options.parser(__doc__, "centering-cpu.md", threads=2, rounds=3, quick=True)
     parser.add_argument("--top", type=int, default=128, help="most likely tokens")
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
+    parser.add_argument("--precision", default="bf16-mixed", help="the trainer's; 32-true where bfloat16 is emulated")
     args = options.parsed(parser)
     if args.top < 1:
         parser.error(f"--top must be at least 1, got {args.top}")
@@ -118,9 +120,9 @@ def main() -> None:
     for turn in range(args.rounds):
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
             top, count = args.top * (name == WITH), 1 if args.quick else 4
-            steps[name].append(trained(args.policy.absolute(), top, count, args.threads))
+            steps[name].append(trained(args.policy.absolute(), top, count, args.threads, args.precision))
             say(f"round {turn + 1}, {name}: {steps[name][-1]}")
-        page = f"{machine('cpu')}\n\n{cost_table(steps, args.policy.name, args.top)}"
+        page = f"{machine('cpu')}\n\n{cost_table(steps, args.policy.name, args.top, args.precision)}"
         save(args.save, "centering-cpu", "benchmarks.centering", page)
     print(page)
 

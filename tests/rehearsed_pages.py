@@ -71,7 +71,7 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 def main() -> None:
     folder, grid = Path(sys.argv[1]), rollout.QUICK.grid
-    few = replace(grid, lengths=grid.lengths[:1], batches=(4,), memory_sequences=4, num_prompts=2, mean=6, longest=16)
+    few = replace(grid, lengths=grid.lengths[:1], batches=(8,), memory_sequences=4, num_prompts=2, mean=6, longest=16)
     for module, arguments in commands(folder):
         with (
             a_card(),

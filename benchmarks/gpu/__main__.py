@@ -1,6 +1,6 @@
 """Builds, tests, measures, trains and sanitizes on one GPU, in pieces that go on where they were stopped.
 
-    make gpu                                     # all of it: 40 minutes and more on one H100 or H200
+    make gpu                                     # all of it: an hour on one H100 or H200
     python -m benchmarks.gpu build test --minutes 8.5 --pack gpu.tgz          # some pieces: README.md has the calls
 
 It needs no network, and of Python no more than torch, transformers and lightning; nothing is installed but what lacks,
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.gpu.ledger import Ledger, Step
-from benchmarks.gpu.steps import PIECES, steps
+from benchmarks.gpu.steps import AFTER, PIECES, steps
 
 
 def run_all(
@@ -49,29 +49,40 @@ def run_all(
         first, rest = ([step for step in chosen if step.is_needed is needed] for needed in (True, False))
         if not run_all(first, ledger, minutes, after_each):
             return False
-        left = minutes - (time.monotonic() - start) / 60
-        waiting = [replace(step, minutes=left) for step in rest if not ledger.is_done(step)]
-        with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-            ended = [pool.submit(ledger.run, step) for step in waiting]
-            for future in as_completed(ended):
-                good &= future.result()
-                after_each()
-        return good
+        return run_together(rest, ledger, minutes - (time.monotonic() - start) / 60, after_each)
     for step in chosen:
         if ledger.is_done(step):
             print(f"{step.name}: done before", flush=True)
             continue
-        left = 60 * minutes - (time.monotonic() - start)
-        if left < 60 * step.minutes:
-            print(f"{step.name}: needs up to {step.minutes:g} minutes, {left / 60:.1f} are left: run this again")
+        left = minutes - (time.monotonic() - start) / 60
+        if left < step.minutes and not step.is_needed:
+            print(f"{step.name}: needs up to {step.minutes:g} minutes, {left:.1f} are left: run this again")
             good = False
             continue
-        ended_well = ledger.run(step)
+        ended_well = ledger.run(replace(step, minutes=min(step.minutes, left)))
         after_each()
         good &= ended_well
         if step.is_needed and not ended_well:
             print(f"{step.name}: all other steps need it, so none of them is run.", flush=True)
             return False
+    return good
+
+
+def run_together(chosen: list[Step], ledger: Ledger, minutes: float, after_each: Callable[[], object]) -> bool:
+    """Run at the same time what is not done yet, and stop it when the minutes are over or the call ends."""
+    good, waiting = True, list[Step]()
+    for step in chosen:
+        if ledger.is_done(step):
+            print(f"{step.name}: done before", flush=True)
+        else:
+            waiting.append(replace(step, minutes=minutes))
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+        try:
+            for future in as_completed([pool.submit(ledger.run, step) for step in waiting]):
+                good &= future.result()
+                after_each()
+        finally:
+            ledger.stop()
     return good
 
 
@@ -82,13 +93,16 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the pages")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "gpu", help="folder of logs and what is done")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="pages and logs so far as one .tgz, after every step")
-    parser.add_argument("--minutes", type=float, default=25, help="no step begins that could end later")
+    parser.add_argument("--minutes", type=float, default=60, help="no step begins that could end later")
     parser.add_argument("--together", action="store_true", help="at the same time: for steps that time nothing")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in toy sizes, to see that the steps run")
     args = parser.parse_args()
     for piece in args.pieces:
         if piece not in PIECES:
             parser.error(f"there is no piece {piece!r}: choose among {', '.join(PIECES)}")
+    for piece, before in AFTER.items():
+        if args.together and {piece, before} <= set(args.pieces or PIECES):
+            parser.error(f"--together: {piece} needs what {before} makes")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step of the moment is ended too
     device = "cpu" if args.rehearse else "cuda"
     args.save.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,8 @@ class Ledger:
         self.folder = folder
         self.machine = describe(device)
         self.sources = fingerprint(SOURCES)
+        self.variables = {name: text for name, text in os.environ.items() if name.startswith("SPARSE_RL_")}
+        self._running = set[int]()  # leaders of groups of processes
         (folder / "steps").mkdir(parents=True, exist_ok=True)
 
     def _file(self, step: Step, suffix: str) -> Path:
@@ -74,8 +77,13 @@ class Ledger:
         """How the step ended, empty if it was not run on this machine with these sources."""
         file = self._file(step, ".json")
         facts: dict[str, object] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        same = {"machine": self.machine, "sources": self.sources, "command": list(step.command)}
-        return facts if same.items() <= facts.items() else {}
+        same = self._facts(step)
+        return facts if all(facts.get(name) == fact for name, fact in same.items()) else {}
+
+    def _facts(self, step: Step) -> dict[str, object]:
+        """What a result is of."""
+        facts = {"machine": self.machine, "sources": self.sources, "variables": self.variables}
+        return {**facts, "command": list(step.command)}
 
     def is_done(self, step: Step) -> bool:
         """Whether it need not be run again; what the others need is always asked anew, for the machine may be."""
@@ -93,11 +101,11 @@ class Ledger:
         if status and refusal is not None:
             status = REFUSED
         last = f"{step.command[0]} is not there" if status == ABSENT else refusal or (lines[-1] if lines else "")
-        entry = {
-            "machine": self.machine, "sources": self.sources, "command": list(step.command), "status": status,
-            "seconds": round(time.monotonic() - start, 1), "last": last, "date": str(datetime.date.today()),
-        }  # fmt: skip
-        self._file(step, ".json").write_text(json.dumps(entry, indent=1), encoding="utf-8")
+        seconds, date = round(time.monotonic() - start, 1), str(datetime.date.today())
+        entry = {**self._facts(step), "status": status, "seconds": seconds, "last": last, "date": date}
+        new = self._file(step, ".new")  # another thread may be reading
+        new.write_text(json.dumps(entry, indent=1), encoding="utf-8")
+        new.replace(self._file(step, ".json"))
         if status == REFUSED:
             print(f"{step.name}: left out, this machine does not let it run: {last}", flush=True)
         elif status:
@@ -115,6 +123,7 @@ class Ledger:
             )
         except FileNotFoundError:
             return ABSENT
+        self._running.add(process.pid)
         try:
             return process.wait(60 * step.minutes)
         except subprocess.TimeoutExpired:
@@ -123,6 +132,13 @@ class Ledger:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            self._running.discard(process.pid)
+
+    def stop(self) -> None:
+        """Stop what runs in other threads."""
+        for leader in list(self._running):
+            with suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
 
     def page(self, wanted: Sequence[Step]) -> str:
         """A table of all steps with how they ended."""
@@ -130,7 +146,7 @@ class Ledger:
         for step in wanted:
             facts = self.read(step)
             last = str(facts.get("last", "")).replace("|", "\\|").replace(str(ROOT), ".")[:160]
-            ended = in_words(facts.get("status"), step)
+            ended = in_words(facts.get("status"))
             rows.append(f"| {step.name} | {ended} | {facts.get('seconds', '')} | {facts.get('date', '')} | {last} |")
         return f"# benchmarks.gpu\n\n{self.machine}. Sources {self.sources}.\n\n" + "\n".join(rows) + "\n"
 
@@ -145,11 +161,11 @@ class Ledger:
         new.replace(file)
 
 
-def in_words(status: object, step: Step) -> str:
+def in_words(status: object) -> str:
     """How a step ended."""
     if status is None:
         return "not run"
-    words = {0: "well", STOPPED: f"STOPPED after {step.minutes:g} minutes", REFUSED: "left out: the machine refuses it"}
+    words = {0: "well", STOPPED: "STOPPED", REFUSED: "left out: the machine refuses it"}
     return words.get(int(str(status)), f"FAILED ({status})")
 
 

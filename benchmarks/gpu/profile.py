@@ -10,17 +10,19 @@ of their inner dimension, whose float32 results would have to be added up: wheth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import options
 from benchmarks.common.pages import machine, save
 from benchmarks.common.tables import Table
+from benchmarks.ops.timing import Call
 from benchmarks.rollout.bound import seconds
 from benchmarks.rollout.clock import Clock
 from benchmarks.rollout.policies import SHAPES, random_policy, random_prompts
@@ -30,6 +32,7 @@ from sparse_rl_lightning.rollout.engine.engine import CudaGraphs
 
 STEPS, WARM_UP = 16, 8
 NUM_ROWS = 25  # kernels that are named; the others are one row
+LARGER_THAN_L2 = 2**27  # bytes of copies of a weight, so that each comes from memory, as in a step
 Times = Counter[str]
 
 
@@ -84,6 +87,12 @@ def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Tab
         yield table
 
 
+def cycled(product: Callable[[Tensor], object], weights: Tensor) -> Call:
+    """A product with another copy of the weight at every call."""
+    copies = cycle(weights)
+    return lambda: product(next(copies))
+
+
 def products_table(model: str, device: str) -> Table:
     """Microseconds of each product of a layer, weights and inputs in bfloat16."""
     s = SHAPES[model]
@@ -96,22 +105,23 @@ def products_table(model: str, device: str) -> Table:
     table = Table("Products of a layer", ("product", "rows", *(f"{name}, us" for name in libraries), "in parts, us"))
     for name, (wide, deep, wanted) in shapes.items():
         parts = next(count for count in range(wanted, 0, -1) if deep % count == 0)
-        weight = torch.randn(wide, deep, device=device, dtype=torch.bfloat16)
+        count = LARGER_THAN_L2 // (2 * wide * deep) + 1 if can_choose else 1
+        weights = torch.randn(count, wide, deep, device=device, dtype=torch.bfloat16)
+        in_parts = weights.view(count, wide, parts, deep // parts).permute(0, 2, 3, 1)
         for rows in (8, 64, 256):
             x = torch.randn(rows, deep, device=device, dtype=torch.bfloat16)
             times = []
             for library in libraries:
                 if can_choose:
                     torch.backends.cuda.preferred_blas_library(library)
-                times.append(seconds(partial(torch.nn.functional.linear, x, weight), device))
-            split_x = x.view(rows, parts, deep // parts).transpose(0, 1)
-            split_weight = weight.view(wide, parts, deep // parts).permute(1, 2, 0)
-            wider = {"out_dtype": torch.float32} if can_choose else {}
+                times.append(seconds(cycled(partial(torch.nn.functional.linear, x), weights), device))
+            if can_choose:
+                torch.backends.cuda.preferred_blas_library("default")
             if parts > 1:
-                times.append(seconds(partial(torch.bmm, split_x, split_weight, **wider), device))
+                split_x = x.view(rows, parts, deep // parts).transpose(0, 1)
+                out = {"out_dtype": torch.float32} if can_choose else {}
+                times.append(seconds(cycled(partial(torch.bmm, split_x, **out), in_parts), device))
             table.add(name, str(rows), *(f"{1e6 * t:.1f}" for t in times), *[""] * (parts == 1))
-    if can_choose:
-        torch.backends.cuda.preferred_blas_library("default")
     return table
 
 

@@ -30,7 +30,7 @@ MODEL = "smollm2-135m-instruct"
 HALVES = ("real-a", "real-b")  # folders, so that each of two calls carries one
 RUN, OFFLOADED = "real", "offloaded"
 FEW = ("--trainer.max_steps=2", "--data.num_val=8", "--model.sampling.max_completion_length=8")
-VALIDATED = ("--trainer.limit_val_batches=1",)
+VALIDATED = ("--trainer.limit_val_batches=1", "--trainer.val_check_interval=20")
 OFFLOAD = ("--trainer.max_steps=4", "--model.learner.gradient_checkpointing=offload")
 
 
@@ -51,8 +51,8 @@ def make_policy(folder: Path, state: Path, device: str) -> None:
     if (folder / "config.json").is_file():
         return
     if device == "cpu":
-        for part in TinyPolicy(alphabet=string.printable, max_position_embeddings=256).load():
-            part.save_pretrained(folder)
+        for saved in TinyPolicy(alphabet=string.printable, max_position_embeddings=256).load():
+            saved.save_pretrained(folder)
         return
     whole = state / "real.gguf"
     whole.write_bytes(b"".join((state / name / "half").read_bytes() for name in HALVES))

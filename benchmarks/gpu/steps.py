@@ -15,6 +15,7 @@ PIECES = (
     "build", "cells", "profile", "train", "real", "test", "fsdp", "study",
     "whole", "equal", "ops", "invariance", "sanitize", "models",
 )  # fmt: skip
+AFTER = {"fsdp": "train", "study": "real"}  # who needs what another has made
 FIRST, OTHERS = "1.5B", ("Qwen3-1.7B", "Qwen3-4B", "7B", "Qwen3-8B")  # small ones first: they answer most for a minute
 MINUTES = {"ops": 3.0, "rollouts": 4.0, "replay": 3.0, "other": 1.5}  # of the groups of tests
 SANITIZED = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)  # else what runs over the end of a tensor hits another one
@@ -31,8 +32,8 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
         "test": _test(device),
         "whole": [_rollout("whole", first, 4, *where, *toy)],
         "equal": [_rollout("equal", first, 7, *where, *toy)],
-        "profile": [_module("profile", "gpu.profile", 1.2, *where, "--model", first)],
-        "cells": [_rollout("cells", first, 2.4, *where, *toy)],
+        "profile": [_module("profile", "gpu.profile", 1.1, *where, "--model", first)],
+        "cells": [_rollout("cells", first, 2.3, *where, *toy)],
         "ops": [_module("ops", "ops", 4, *where, *toy, *few)],
         "train": [_module("train", "gpu.learning", 6, *where, "--state", str(state), *toy)],
         "real": [_module("real", "gpu.real", 4, *where, "--state", str(state), *toy)],
@@ -58,20 +59,18 @@ def _fsdp(device: str, state: Path) -> Step:
         "trainer.devices": 1, "trainer.strategy": "sparse_rl_fsdp2", "trainer.max_steps": 4, "data.num_val": 8,
         "model.policy": folder / "runs" / "warmup" / "policy", "trainer.default_root_dir": folder / "fsdp2",
     }  # fmt: skip
-    ranks = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "sparse_rl_lightning", "fit")
-    return Step(
-        "fsdp", (*ranks, *(f"--{key}={value}" for key, value in options.items())), 0.6 if device == "cuda" else 5
-    )
+    command = (sys.executable, "-m", "sparse_rl_lightning", "fit", *(f"--{k}={v}" for k, v in options.items()))
+    return Step("fsdp", command, 1.2 if device == "cuda" else 5)
 
 
 def _study(device: str, save: Path, state: Path) -> Step:
-    """The frozen study of the real model, one seed of it, from the policy that `real` has made."""
+    """The frozen study of the real model, as many runs of a seed as there is time, from the policy of `real`."""
     arguments = (
         "--studies", "main", "--device", "gpu", "--seeds", "20", "--jobs", "3", "--runs", str(state / "study"),
         "--kept", str(save / "gpu-study.jsonl"), "--policy", str(state / f"real-{device}" / "policy"),
         *(["--help"] if device == "cpu" else []),  # as much as can be rehearsed in less than half an hour
     )  # fmt: skip
-    return Step("study", (sys.executable, "-m", "experiments.real", *arguments), 2.8)
+    return Step("study", (sys.executable, "-m", "experiments.real", *arguments), 2.7)
 
 
 def _rollout(piece: str, model: str, minutes: float, *arguments: str) -> Step:

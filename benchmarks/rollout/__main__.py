@@ -15,7 +15,7 @@ state: steps of a compressor with running state, with all slots in use and with 
 vocabulary: kinds of draws from 151,936 tokens, beside ``model.generate``.
 decoders: the library's own, and transformers' forward pass.
 
-On a GPU (meant for 10 minutes; the page says what it took):
+On a GPU (minutes a part; the page says what it took):
 cells: steps at given lengths in shapes of real models. memory: the same memory for all caches. whole: refilled rollouts
 of log-normal lengths, and ``generate``. equal: long ones, with as many slots as the same memory holds.
 """
@@ -68,7 +68,7 @@ USUAL = Sizes(
     vocabulary=Setting(SHAPES["0.5B"], 32, 4, budget=12, buffer=4, stream_bytes=2**28), few_tokens=32,
     tail=Tail(SMALL, 64, 8, 32, 64, mean=160, longest=1024),
     grid=Grid(
-        ("1.5B", "7B"), (4096, 16384), (1, 8, 16, 32, 64, 256, 1024), (512, 1024), memory_length=16384,
+        ("1.5B", "7B"), (4096, 16384), (1024, 256, 64, 32, 16, 8, 1), (512, 1024), memory_length=16384,
         memory_bytes=40 * 10**9, memory_sequences=1024, num_prompts=64, num_generations=8, num_slots=256,
         prompt_length=512, mean=1000, longest=4096,
     ),

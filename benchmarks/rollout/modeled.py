@@ -19,12 +19,12 @@ from benchmarks.rollout.tail import SIGMA
 
 BYTES = 28 * 2 * 128 * 2 * 2  # of a token: layers, KV heads, numbers of a head, keys and values, 16 bits
 PROMPT = 512
-FULL, SLOTS = "FullKV", "512 + 32"  # a name ends with the latter
+FULL, SLOTS = "FullKV", "SnapKV 512 + 32"
 CASES = ((34, 512, 958, 4608), (40, 1024, 1900, 8192), (40, 1024, 4000, 16384), (40, 1024, 7000, 16384))
 """GB for the full cache, sequences, mean tokens of a completion, and the longest sequence. The first was measured."""
 MEASURED_SLOTS = 256  # of the first
 HEADER = (
-    "GB", "sequences", "mean completion", "longest sequence", "reserving, s", "paged, s", f"SnapKV {SLOTS}, s",
+    "GB", "sequences", "mean completion", "longest sequence", "reserving, s", "paged, s", f"{SLOTS}, s",
     "times as fast as reserving", "as paged",
 )  # fmt: skip
 Cost = Callable[[int, float], float]  # milliseconds of a step by sequences and the tokens that they hold
@@ -48,12 +48,14 @@ class Steps:
             batch, length = (float(row[name].replace(",", "")) for name in ("batch", "length"))
             if row["cache"] == FULL and row["tokens/s"] != "–":
                 full.setdefault(batch, []).append((batch * length, float(row["ms per step"])))
-            elif row["cache"].endswith(SLOTS):
+            elif row["cache"] == SLOTS:
                 slots[batch] = float(row["ms per step"])
         slopes = {
-            batch: (max(steps)[1] - min(steps)[1]) / (max(steps)[0] - min(steps)[0]) for batch, steps in full.items()
+            batch: (max(steps)[1] - min(steps)[1]) / (max(steps)[0] - min(steps)[0])
+            for batch, steps in full.items()
+            if len(steps) > 1
         }
-        base = {batch: min(steps)[1] - slopes[batch] * min(steps)[0] for batch, steps in full.items()}
+        base = {batch: min(full[batch])[1] - slope * min(full[batch])[0] for batch, slope in slopes.items()}
         return cls(*(sorted(points.items()) for points in (slots, base, slopes)))
 
     def full(self, batch: int, tokens: float) -> float:

@@ -33,13 +33,19 @@ __device__ __forceinline__ void await_previous() {
 #endif
 }
 
+inline bool wants_overlap() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("SPARSE_RL_OVERLAP");
+    return value && std::strcmp(value, "1") == 0;
+  }();
+  return wanted;
+}
+
 // Whether launches overlap: SPARSE_RL_OVERLAP=1, and the kernel was compiled to wait.
 template <class Args>
 bool overlaps(void (*kernel)(Args)) {
-  const char* wanted = std::getenv("SPARSE_RL_OVERLAP");
-  if (!wanted || std::strcmp(wanted, "1") != 0) return false;
-  cudaFuncAttributes made{};
-  return cudaFuncGetAttributes(&made, kernel) == cudaSuccess && made.ptxVersion >= 90;
+  cudaFuncAttributes attributes{};
+  return wants_overlap() && cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
 }
 
 // Start a kernel on torch's current stream of the device of `on`.
@@ -56,6 +62,7 @@ void enqueue(void (*kernel)(Args), dim3 grid, int threads, const Tensor& on, con
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early, config.numAttrs = overlaps(kernel) ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
+  cudaGetLastError();  // else torch's next check would blame another op
   STD_TORCH_CHECK(error == cudaSuccess, "a kernel was not launched: ", cudaGetErrorString(error));
 }
 

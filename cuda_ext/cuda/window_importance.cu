@@ -58,7 +58,7 @@ struct Unit {
     for (int start = threadIdx.x / 32 * 16; start < count; start += 16 * kWarps) {
       const P* low = keys + static_cast<int64_t>(start + r) * dim;
       for (int first = 0; first < op.num_queries; first += 8) {
-        float best[4] = {kNegInf, kNegInf, kNegInf, kNegInf};
+        float best[4] = {};
         for (int g = 0; g < heads_per_row; g += kHeadsAtOnce) {
           const T* query = op.query(span, first_head + g, first + r);
           float c[kHeadsAtOnce][4] = {};
@@ -79,7 +79,8 @@ struct Unit {
           }
 #pragma unroll
           for (int i = 0; i < 4 * kHeadsAtOnce; ++i) {
-            if (g + i / 4 < heads_per_row) best[i % 4] = fmaxf(best[i % 4], c[i / 4][i % 4] * op.scale);
+            const float logit = c[i / 4][i % 4] * op.scale;
+            if (g + i / 4 < heads_per_row) best[i % 4] = g + i / 4 == 0 ? logit : fmaxf(best[i % 4], logit);
           }
         }
 #pragma unroll

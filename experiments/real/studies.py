@@ -69,7 +69,12 @@ class Writing(Study):
             callbacks=(MONITOR,),
             judge=JUDGE,
             apart=self.apart,
-            options={**recipe.options(), "trainer.accelerator": where.device, "data.init_args.seed": str(1 + seed)},
+            options={
+                **recipe.options(),
+                "trainer.accelerator": where.device,
+                "data.init_args.seed": str(1 + seed),
+                **({"trainer.devices": "1"} if where.device == "gpu" else {}),
+            },
         )
 
 

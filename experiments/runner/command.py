@@ -101,7 +101,7 @@ def parsed(program: Program, about: str | None) -> argparse.Namespace:
     parser.set_defaults(policy=Path(), device="cpu")
     if program.policy is not None:
         parser.add_argument("--policy", type=Path, default=program.policy, help="default: that of make real-model")
-        parser.add_argument("--device", default="cpu", choices=["cpu", "gpu"], help="where runs train: keep their lines apart")
+        parser.add_argument("--device", default="cpu", choices=["cpu", "gpu"], help="keep lines of each apart")
     args = parser.parse_args()
     unknown = set(args.seeds or ()) - {seed for study in program.studies(args.studies) for seed in study.seeds}
     if unknown:

@@ -62,7 +62,9 @@ class Record:
             "largest_norm": binned(course["grad_norms"], max),
         }
         return cls(
-            run.key, run.settings_hash, machine("cpu"), course["evaluations"], curves,
+            run.key, run.settings_hash,
+            machine("cuda" if run.settings.options.get("trainer.accelerator") == "gpu" else "cpu"),
+            course["evaluations"], curves,
             p05=late_median(logged(run.folder, "acceptance/p05")) if run.arm.evicts else 1.0,
             k3=late_median([row[COMPRESSION] for row in splits]) if run.arm.evicts else 0.0,
             rounding=max((row[ROUNDING] for row in splits if math.isfinite(row.get(ROUNDING, math.nan))), default=0.0),

@@ -47,6 +47,9 @@ def test_what_has_succeeded_is_not_run_again(ledger: Ledger, tmp_path: Path, mon
         assert run_all([build, step], ledger, minutes=25)
     assert (tmp_path / "count").read_text() == "again\n"
     assert (tmp_path / "builds").read_text() == "again\n" * 2
+    monkeypatch.setenv("SPARSE_RL_OVERLAP", "1")
+    assert not Ledger(tmp_path, "cpu").is_done(step)
+    monkeypatch.delenv("SPARSE_RL_OVERLAP")
     monkeypatch.setattr(ledgers, "fingerprint", lambda folders: "other sources")
     assert run_all([step], Ledger(tmp_path, "cpu"), minutes=25)
     assert (tmp_path / "count").read_text() == "again\n" * 2
@@ -62,7 +65,7 @@ def test_a_failure_fails_the_call_and_is_run_again(ledger: Ledger, capsys: pytes
     assert re.search(r"\| bad \| FAILED \(3\) \| [\d.]+ \| [\d-]+ \| reason \\\| why \|", page)
     assert re.search(r"\| good \| well \| .* \| fine \|", page)
     assert re.search(r"\| absent \| FAILED \(127\) \| .* \| no-such-command is not there \|", page)
-    assert "| endless | STOPPED after 0.01 minutes |" in page
+    assert "| endless | STOPPED |" in page
     assert "| later | not run |  |  |  |" in page
     assert [ledger.is_done(step) for step in (bad, good, absent, endless)] == [False, True, False, False]
 
@@ -73,6 +76,7 @@ def test_nothing_begins_that_could_end_too_late(ledger: Ledger, capsys: pytest.C
     assert "long: needs up to 9 minutes, 8.0 are left: run this again" in capsys.readouterr().out
     assert ledger.is_done(short)
     assert not ledger.is_done(long)
+    assert run_all([replace(long, is_needed=True)], ledger, minutes=8), "what all need begins, however long it may take"
 
 
 def test_steps_together_end_with_the_call(ledger: Ledger, tmp_path: Path) -> None:
@@ -160,14 +164,16 @@ def test_every_call_of_the_page_fits_into_nine_minutes(tmp_path: Path) -> None:
     page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
     calls = re.findall(r"benchmarks\.gpu ([a-z ]+?) (--together )?--minutes ([\d.]+)", page)
     assert {piece for pieces, _, _ in calls for piece in pieces.split()} == set(PIECES)
-    assert sum(float(minutes) for _, _, minutes in calls[:3]) <= 12.5  # with its start and what is carried, 15
+    assert sum(float(minutes) for _, _, minutes in calls[:3]) <= 12.3  # with its start and what is carried, 15
     for pieces, together, minutes in calls:
         assert pieces.split()[0] == "build"  # each stands alone
         assert float(minutes) < 9
         if together:  # all begin at once, and are stopped at the end
             continue
         wanted = [step for step in steps(pieces.split(), "cuda", tmp_path, tmp_path) if not step.is_needed]
-        assert max(step.minutes for step in wanted) <= float(minutes) - 1  # a build with carried kernels takes less
+        if calls.index((pieces, together, minutes)) < 3:  # all of them begin, behind a build with carried kernels
+            assert sum(step.minutes for step in wanted) <= float(minutes) - 0.25
+        assert max(step.minutes for step in wanted) <= float(minutes) - 1
 
 
 def test_every_test_for_gpus_is_in_a_group() -> None:
@@ -249,7 +255,8 @@ def test_kernels_of_other_sources_are_not_used(tmp_path: Path, monkeypatch: pyte
     assert kernels.is_current(carried)
 
 
-def test_who_is_stopped_stops_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [[], ["--together"]], ids=["one", "together"])
+def test_who_is_stopped_stops_its_step(together: list[str], tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
@@ -259,7 +266,15 @@ write = "import os, time; open({str(tmp_path / "step")!r}, 'w').write(str(os.get
 command.steps = lambda *arguments: [Step("endless", (sys.executable, "-c", write), 1)]
 command.main()
 """
-    arguments = ("build", "--rehearse", "--save", str(tmp_path / "pages"), "--state", str(tmp_path / "state"))
+    arguments = (
+        "build",
+        "--rehearse",
+        "--save",
+        str(tmp_path / "pages"),
+        "--state",
+        str(tmp_path / "state"),
+        *together,
+    )
     call = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
     until = time.monotonic() + 30
     while not (tmp_path / "step").is_file() or not (own := (tmp_path / "step").read_text()):

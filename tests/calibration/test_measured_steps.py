@@ -21,7 +21,11 @@ from sparse_rl_lightning.planning import card_of
 
 METHODS = compressors((512, 1024))
 RESULTS = "../benchmarks/results"
-CELLS = [row for row in measured(f"{RESULTS}/gpu-cells-1.5b.md", "Steps at given lengths") if row["tokens/s"] != "–"]
+CELLS = [
+    row
+    for row in measured(f"{RESULTS}/gpu-cells-1.5b.md", "Steps at given lengths")
+    if row["tokens/s"] != "–" and row["cache"] in METHODS
+]
 MEMORY = "Equal memory: 40 GB, Qwen2.5-1.5B, length 16,384"
 SETTLED = 1024 + 2 * BUFFER
 """A length after which a compressed cache is as full as it will be on average."""

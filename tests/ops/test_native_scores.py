@@ -38,7 +38,7 @@ IMPORTANCE, REDUNDANCY, SCORES = 15, 7, 15  # places of the results among the ar
 @on_each_device
 @settings(max_examples=80)
 @given(
-    seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
+    seed=st.integers(0, 10**6), shape=shapes, group=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 17]),
     num_queries=st.integers(0, 9), choice=options, infinite=st.booleans(),
 )  # fmt: skip
 def test_window_importance(
