@@ -121,14 +121,14 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_native_evict.py tests/ops/test_native_device.py tests/ops/test_float8_ops.py tests/ops/test_draw.py \
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
-BENCHMARKS := accuracy centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
+BENCHMARKS := accuracy ceiling centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
 STUDIES := arms distill gradients real schedule stability turns
 $(foreach one,trainer,$(eval NEEDS.$(one) := $(WARMUP)))
-$(foreach one,centering engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
+$(foreach one,ceiling centering engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)
 SET.ops := OMP_WAIT_POLICY=PASSIVE
 $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
-$(foreach one,centering engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
+$(foreach one,ceiling centering engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
 $(foreach one,float8 prompts routing,$(eval TOLD.$(one) := --save docs))
 $(foreach one,accuracy compressors real stability,$(eval TOLD.$(one) := --save docs/measured))
 NEEDS.accuracy := $(MATH)/config.json

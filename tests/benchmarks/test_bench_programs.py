@@ -32,6 +32,7 @@ RETRIEVAL = [
     ("ops", "retrieval-cpu", ["--device=cpu", "--rounds=1", "--parts=retrieval"], RETRIEVAL),
     pytest.param("learner", "learner-cpu", ["--device=cpu"], [*learner.WAYS], marks=needs_proc),
     pytest.param("centering", "centering-cpu", ["--rounds=1", "--policy=work"], [*centering.WAYS], marks=needs_proc),
+    ("ceiling", "ceiling-work", ["--policy=work"], ["full cache", "SnapKV 72 + 8", "SnapKV 32 + 8"]),
     pytest.param("trainer", "trainer-cpu", ["--work=work"], [TRL, DENSE, SPARSE, PLAIN], marks=needs_proc),
 ])  # fmt: skip
 def test_a_quick_run_saves_its_table(
@@ -39,7 +40,7 @@ def test_a_quick_run_saves_its_table(
 ) -> None:
     if program == "trainer":
         pytest.importorskip("trl", reason='needs TRL: pip install "sparse-rl-lightning[trl]"')
-    if program == "centering":
+    if program in ("centering", "ceiling"):
         for item in TinyPolicy(alphabet=string.printable, max_position_embeddings=256).load():
             item.save_pretrained(tmp_path / "work")
     threads = [] if program == "checker" else ["--threads=1"]
