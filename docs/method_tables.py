@@ -20,6 +20,7 @@ TITLES = {
     "cool": "Temperature 0.7, budget 128",
     "open": "Prompts of at most 96 tokens, not protected, budget 192",
     "kept": "The same prompts, protected, budget 192",
+    "newer": "Newer methods, the same prompts",
 }
 """Headings of the parts of the run, in the order of the page."""
 SHOWN = ("kl", "rejected", "length")

@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_830,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_270,
+    "lines of tests": 58_300,
     "statements of experiments": 1_614,
     "statements of docs": 684,
 }
