@@ -11,7 +11,6 @@ are one policy: the lower bound is what K leaves out, which is the ceiling that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,9 +22,10 @@ from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table
 from examples.stories import Stories
 from sparse_rl_lightning import RolloutSampler, SamplingParams
-from sparse_rl_lightning.acceptance import percentile, rollout_acceptance, tail_target
+from sparse_rl_lightning.acceptance import acceptance_bounds, percentile, tail_target
 from sparse_rl_lightning.compressors import Compressor, FullKV, SnapKV
 from sparse_rl_lightning.data.files import read_table
+from sparse_rl_lightning.logprobs import logprobs_at
 
 TOPS, TOY = (20, 128), (4, 8)  # most likely tokens; the first is the monitor's default
 SIZES = {"buffer": 8, "num_sinks": 4, "window": 8}
@@ -42,11 +42,11 @@ def bounds(
     rollout = RolloutSampler(model, compressor, num_slots=16).generate(prompts, params)
     assert rollout.topk_ids is not None
     assert rollout.topk_logprobs is not None
-    tails = []
-    for top in tops:
-        known = replace(rollout, topk_ids=rollout.topk_ids[..., :top], topk_logprobs=rollout.topk_logprobs[..., :top])
-        tails += [percentile(bound[rollout.completion_mask]) for bound in rollout_acceptance(model, known)]
-    return tails
+    mask, sampled = rollout.completion_mask, rollout.topk_logprobs
+    dense = logprobs_at(model, rollout.sequences, rollout.topk_ids, mask)  # once: the most likely come first
+    return [
+        percentile(bound[mask]) for top in tops for bound in acceptance_bounds(dense[..., :top], sampled[..., :top])
+    ]
 
 
 def main() -> None:

@@ -42,14 +42,14 @@ def rise(before: float, after: float, problems: int) -> float:
     return (after - before) / max(error, 1e-9)
 
 
-def table_of(summary: Mapping[str, Any], run: str) -> Table:
-    """What the run came to."""
+def table_of(summary: Mapping[str, Any], title: str, judged: str) -> Table:
+    """What a run came to, by the greedy mean of what is judged."""
     note = (
         f"{summary['rollouts']} rollouts, {summary['optimizer_steps']} optimizer steps in "
         f"{summary['wall_time_seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s in rollouts; "
         f"{summary['held_out_problems']} held-out problems."
     )
-    table = Table(f"The quickstart on the device, run {run}", ("greedy accuracy", "before", "after"), note)
+    table = Table(title, (f"greedy {judged}", "before", "after"), note)
     for name, cache in (("dense", "full cache"), ("sparse", "compressed cache")):
         table.add(cache, *(f"{summary[when][name]:.3f}" for when in ("before", "after")))
     return table
@@ -71,7 +71,7 @@ def main() -> None:
     for run, changes in {"quickstart": (), "bf16": HALF}.items():
         fit(folder, "quickstart", args.device, *graphs, *changes, *short)
         summaries[run] = json.loads((folder / "runs" / run / SUMMARY).read_text(encoding="utf-8"))["summary"]
-        text += f"\n\n{table_of(summaries[run], run)}"
+        text += f"\n\n{table_of(summaries[run], f'The quickstart on the device, run {run}', 'accuracy')}"
         save(args.save, "gpu-train", "benchmarks.gpu.learning", text)
     print(text)
     judged = summaries["quickstart"]

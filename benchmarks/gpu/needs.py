@@ -24,7 +24,6 @@ from packaging.utils import canonicalize_name
 from benchmarks import ROOT
 
 TESTS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
-MODELS = ("gguf>=0.17",)  # of the real model
 PRESENT = (
     "torch", "transformers", "lightning", "torchmetrics", "accelerate", "peft", "pandas", "pyarrow", "matplotlib",
     "tensorboard", "aiohttp", "xxhash", "sympy", "setuptools", *TESTS,
@@ -35,7 +34,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 def wanted() -> list[str]:
     """Requirements of the library, its tests and the models that they use."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *TESTS, *MODELS]
+    return [*project["dependencies"], *project["optional-dependencies"]["gguf"], *TESTS]
 
 
 def installed(requirement: Requirement) -> metadata.Distribution | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def measured(sampler: RolloutSampler, prompts: list[list[int]], device: str) -> 
 
 
 def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Table]:
-    """A table without and one with compressions."""
+    """A table without and one with compressions, and one of the products of a layer."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     policy = random_policy(SHAPES[model], dtype, device)
     buffer = budget // 4
@@ -85,6 +85,7 @@ def tables(model: str, num_slots: int, budget: int, device: str) -> Iterator[Tab
         count = sum(launches[name] for name, _ in others)
         table.add(f"{len(others)} others", f"{rest:.3f}", f"{100 * rest / total:.1f} %", f"{count:.1f}")
         yield table
+    yield products_table(model, device)
 
 
 def cycled(product: Callable[[Tensor], object], weights: Tensor) -> Call:
@@ -132,10 +133,7 @@ def main() -> None:
     args = options.parsed(parser)
     num_slots, budget = (8, 64) if args.model == "tiny" else (256, 512)
     text = machine(args.device)
-    measured_tables = chain(
-        tables(args.model, num_slots, budget, args.device), map(products_table, [args.model], [args.device])
-    )
-    for table in measured_tables:
+    for table in tables(args.model, num_slots, budget, args.device):
         text += f"\n\n{table}"
         save(args.save, "gpu-profile", "benchmarks.gpu.profile", text)
     print(text)

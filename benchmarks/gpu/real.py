@@ -12,15 +12,12 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from benchmarks.common import options
 from benchmarks.common.pages import machine, save
-from benchmarks.common.tables import Table
-from benchmarks.gpu.learning import fit
+from benchmarks.gpu.learning import fit, table_of
 from examples.models import MODELS, checked, gguf_file
 from sparse_rl_lightning.cli.training import import_gguf
 from sparse_rl_lightning.policies.tiny import TinyPolicy
@@ -28,7 +25,6 @@ from sparse_rl_lightning.report.record import SUMMARY
 
 MODEL = "smollm2-135m-instruct"
 HALVES = ("real-a", "real-b")  # folders, so that each of two calls carries one
-RUN, OFFLOADED = "real", "offloaded"
 FEW = ("--trainer.max_steps=2", "--data.num_val=8", "--model.sampling.max_completion_length=8")
 VALIDATED = ("--trainer.limit_val_batches=1", "--trainer.val_check_interval=20")
 OFFLOAD = ("--trainer.max_steps=4", "--model.learner.gradient_checkpointing=offload")
@@ -59,18 +55,6 @@ def make_policy(folder: Path, state: Path, device: str) -> None:
     import_gguf.main([str(checked(MODELS[MODEL], whole)), str(folder)])
 
 
-def table_of(summary: Mapping[str, Any], run: str) -> Table:
-    """What the run came to."""
-    note = (
-        f"{summary['rollouts']} rollouts, {summary['optimizer_steps']} optimizer steps in "
-        f"{summary['wall_time_seconds']:.0f} s, beside other programs; {summary['held_out_problems']} held-out prompts."
-    )
-    table = Table(f"configs/real.yaml on the device, run {run}", ("greedy reward", "before", "after"), note)
-    for name, cache in (("dense", "full cache"), ("sparse", "compressed cache")):
-        table.add(cache, *(f"{summary[when][name]:.3f}" for when in ("before", "after")))
-    return table
-
-
 def main() -> None:
     """Train twice, and keep what it came to after each."""
     parser = options.parser(__doc__, "gpu-real.md", device="cuda", quick=True)
@@ -85,12 +69,12 @@ def main() -> None:
     make_policy(policy, args.state.absolute(), args.device)
     graphs = ["--model.rollout.cuda_graphs=require"] if args.device == "cuda" else []
     text = machine(args.device)
-    for run, changes in {RUN: (), OFFLOADED: OFFLOAD}.items():
+    for run, changes in {"real": (), "offloaded": OFFLOAD}.items():
         where = (f"--model.policy.policy={policy}", f"--trainer.default_root_dir=runs/{run}", *VALIDATED)
         shutil.rmtree(folder / "runs" / run, ignore_errors=True)
         fit(folder, "real", args.device, *graphs, *where, *changes, *(FEW if args.quick else ()))
         summary = json.loads((folder / "runs" / run / SUMMARY).read_text(encoding="utf-8"))["summary"]
-        text += f"\n\n{table_of(summary, run)}"
+        text += f"\n\n{table_of(summary, f'configs/real.yaml beside other programs, run {run}', 'reward')}"
         save(args.save, "gpu-real", "benchmarks.gpu.real", text)
     print(text)
 
