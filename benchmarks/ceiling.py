@@ -62,8 +62,8 @@ def main() -> None:
     if args.quick:
         args.problems, args.num_generations, args.max_completion_length = 2, 1, 12
     tops = TOY if args.quick else TOPS
-    tokenizer = AutoTokenizer.from_pretrained(args.policy)
-    model = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.policy, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32, trust_remote_code=False).eval()
     if args.data:
         texts = [[{"role": "user", "content": row["question"]}] for _, row in read_table(str(args.data))]
     else:
