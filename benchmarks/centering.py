@@ -1,6 +1,6 @@
 """What score centering costs a training step: the real model with and without it.
 
-    python -m benchmarks.centering [--threads 2] [--rounds 3] [--top 128] [--precision 32-true] [--save FOLDER]
+    python -m benchmarks.centering [--threads 2] [--rounds 3] [--top 128] [--dtype float32] [--save FOLDER]
 
 Trainings by configs/real.yaml with bounded weights, one optimizer step per rollout, of which every other one has
 `ScoreCentering` too, in processes of their own that take turns. A step is a rollout of 32 samples, its old log-probs,
@@ -38,6 +38,8 @@ WAYS = (WITHOUT, WITH)
 CAPPED = {"class_path": "ImportanceReweighting", "init_args": {"clip_max": 1.5}}
 CLOCK = {"class_path": "benchmarks.centering.Clock"}
 FILE = "steps.json"
+PRECISIONS = {"bfloat16": "bf16-mixed", "float32": "32-true"}
+"""By the type of the weights."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,15 @@ class Clock(RolloutCallback):
         write_whole(Path(trainer.default_root_dir) / FILE, json.dumps([asdict(step) for step in self.steps]))
 
 
-def trained(policy: Path, top: int, steps: int, threads: int, precision: str) -> Step:
+def trained(policy: Path, top: int, steps: int, threads: int, dtype: str) -> Step:
     """The median step of a training in a process of its own; ``top`` 0 is without centering."""
     centering = [{"class_path": "ScoreCentering", "init_args": {"top": top}}] * bool(top)
+    weights = {"class_path": "PretrainedPolicy", "init_args": {"path": str(policy), "dtype": dtype}}
     with tempfile.TemporaryDirectory() as folder:
         told = {
-            "model.init_args.policy.init_args.policy": str(policy), "model.init_args.steps_per_generation": 1,
+            "model.init_args.policy.init_args.policy": json.dumps(weights), "model.init_args.steps_per_generation": 1,
             "num_threads": threads, "trainer.max_steps": 1 + steps, "trainer.default_root_dir": folder,
-            "trainer.precision": precision,
+            "trainer.precision": PRECISIONS[dtype],
             "trainer.callbacks": json.dumps([*centering, CAPPED, CLOCK]), "trainer.enable_checkpointing": "false",
         }  # fmt: skip
         command = [sys.executable, "-m", "sparse_rl_lightning", "fit", f"--config={ROOT / 'configs' / 'real.yaml'}"]
@@ -91,9 +94,9 @@ def trained(policy: Path, top: int, steps: int, threads: int, precision: str) ->
     return Step(**{name: statistics.median(step[name] for step in counted) for name in counted[0]})
 
 
-def cost_table(steps: dict[str, list[Step]], policy: str, top: int, precision: str) -> Table:
+def cost_table(steps: dict[str, list[Step]], policy: str, top: int, dtype: str) -> Table:
     """Both trainings, and how many times as much the one with centering takes."""
-    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}, precision {precision}."
+    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}, {dtype}."
     header = ("corrections", "step, s", "times", "learner, s", "times", "learner's peak, MiB", "times")
     table = Table(TITLE, header, note)
     for name, taken in steps.items():
@@ -107,10 +110,11 @@ def cost_table(steps: dict[str, list[Step]], policy: str, top: int, precision: s
 
 def main() -> None:
     """Measure in turns, and print and save the table after every round."""
-    parser = options.parser(__doc__, "centering-cpu.md", threads=2, rounds=3, quick=True)
+    parser = options.parser(__doc__, "centering-cpu.md", threads=2, rounds=3)
+    parser.add_argument("--steps", type=int, default=4, help="that count, of each training")
     parser.add_argument("--top", type=int, default=128, help="most likely tokens")
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
-    parser.add_argument("--precision", default="bf16-mixed", help="the trainer's; 32-true where bfloat16 is emulated")
+    parser.add_argument("--dtype", choices=PRECISIONS, default="bfloat16", help="float32 where that is emulated")
     args = options.parsed(parser)
     if args.top < 1:
         parser.error(f"--top must be at least 1, got {args.top}")
@@ -119,10 +123,10 @@ def main() -> None:
     steps: dict[str, list[Step]] = {name: [] for name in WAYS}
     for turn in range(args.rounds):
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
-            top, count = args.top * (name == WITH), 1 if args.quick else 4
-            steps[name].append(trained(args.policy.absolute(), top, count, args.threads, args.precision))
+            top = args.top * (name == WITH)
+            steps[name].append(trained(args.policy.absolute(), top, args.steps, args.threads, args.dtype))
             say(f"round {turn + 1}, {name}: {steps[name][-1]}")
-        page = f"{machine('cpu')}\n\n{cost_table(steps, args.policy.name, args.top, args.precision)}"
+        page = f"{machine('cpu')}\n\n{cost_table(steps, args.policy.name, args.top, args.dtype)}"
         save(args.save, "centering-cpu", "benchmarks.centering", page)
     print(page)
 

@@ -1,16 +1,21 @@
-r"""Word problems of two to four steps with whole numbers, as many as wanted, without a file.
+"""Word problems of two to four steps with whole numbers, written as files in the form of GSM8K.
 
-A template is a function that draws its numbers and returns a text and its answer. Held-out problems are of templates
-that training never sees. For a file of problems there is ``JsonlPrompts``.
+    python -m examples.word_problems FOLDER [--train 8000] [--held-out 256] [--seed 0]
+
+A template is a function that draws its numbers and returns a text and its answer. Those of ``held_out.jsonl`` are of
+templates that ``train.jsonl`` has none of. ``configs/math.yaml`` trains on them, and on GSM8K or a file of your own by
+``--data.path`` and ``--data.val_path``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
-from typing import Any
 
-from sparse_rl_lightning.data import PromptDataModule
+from sparse_rl_lightning.files import write_whole
 
 NAMES = (
     "Ada Amir Ben Bella Carlos Chen Dana Elif Emma Farid Grace Hana Igor Inga Jonas Kofi Lena Liam Maya Mei Nadia Noah "
@@ -19,7 +24,6 @@ NAMES = (
 THINGS = (
     "apples beads books candles cards coins eggs flowers marbles muffins pears pencils shells stamps stickers".split()
 )
-PROMPT = r"{} Please reason step by step, and put your final answer within \boxed{{}}."
 
 
 class Draws:
@@ -204,37 +208,28 @@ TRAINING: Sequence[Template] = (change, boxes, savings, pages, wages, shared, tw
 HELD_OUT: Sequence[Template] = (farm, bus, parking, tank, tickets)
 
 
-class WordProblems(PromptDataModule):
-    """Chats that ask a word problem; columns ``prompt``, ``question`` and ``answer``.
-
-    Args:
-        num_train: Training problems.
-        num_val: Held-out problems, of other templates.
-        **blocks: Arguments of PromptDataModule.
-    """
-
-    def __init__(self, num_train: int = 8000, num_val: int = 256, **blocks: Any) -> None:
-        super().__init__(**blocks)
-        self.num_train, self.num_val = num_train, num_val
-
-    def train_rows(self) -> list[dict[str, Any]]:
-        """The training problems."""
-        return problems(TRAINING, self.num_train, f"{self.seed}/train")
-
-    def val_rows(self) -> list[dict[str, Any]]:
-        """The held-out problems."""
-        return problems(HELD_OUT, self.num_val, f"{self.seed}/held out")
-
-
-def problems(templates: Sequence[Template], count: int, seed: str) -> list[dict[str, Any]]:
-    """So many problems, as many of each template."""
+def problems(templates: Sequence[Template], count: int, seed: str) -> list[dict[str, str]]:
+    """So many problems, as many of each template; columns ``question`` and ``answer``, as in GSM8K."""
     random = Random(seed)
-    drawn = [templates[number % len(templates)](Draws(random)) for number in range(count)]
-    return [
-        {
-            "prompt": [{"role": "user", "content": PROMPT.format(question)}],
-            "question": question,
-            "answer": str(answer),
-        }
-        for question, answer in drawn
-    ]
+    drawn = (templates[number % len(templates)](Draws(random)) for number in range(count))
+    return [{"question": question, "answer": f"#### {answer}"} for question, answer in drawn]
+
+
+def write(folder: Path, train: int, held_out: int, seed: int) -> None:
+    """Both files."""
+    for name, templates, count in (("train", TRAINING, train), ("held_out", HELD_OUT, held_out)):
+        rows = problems(templates, count, f"{seed}/{name}")
+        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """Write them where the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    for name, default in (("--train", 8000), ("--held-out", 256), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
+    write(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -198,14 +198,29 @@ struct Row : Softmax {
     return stay;
   }
 
-  // The best `count` tokens, the worst of them last; among the maxima of chunks is a bound that so many reach.
+  // The maxima of the chunks, or of their parts where there are fewer chunks than `wanted`.
+  std::vector<double> maxima(int64_t wanted) const {
+    constexpr int64_t Part = 32;
+    std::vector<double> found;
+    if (wanted <= num_chunks) {
+      for (int64_t c = 0; c < num_chunks; ++c) found.push_back(chunks[c].maximum);
+      return found;
+    }
+    for (int64_t begin = 0; begin < vocabulary; begin += Part) {
+      float most = kNegInf;
+      for (int64_t i = begin; i < std::min(begin + Part, vocabulary); ++i) most = std::max(most, at(i));
+      found.push_back(most);
+    }
+    return found;
+  }
+
+  // The best `count` tokens, the worst of them last; among the maxima is a bound that so many reach.
   std::vector<Candidate> top(int64_t count) const {
     double bound = kNegInf;
-    if (count <= num_chunks) {
-      std::vector<double> maxima(num_chunks);
-      for (int64_t c = 0; c < num_chunks; ++c) maxima[c] = chunks[c].maximum;
-      std::nth_element(maxima.begin(), maxima.begin() + (count - 1), maxima.end(), std::greater<double>());
-      bound = maxima[count - 1];
+    std::vector<double> tops = maxima(count);
+    if (count <= static_cast<int64_t>(tops.size())) {
+      std::nth_element(tops.begin(), tops.begin() + (count - 1), tops.end(), std::greater<double>());
+      bound = tops[count - 1];
     }
     std::vector<Candidate> found = between(bound, maximum);
     std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), better);

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.real.teacher import network_of, teach
-from experiments.runner.runs import CAPPED, CENTERING_AND_WEIGHTS, Arm, Settings
-from experiments.runner.studies import Recipe, Study, Where
+from experiments.runner.runs import CAPPED, CENTERING_AND_WEIGHTS, Arm
+from experiments.runner.studies import Adapted, Recipe, Where
 
 BASE, REPLAYED, LEARNING, FULL = (
     f"../experiments/real/{name}" for name in ("base", "replay", "learned", "dense")
@@ -31,51 +30,30 @@ METHODS: dict[str, dict[str, Any]] = {
     "H2O, by age": {"class_path": "H2O", "init_args": {**_SIZES, "age_normalized": True}},
     "LearnedScore": {"class_path": "LearnedScore", "init_args": _SIZES},
 }
-PROBLEMS, PROBLEMS_SEED = 256, 1_000_000  # held-out prompts, the same for every run
-MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
-JUDGE = {"reward": "experiments.real.task.story_reward"}
 
 
 @dataclass(frozen=True)
-class Writing(Study):
+class Writing(Adapted):
     """Stories by a policy that is given, with an adapter; dense runs are judged under several budgets."""
 
     judged: tuple[int, ...] = (HALF, QUARTER)
 
-    last, warmed_by = 1, ""
+    methods = METHODS
+    judge: ClassVar = {"reward": "experiments.real.task.story_reward"}
+    problems_seed, last = 1_000_000, 1
 
     def prepare(self, where: Where) -> None:
         """Teach the network that scores begin with."""
         if self.method == "LearnedScore":
             teach(where.policy, where.folder)
 
-    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
-        """The policy before training is the same in all runs, and judged once, in the dense run of the first seed."""
-        recipe, method = self.recipe, METHODS[self.method]
-        if self.method == "LearnedScore":
-            weights = str(network_of(where.folder, where.policy).absolute())
-            method = {**method, "init_args": {**method["init_args"], "weights": weights}}
-        is_first = bool(self.judged) and seed == self.seeds[0] and not arm.evicts
-        adapted = {"class_path": "LoraPolicy", "init_args": {"policy": str(where.policy.absolute()), "r": 16}}
-        return Settings(
-            policy=json.dumps(adapted),
-            folder=self.folder(where),
-            budgets=self.judged,
-            steps=recipe.rollouts * recipe.steps,
-            method=method,
-            every_n_rollouts=recipe.rollouts if is_first else 0,
-            num_problems=PROBLEMS,
-            problems_seed=PROBLEMS_SEED,
-            callbacks=(MONITOR,),
-            judge=JUDGE,
-            apart=self.apart,
-            options={
-                **recipe.options(),
-                "trainer.accelerator": where.device,
-                "data.init_args.seed": str(1 + seed),
-                **({"trainer.devices": "1"} if where.device == "gpu" else {}),
-            },
-        )
+    def compressor(self, where: Where) -> dict[str, Any]:
+        """With the weights of a network that was taught."""
+        method = super().compressor(where)
+        if self.method != "LearnedScore":
+            return method
+        weights = str(network_of(where.folder, where.policy).absolute())
+        return {**method, "init_args": {**method["init_args"], "weights": weights}}
 
 
 @dataclass(frozen=True)
@@ -85,13 +63,6 @@ class Ending(Writing):
     judged: tuple[int, ...] = ()
 
     last = 3
-
-    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
-        """Notes three evaluations and no other."""
-        usual = super().settings(arm, seed, where)
-        course = usual.course(())
-        course["init_args"]["also_before"] = [self.recipe.rollouts - 2, self.recipe.rollouts - 1]
-        return replace(usual, notebook=course)
 
 
 USUAL = Recipe(prompts=4, steps=1, rate=5e-4, rollouts=12, warm_up=0)

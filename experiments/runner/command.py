@@ -100,12 +100,12 @@ def parsed(program: Program, about: str | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
     parser.set_defaults(policy=Path(), device="cpu")
     if program.policy is not None:
-        parser.add_argument("--policy", type=Path, default=program.policy, help="default: that of make real-model")
+        parser.add_argument("--policy", type=Path, default=program.policy, help=f"default: {program.policy.name}")
         parser.add_argument("--device", default="cpu", choices=["cpu", "gpu"], help="keep lines of each apart")
     args = parser.parse_args()
     unknown = set(args.seeds or ()) - {seed for study in program.studies(args.studies) for seed in study.seeds}
     if unknown:
         parser.error(f"--seeds: no study chosen has the seeds {sorted(unknown)}")
     if program.policy is not None and not (args.policy / "config.json").is_file():
-        sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
+        sys.exit(f"error: there is no model in {args.policy}: give --policy, or run make real-model, make math-model")
     return args

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.runner.runs import Arm, Run, Settings, warm_up
+
+MONITOR = {"class_path": "AcceptanceMonitor", "init_args": {"every_n_rollouts": 4, "ceiling_prompts": 0}}
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,50 @@ class Study(ABC):
     def folder(self, where: Where) -> Path:
         """Of its runs."""
         return (where.folder / self.apart / self.place).absolute()
+
+
+@dataclass(frozen=True)
+class Adapted(Study):
+    """A policy that is given trains with an adapter; the first dense run is judged before training too."""
+
+    judged: tuple[int, ...] = ()  # budgets that dense runs are judged under
+
+    methods: ClassVar[Mapping[str, dict[str, Any]]] = {}  # compressors by how the study calls them, without budgets
+    judge: ClassVar[Mapping[str, str]] = {}
+    problems_seed: ClassVar[int | None] = None  # of held-out problems, which are the same for every run
+    warmed_by = ""
+
+    def compressor(self, where: Where) -> dict[str, Any]:
+        """What rollouts are drawn under, without its budget."""
+        return self.methods[self.method]
+
+    def options(self, seed: int, where: Where) -> dict[str, str]:
+        """Of the command line."""
+        place = {"trainer.accelerator": where.device} | ({"trainer.devices": "1"} if where.device == "gpu" else {})
+        return {**self.recipe.options(), **place, "data.init_args.seed": str(1 + seed)}
+
+    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
+        """The policy before training is the same in all runs, and judged once, in the dense run of the first seed."""
+        adapted = {"class_path": "LoraPolicy", "init_args": {"policy": str(where.policy.absolute()), "r": 16}}
+        is_first = bool(self.judged) and seed == self.seeds[0] and not arm.evicts
+        settings = Settings(
+            policy=json.dumps(adapted),
+            folder=self.folder(where),
+            budgets=self.judged,
+            steps=self.recipe.rollouts * self.recipe.steps,
+            method=self.compressor(where),
+            every_n_rollouts=self.recipe.rollouts if is_first else 0,
+            problems_seed=self.problems_seed,
+            callbacks=(MONITOR,),
+            judge=self.judge,
+            apart=self.apart,
+            options=self.options(seed, where),
+        )
+        if self.last == 1:
+            return settings
+        course = settings.course(self.judged)
+        course["init_args"]["also_before"] = list(range(self.recipe.rollouts - self.last + 1, self.recipe.rollouts))
+        return replace(settings, notebook=course)
 
 
 def planned(studies: Iterable[Any], where: Where, seeds: Iterable[int] | None = None) -> list[Run]:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import ROOT
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernels, learning, needs, paired, real
+from benchmarks.gpu import carried, kernels, learning, needs, paired
 from benchmarks.gpu import ledger as ledgers
 from benchmarks.gpu.ledger import REFUSED, Ledger, Step
 from benchmarks.gpu.steps import PIECES, steps
@@ -209,13 +209,22 @@ def test_a_rise_is_judged_by_its_error() -> None:
     assert learning.rise(0.2, 0.5, 100) == pytest.approx(0.3 / (0.16 / 100 + 0.25 / 100) ** 0.5)
 
 
-def test_halves_of_another_file_are_refused(tmp_path: Path) -> None:
-    for name in real.HALVES:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").write_bytes(b"half")
+def test_pieces_are_joined_in_order_and_those_of_another_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publishers(name: str, scratch: Path) -> Path:
+        assert name == "qwen2.5-coder-0.5b-instruct"
+        (scratch / "file").write_bytes(bytes(range(23)))
+        return scratch / "file"
+
+    monkeypatch.setattr(carried, "gguf_file", publishers)
+    monkeypatch.setattr(carried, "MOST", 8)
+    carried.split("math", tmp_path)
+    assert [piece.stat().st_size for piece in sorted(tmp_path.glob("math-?/piece"))] == [8, 8, 7]
     with pytest.raises(UserError, match="is not the publisher's file"):
-        real.make_policy(tmp_path / "policy", tmp_path, "cuda")
-    assert not (tmp_path / "policy").exists()
+        carried.policy_of("math", tmp_path, "cuda")
+    assert (tmp_path / "math.gguf").read_bytes() == bytes(range(23))
+    assert not (tmp_path / "math-cuda").exists()
 
 
 def test_two_checkouts_are_compared_round_by_round() -> None:

@@ -31,7 +31,9 @@ RETRIEVAL = [
     ("checker", "checker-cpu", [], ["rationals", "symbolic"]),
     ("ops", "retrieval-cpu", ["--device=cpu", "--rounds=1", "--parts=retrieval"], RETRIEVAL),
     pytest.param("learner", "learner-cpu", ["--device=cpu"], [*learner.WAYS], marks=needs_proc),
-    pytest.param("centering", "centering-cpu", ["--rounds=1", "--policy=work"], [*centering.WAYS], marks=needs_proc),
+    pytest.param(
+        "centering", "centering-cpu", ["--rounds=1", "--steps=1", "--policy=work"], [*centering.WAYS], marks=needs_proc
+    ),
     ("ceiling", "ceiling-work", ["--policy=work"], ["full cache", "SnapKV 72 + 8", "SnapKV 32 + 8"]),
     pytest.param("trainer", "trainer-cpu", ["--work=work"], [TRL, DENSE, SPARSE, PLAIN], marks=needs_proc),
 ])  # fmt: skip
@@ -43,8 +45,8 @@ def test_a_quick_run_saves_its_table(
     if program in ("centering", "ceiling"):
         for item in TinyPolicy(alphabet=string.printable, max_position_embeddings=256).load():
             item.save_pretrained(tmp_path / "work")
-    threads = [] if program == "checker" else ["--threads=1"]
-    command = [sys.executable, "-m", f"benchmarks.{program}", "--quick", *threads, f"--save={tmp_path}"]
+    sizes = {"checker": ["--quick"], "centering": ["--threads=1"]}.get(program, ["--quick", "--threads=1"])
+    command = [sys.executable, "-m", f"benchmarks.{program}", *sizes, f"--save={tmp_path}"]
     command += [argument.replace("=work", f"={tmp_path}/work") for argument in arguments]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     text = (tmp_path / f"{page}.md").read_text(encoding="utf-8")

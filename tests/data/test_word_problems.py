@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
+import yaml
 
-from examples.word_problems import HELD_OUT, TRAINING, Draws, Template, WordProblems
+from benchmarks import ROOT
+from examples.word_problems import HELD_OUT, TRAINING, Draws, Template, problems, write
+from sparse_rl_lightning.data import JsonlPrompts
 from sparse_rl_lightning.rewards import boxed_math_reward
 
 SOLVED: dict[str, Callable[..., float]] = {  # of the numbers in the order of the text
@@ -40,11 +44,16 @@ def test_the_text_has_the_answer(template: Template) -> None:
         assert min(map(int, re.findall(r"\d+", text))) > 0
 
 
-def test_the_checker_knows_right_from_wrong_and_held_out_problems_are_of_other_templates() -> None:
-    data = WordProblems(num_train=40, num_val=20, seed=3)
-    rows = data.train_rows() + data.val_rows()
-    assert rows == WordProblems(num_train=40, num_val=20, seed=3).train_rows() + data.val_rows()
-    assert rows != WordProblems(num_train=40, num_val=20, seed=4).train_rows() + data.val_rows()
+def test_the_files_are_read_and_judged_as_gsm8k_is_and_held_out_problems_are_of_other_templates(tmp_path: Path) -> None:
+    """By the data module of configs/math.yaml, with nothing but its paths changed."""
+    write(tmp_path, train=40, held_out=20, seed=3)
+    arguments = yaml.safe_load((ROOT / "configs" / "math.yaml").read_text(encoding="utf-8"))["data"]["init_args"]
+    paths = {name: str(tmp_path / Path(arguments[name]).name) for name in ("path", "val_path")}
+    data = JsonlPrompts(**arguments | paths)
+    rows = [*data.train_rows(), *data.val_rows()]
+    assert [row["question"] for row in rows[:40]] == [row["question"] for row in problems(TRAINING, 40, "3/train")]
+    assert len(rows) == 60
+    assert {row["question"] for row in problems(TRAINING, 40, "4/train")}.isdisjoint(row["question"] for row in rows)
     prompts, golds = [row["prompt"] for row in rows], [row["answer"] for row in rows]
     for change, reward in ((0, 1.0), (1, 0.0)):
         texts = [rf"So it is \boxed{{{int(gold) + change}}}." for gold in golds]

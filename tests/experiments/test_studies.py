@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import re
+import string
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.common.pages import END, mark
 from examples import stories
 from experiments import arms, distill, schedule
 from experiments.learned_eviction import Drawn
+from experiments.math import __main__ as math_study
 from experiments.real import __main__ as real
 from experiments.real import task as real_task
 from experiments.real.studies import MAIN, REPLAY, USUAL
@@ -44,7 +46,15 @@ from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 from tests.learned import learned_score
 
 RESULTS = ROOT / "benchmarks" / "results"
-PROGRAMS = [stability.PROGRAM, real.PROGRAM, turns.PROGRAM, arms.PROGRAM, schedule.PROGRAM, distill.PROGRAM]
+PROGRAMS = [
+    stability.PROGRAM,
+    real.PROGRAM,
+    math_study.PROGRAM,
+    turns.PROGRAM,
+    arms.PROGRAM,
+    schedule.PROGRAM,
+    distill.PROGRAM,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -167,7 +177,7 @@ def test_rejected_sequences_are_described_beside_kept_ones() -> None:
 
 
 def tiny(folder: Path, **policy: Any) -> Path:
-    model, tokenizer = TinyPolicy(max_position_embeddings=256, **policy).load()
+    model, tokenizer = TinyPolicy(**{"max_position_embeddings": 256, **policy}).load()
     for item in (model, tokenizer):
         item.save_pretrained(folder)
     return folder
@@ -251,6 +261,34 @@ def test_naive_training_ends_below_dense_training(
     (line,) = (line for line in kept.read(tmp_path / "kept_short.jsonl") if "naive" in line["key"])
     before = line["evaluations"][0]["dense"]
     assert min(before, ends["dense"]) > ends["naive"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("group", "arm", "judged"),
+    [("main", 0, [1, 2, 3]), ("main", 1, [1, 2, 3]), ("card", 1, [0, 2, 3])],
+    ids=["dense", "weights and centering", "card"],
+)
+def test_mathematics_is_judged_when_its_protocol_says(group: str, arm: int, judged: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is an extra (lora)")
+    where = Where(tmp_path, tiny(tmp_path / "policy", alphabet=string.printable, max_position_embeddings=512))
+    (study,) = math_study.PROGRAM.groups[group]
+    study = replace(study, recipe=replace(study.recipe, prompts=2, rollouts=3, every_n_rollouts=2))
+    study.prepare(where)
+    run = study.runs(study.seeds[0], where)[arm]
+    options = {**run.settings.options, "trainer.precision": "32-true"}
+    options["model.init_args.sampling.max_completion_length"] = "24"
+    run = replace(run, settings=replace(run.settings, num_problems=4, options=options))
+    if run.settings.notebook is not None:
+        run.settings.notebook["init_args"]["num_problems"] = 4
+    assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
+    archive = math_study.PROGRAM.archive(tmp_path / "math.jsonl")
+    assert archive.of(run) == math_study.PROGRAM.archive(tmp_path / "math.jsonl").of(run)  # as it is read again
+    line = archive.of(run)
+    assert [row["rollouts"] for row in line.evaluations] == judged
+    assert line.seconds == sorted(line.seconds)
+    assert (line.seconds[0] == 0.0) == (judged[0] == 0)
 
 
 @pytest.mark.real

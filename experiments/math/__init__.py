@@ -1,0 +1,1 @@
+"""Mathematics by a model of the papers' family."""
