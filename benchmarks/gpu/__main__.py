@@ -13,7 +13,8 @@ floor. profile: kernel by kernel. train: the quickstart on the card, which must 
 test: ops, rollouts and replay against the CPU, every step from a graph, no wait in it. fsdp: one rank under FSDP2.
 study: one seed of the frozen study of the real model. whole: refilled rollouts beside `generate`. equal: long ones,
 every cache in the same memory. ops: each beside plain PyTorch. invariance: what a sequence's neighbors change.
-sanitize: every op under compute-sanitizer. models: larger ones, and caches of equal memory.
+sanitize: every op under compute-sanitizer. models: larger ones, and caches of equal memory. math: accuracy of
+Qwen2.5-Coder-0.5B against minutes and gigabytes.
 """
 
 from __future__ import annotations

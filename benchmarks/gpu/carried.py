@@ -1,9 +1,8 @@
 """Real models on a machine without a network: their publishers' files in pieces that calls can carry.
 
-python -m benchmarks.gpu.carried --split real math [--state build/gpu]    # where there is a network
-python -m benchmarks.gpu.carried --join math --device cuda                # there, when all pieces have arrived
+    python -m benchmarks.gpu.carried [--state build/gpu] [--models real math]
 
-What has been joined is the publisher's file by its hash, or refused.
+``real`` and ``math`` join them there, when all pieces have arrived: by its hash it is the publisher's file, or refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sparse_rl_lightning.cli.training import import_gguf
 from sparse_rl_lightning.policies.tiny import TinyPolicy
 
 CARRIED = {"real": "smollm2-135m-instruct", "math": "qwen2.5-coder-0.5b-instruct"}
-MOST = 46 * 2**20  # bytes of a piece
+MOST = 47 * 2**20  # bytes of a piece
 
 
 def split(name: str, state: Path) -> None:
@@ -48,24 +47,21 @@ def policy_of(name: str, state: Path, device: str) -> Path:
         for saved in TinyPolicy(alphabet=string.printable, max_position_embeddings=512).load():
             saved.save_pretrained(folder)
         return folder
-    whole = state / f"{name}.gguf"
-    whole.write_bytes(b"".join(piece.read_bytes() for piece in sorted(state.glob(f"{name}-?/piece"))))
+    whole, pieces = state / f"{name}.gguf", sorted(state.glob(f"{name}-?/piece"))
+    print(f"{len(pieces)} pieces of {CARRIED[name]}")
+    whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
     import_gguf.main([str(checked(MODELS[CARRIED[name]], whole)), str(folder)])
     return folder
 
 
 def main() -> None:
-    """Split or join."""
+    """Fetch the files and split them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--state", type=Path, default=Path("build/gpu"), help="folder of the pieces")
-    for verb in ("split", "join"):
-        parser.add_argument(f"--{verb}", nargs="+", choices=CARRIED, default=[])
+    parser.add_argument("--models", nargs="+", choices=CARRIED, default=list(CARRIED))
     args = parser.parse_args()
-    for name in args.split:
+    for name in args.models:
         split(name, args.state)
-    for name in args.join:
-        print(policy_of(name, args.state.absolute(), args.device))
 
 
 if __name__ == "__main__":

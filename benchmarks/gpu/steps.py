@@ -39,7 +39,7 @@ def steps(pieces: Sequence[str], device: str, save: Path, state: Path) -> list[S
         "real": [_module("real", "gpu.real", 4, *where, "--state", str(state), *toy)],
         "fsdp": [_fsdp(device, state)],
         "study": [_study(device, save, state)],
-        "math": _math(device, save, state),
+        "math": [_module("math", "gpu.mathematics", 5, *where, "--state", str(state))],
         "invariance": [_module("invariance", "gpu.invariance", 2, *where, "--model", first)],
         "sanitize": _sanitize(device),
         "models": _models(("tiny",) if device == "cpu" else OTHERS, first, *where, *toy),
@@ -72,20 +72,6 @@ def _study(device: str, save: Path, state: Path) -> Step:
         *(["--help"] if device == "cpu" else []),  # as much as can be rehearsed in less than half an hour
     )  # fmt: skip
     return Step("study", (sys.executable, "-m", "experiments.real", *arguments), 2.7)
-
-
-def _math(device: str, save: Path, state: Path) -> list[Step]:
-    """Two arms and two seeds of mathematics: accuracy against time and memory."""
-    arguments = (
-        "--studies", "card", "--device", "gpu", "--jobs", "2", "--runs", str(state / "math"),
-        "--kept", str(save / "gpu-math.jsonl"), "--policy", str(state / f"math-{device}" / "policy"),
-        *(["--help"] if device == "cpu" else []),  # a test runs it in toy sizes
-    )  # fmt: skip
-    joined = ("--join", "math", "--device", device, "--state", str(state))
-    return [
-        _module("math: policy", "gpu.carried", 1, *joined),
-        Step("math", (sys.executable, "-m", "experiments.math", *arguments), 4.5),
-    ]
 
 
 def _rollout(piece: str, model: str, minutes: float, *arguments: str) -> Step:

@@ -198,27 +198,28 @@ struct Row : Softmax {
     return stay;
   }
 
-  // The maxima of the chunks, or of their parts where there are fewer chunks than `wanted`.
+  // At least `wanted` maxima: of the chunks, or of their parts; none where the parts are too few.
   std::vector<double> maxima(int64_t wanted) const {
     constexpr int64_t Part = 32;
-    std::vector<double> found;
+    std::vector<double> tops;
     if (wanted <= num_chunks) {
-      for (int64_t c = 0; c < num_chunks; ++c) found.push_back(chunks[c].maximum);
-      return found;
+      for (int64_t c = 0; c < num_chunks; ++c) tops.push_back(chunks[c].maximum);
+      return tops;
     }
+    if (wanted * Part > vocabulary) return tops;
     for (int64_t begin = 0; begin < vocabulary; begin += Part) {
       float most = kNegInf;
       for (int64_t i = begin; i < std::min(begin + Part, vocabulary); ++i) most = std::max(most, at(i));
-      found.push_back(most);
+      tops.push_back(most);
     }
-    return found;
+    return tops;
   }
 
   // The best `count` tokens, the worst of them last; among the maxima is a bound that so many reach.
   std::vector<Candidate> top(int64_t count) const {
     double bound = kNegInf;
     std::vector<double> tops = maxima(count);
-    if (count <= static_cast<int64_t>(tops.size())) {
+    if (!tops.empty()) {
       std::nth_element(tops.begin(), tops.begin() + (count - 1), tops.end(), std::greater<double>());
       bound = tops[count - 1];
     }

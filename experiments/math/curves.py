@@ -38,12 +38,11 @@ def curves_table(results: Results) -> Table:
     """A row per arm, seed and evaluation."""
     header = ("", "seed", "rollouts", "minutes", "right", "rollouts, GiB", "learner, GiB")
     table = Table("", header)
-    for study in CARD:
-        for arm in study.arms:
-            for seed, outcome in results.of(study, arm).items():
-                line: Any = outcome.record
-                memory = [f"{peak / 2**30:.2f}" if peak else MISSING for peak in line.peaks]
-                for judged, spent in zip(line.evaluations, line.seconds, strict=True):
-                    right = f"{judged['dense']:.3f}"
-                    table.add(arm.label, str(seed), str(judged["rollouts"]), f"{spent / 60:.2f}", right, *memory)
+    for arm in CARD.arms:
+        for seed, outcome in results.of(CARD, arm).items():
+            line: Any = outcome.record
+            memory = [f"{peak / 2**30:.2f}" if peak else MISSING for peak in line.peaks]
+            for judged, spent in zip(line.evaluations, line.seconds, strict=True):
+                right = f"{judged['dense']:.3f}"
+                table.add(arm.label, str(seed), str(judged["rollouts"]), f"{spent / 60:.2f}", right, *memory)
     return table

@@ -14,10 +14,13 @@ real_again.jsonl, and replace none. --save writes all but `rates` and `learned`,
 were measured.
 """
 
+from functools import partial
+
 from benchmarks import REAL
 from experiments.real.studies import CELL, CENTERED, EQUIVALENCE, LEARNING_TO_EVICT, MAIN, RATES
-from experiments.real.tables import against_dense, arms_table, cell_table, centered_table, equivalence_table, overview
+from experiments.real.tables import against_dense, arms_table, cell_table, centered_table, overview
 from experiments.runner.command import Program, main
+from experiments.runner.tables import equivalence_table
 
 PROGRAM = Program(
     "real",
@@ -35,7 +38,7 @@ PROGRAM = Program(
         "readme": ("main", against_dense),
         "cell": ("cell", cell_table),
         "centered": ("centered", centered_table),
-        "equivalence": ("equivalence", equivalence_table),
+        "equivalence": ("equivalence", partial(equivalence_table, study=EQUIVALENCE)),
     },
     pages={
         "main": "real.md",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 from benchmarks.common.tables import Table
 from experiments.real.studies import (
     CELL,
     CENTERED,
     DENSE,
-    EQUIVALENCE,
     FIVE,
     HALF,
     MAIN,
@@ -20,7 +17,7 @@ from experiments.real.studies import (
     REWEIGHTING,
     SPARSE_RL,
 )
-from experiments.runner.outcomes import MISSING, Runs, lead, paired
+from experiments.runner.outcomes import MISSING, lead
 from experiments.runner.runs import Arm
 from experiments.runner.studies import planned
 from experiments.runner.tables import (
@@ -38,7 +35,6 @@ from experiments.runner.tables import (
 
 ENDING = named("full cache, by seed", "sequences rejected", "mismatch k3", "tokens at the end", "minutes")
 LEADS = ("ahead of naive, full cache", "ahead of dense, full cache", "ahead of dense, compressed")
-T_OF_13 = 1.782  # Student's t at 95 %, 12 degrees
 BRIEFLY = ("", FULL, "compressed", *LEADS, "collapsed", "sequences rejected")
 
 
@@ -114,37 +110,6 @@ def centered_table(results: Results) -> Table:
     for arm in CENTERED.arms:
         add_row(table, results.of(CENTERED, arm), columns, arm.label)
     return table
-
-
-def equivalence_table(results: Results) -> Table:
-    """Bounded weights under a half and dense training, by the end and by the interval of the test."""
-    dense, _ = ends = [results.of(EQUIVALENCE, arm) for arm in EQUIVALENCE.arms]
-    columns: dict[str, Column] = {
-        **named(FULL, "full cache, by seed"),
-        "ahead of dense": ahead_of(dense, "dense"),
-        "90 % interval": lambda runs: ninety(list(paired(fulls(runs), fulls(dense)).values())),
-        **named("sequences rejected", "mismatch k3", "minutes"),
-    }
-    table = Table("", ["", "seeds", *columns])
-    for arm, runs in zip(EQUIVALENCE.arms, ends, strict=True):
-        add_row(table, runs, columns, arm.label, str(len(runs)))
-    return table
-
-
-def fulls(runs: Runs) -> dict[int, float]:
-    """Ends with the full cache by seed."""
-    return {seed: run.dense for seed, run in runs.items()}
-
-
-def ninety(leads: Sequence[float]) -> str:
-    """The 90 % interval of a mean lead in points, which lies within the margin where two one-sided tests at 5 % say so.
-
-    A dash before the last seed of the protocol.
-    """
-    if len(leads) < len(EQUIVALENCE.seeds):
-        return MISSING
-    middle, half = 100 * fmean(leads), 100 * T_OF_13 * stdev(leads) / math.sqrt(len(leads))
-    return f"{middle - half:+.1f} to {middle + half:+.1f}"
 
 
 def cell_table(results: Results) -> Table:

@@ -34,6 +34,7 @@ class Program:
     optional: Sequence[str] = ()  # groups that run when they are named alone
     together: Sequence[Sequence[str]] = ()  # groups that share tables, which must not mix code of now and of before
     policy: Path | None = None  # that all runs start from; None if the studies warm theirs up
+    target: str = "real-model"  # of make, that fetches it
     line: Any = Record
     plain: Callable[[Results, Sequence[Study]], Table] = plain_table  # of groups without blocks of their own
     is_tidy: bool = False  # remove the checkpoints of what has ended
@@ -83,13 +84,16 @@ def main(program: Program, about: str | None) -> None:
             if any(results.archive.of(run) is None for run in planned([study], where, args.seeds)):
                 study.prepare(where)
         execute(runs, results.archive, args.jobs, program.is_tidy)
-    say(f"{sum(results.archive.of(run) is not None for run in runs)} of {len(runs)} runs are finished")
+    finished = sum(results.archive.of(run) is not None for run in runs)
+    say(f"{finished} of {len(runs)} runs are finished")
     texts = program.texts(results, args.studies)
     if not texts:
         sys.exit(f"error: no run of {len(runs)} is finished in {where.folder}: run without --finished")
     print(*(f"## {name}\n\n{text}" for name, text in texts.items()), sep="\n\n")
     if program.pages and args.save:
         program.save(texts, args.save)
+    if not args.finished and finished < len(runs):
+        sys.exit(f"error: {len(runs) - finished} of {len(runs)} runs have stopped")
 
 
 def parsed(program: Program, about: str | None) -> argparse.Namespace:
@@ -100,12 +104,14 @@ def parsed(program: Program, about: str | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", help="of the protocol's, default all")
     parser.set_defaults(policy=Path(), device="cpu")
     if program.policy is not None:
-        parser.add_argument("--policy", type=Path, default=program.policy, help=f"default: {program.policy.name}")
+        parser.add_argument(
+            "--policy", type=Path, default=program.policy, help=f"default: that of make {program.target}"
+        )
         parser.add_argument("--device", default="cpu", choices=["cpu", "gpu"], help="keep lines of each apart")
     args = parser.parse_args()
     unknown = set(args.seeds or ()) - {seed for study in program.studies(args.studies) for seed in study.seeds}
     if unknown:
         parser.error(f"--seeds: no study chosen has the seeds {sorted(unknown)}")
     if program.policy is not None and not (args.policy / "config.json").is_file():
-        sys.exit(f"error: there is no model in {args.policy}: give --policy, or run make real-model, make math-model")
+        sys.exit(f"error: there is no model in {args.policy}: make {program.target}, or give --policy")
     return args

@@ -71,6 +71,7 @@ class Course(Notebook):
         problems_seed: Seed of other validation rows than the run's own, the same for runs of different seeds.
         reward: Import path of the reward that answers are judged by.
         also_before: Numbers of rollouts before which to evaluate besides.
+        split_every: Split the mismatch every n rollouts; 0 never, as where training is timed.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Course(Notebook):
         problems_seed: int | None = None,
         reward: str = "sparse_rl_lightning.rewards.arithmetic_reward",
         also_before: Sequence[int] = (),
+        split_every: int = SPLIT_EVERY,
     ) -> None:
         self.caches: dict[str, Compressor] = {"dense": FullKV(), **{str(c.budget): c for c in compressors}}
         self.every_n_rollouts = every_n_rollouts
@@ -88,6 +90,7 @@ class Course(Notebook):
         self.problems_seed = problems_seed
         self.judge = Rewards(imported(reward))
         self.also_before = also_before
+        self.split_every = split_every
         self.record = {
             "evaluations": [], "splits": [], "unused": [], "clipped": [], "ratios": [], "grad_norms": [],
             "seconds": 0.0,
@@ -106,7 +109,7 @@ class Course(Notebook):
         used = mask if rollout.keep is None else mask & rollout.keep
         used = used if rollout.weights is None else used & (rollout.weights > 0)
         self.record["unused"].append(float((mask & ~used).sum() / mask.sum()))
-        if scored.index % SPLIT_EVERY == 0 and rollout.evictions is not None:
+        if self.split_every and scored.index % self.split_every == 0 and rollout.evictions is not None:
             split = {name: float(value) for name, value in mismatch_split(module, rollout).items()}
             self.record["splits"].append({"rollouts": scored.index, **split})
         self.record["seconds"] += time.perf_counter() - start

@@ -94,7 +94,7 @@ class Study(ABC):
 
 @dataclass(frozen=True)
 class Adapted(Study):
-    """A policy that is given trains with an adapter; the first dense run is judged before training too."""
+    """A policy that is given trains with an adapter; where dense runs are judged under budgets, the first one twice."""
 
     judged: tuple[int, ...] = ()  # budgets that dense runs are judged under
 
@@ -109,8 +109,8 @@ class Adapted(Study):
 
     def options(self, seed: int, where: Where) -> dict[str, str]:
         """Of the command line."""
-        place = {"trainer.accelerator": where.device} | ({"trainer.devices": "1"} if where.device == "gpu" else {})
-        return {**self.recipe.options(), **place, "data.init_args.seed": str(1 + seed)}
+        drawn = {"trainer.accelerator": where.device, "data.init_args.seed": str(1 + seed)}
+        return self.recipe.options() | drawn | ({"trainer.devices": "1"} if where.device == "gpu" else {})
 
     def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
         """The policy before training is the same in all runs, and judged once, in the dense run of the first seed."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common.tables import Table
-from experiments.runner.outcomes import MISSING, Outcome, Runs, geometric, lead, mean
+from experiments.runner.outcomes import MISSING, Outcome, Runs, geometric, lead, mean, paired
 from experiments.runner.records import SPIKE, Archive
 from experiments.runner.runs import Arm
 from experiments.runner.studies import Study, Where
@@ -46,6 +47,7 @@ def ahead_of(rivals: Runs, cache: str) -> Column:
     return lambda runs: lead(runs, rivals, cache)
 
 
+T_OF = {8: 1.895, 13: 1.782}  # Student's t at 95 %, by the number of seeds
 FULL, COMPRESSED = "full cache", "compressed cache"
 COLUMNS: Columns = {
     FULL: of_each(lambda run: run.dense),
@@ -58,9 +60,15 @@ COLUMNS: Columns = {
     "largest w": ratio(lambda run: run.record.largest_ratio),
     f"steps with a gradient above {SPIKE:g}": of_each(lambda run: run.record.spikes, 1, percent=True),
     "tokens at the end": of_each(lambda run: run.record.curves["length"][-1], 0),
-    "collapsed": lambda runs: f"{sum(run.collapsed() for run in runs.values())} of {len(runs)}",
+    "collapsed": lambda runs: collapsed(list(runs.values())),
     "minutes": lambda runs: f"{statistics.fmean(run.record.minutes for run in runs.values()):.1f}",
 }
+
+
+def collapsed(runs: Sequence[Outcome]) -> str:
+    """How many have, of those that were judged before training; a dash where none was."""
+    judged = [run for run in runs if run.before("dense") is not None]
+    return f"{sum(run.collapsed() for run in judged)} of {len(judged)}" if judged else MISSING
 
 
 def named(*names: str) -> dict[str, Column]:
@@ -85,6 +93,37 @@ def started(results: Results, studies: Iterable[Study], cache: str) -> float | N
     arms = [(study, arm) for study in studies for arm in sorted(study.arms, key=lambda arm: not arm.evicts)]
     values = (run.before(cache) for study, arm in arms for run in results.of(study, arm).values())
     return next((value for value in values if value is not None), None)
+
+
+def equivalence_table(results: Results, study: Study) -> Table:
+    """A dense arm and another, by the end and by the interval of the test."""
+    dense, _ = ends = [results.of(study, arm) for arm in study.arms]
+    columns: dict[str, Column] = {
+        **named(FULL, "full cache, by seed"),
+        "ahead of dense": ahead_of(dense, "dense"),
+        "90 % interval": lambda runs: ninety(list(paired(fulls(runs), fulls(dense)).values()), len(study.seeds)),
+        **named("tokens saved", "sequences rejected", "mismatch k3", "minutes"),
+    }
+    table = Table("", ["", "seeds", *columns])
+    for arm, runs in zip(study.arms, ends, strict=True):
+        add_row(table, runs, columns, arm.label, str(len(runs)))
+    return table
+
+
+def fulls(runs: Runs) -> dict[int, float]:
+    """Ends with the full cache by seed."""
+    return {seed: run.dense for seed, run in runs.items()}
+
+
+def ninety(leads: Sequence[float], seeds: int) -> str:
+    """The 90 % interval of a mean lead in points, which lies within the margin where two one-sided tests at 5 % say so.
+
+    A dash before the last seed of the protocol.
+    """
+    if len(leads) < seeds:
+        return MISSING
+    middle, half = 100 * statistics.fmean(leads), 100 * T_OF[seeds] * statistics.stdev(leads) / math.sqrt(seeds)
+    return f"{middle - half:+.1f} to {middle + half:+.1f}"
 
 
 def plain_table(results: Results, studies: Sequence[Study]) -> Table:

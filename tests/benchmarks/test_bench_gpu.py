@@ -218,6 +218,8 @@ def test_pieces_are_joined_in_order_and_those_of_another_file_are_refused(
         return scratch / "file"
 
     monkeypatch.setattr(carried, "gguf_file", publishers)
+    sizes = {name: -(-size // carried.MOST) for name, size in (("real", 98_362_432), ("math", 491_400_064))}
+    assert sizes == {"real": 2, "math": 10}  # as the README says
     monkeypatch.setattr(carried, "MOST", 8)
     carried.split("math", tmp_path)
     assert [piece.stat().st_size for piece in sorted(tmp_path.glob("math-?/piece"))] == [8, 8, 7]

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from benchmarks import ROOT
-from examples.word_problems import HELD_OUT, TRAINING, Draws, Template, problems, write
+from examples.word_problems import HELD_OUT, TRAINING, Draws, Template, problems, texts, write
 from sparse_rl_lightning.data import JsonlPrompts
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards import boxed_math_reward
 
 SOLVED: dict[str, Callable[..., float]] = {  # of the numbers in the order of the text
@@ -46,18 +47,22 @@ def test_the_text_has_the_answer(template: Template) -> None:
 
 def test_the_files_are_read_and_judged_as_gsm8k_is_and_held_out_problems_are_of_other_templates(tmp_path: Path) -> None:
     """By the data module of configs/math.yaml, with nothing but its paths changed."""
-    write(tmp_path, train=40, held_out=20, seed=3)
+    files = texts(train=40, held_out=20, seed=3)
+    for _ in range(2):
+        write(tmp_path, files)
+    with pytest.raises(UserError, match=r"train\.jsonl has other problems: give another folder"):
+        write(tmp_path, texts(train=41, held_out=20, seed=3))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
     arguments = yaml.safe_load((ROOT / "configs" / "math.yaml").read_text(encoding="utf-8"))["data"]["init_args"]
     paths = {name: str(tmp_path / Path(arguments[name]).name) for name in ("path", "val_path")}
     data = JsonlPrompts(**arguments | paths)
     rows = [*data.train_rows(), *data.val_rows()]
     assert [row["question"] for row in rows[:40]] == [row["question"] for row in problems(TRAINING, 40, "3/train")]
-    assert len(rows) == 60
+    assert len(rows) == len({row["question"] for row in rows}) == 60
     assert {row["question"] for row in problems(TRAINING, 40, "4/train")}.isdisjoint(row["question"] for row in rows)
     prompts, golds = [row["prompt"] for row in rows], [row["answer"] for row in rows]
     for change, reward in ((0, 1.0), (1, 0.0)):
-        texts = [rf"So it is \boxed{{{int(gold) + change}}}." for gold in golds]
-        assert (
-            boxed_math_reward(prompts=prompts, completions=texts, completion_ids=texts, answer=golds) == [reward] * 60
-        )
+        answers = [rf"So it is \boxed{{{int(gold) + change}}}." for gold in golds]
+        told = {"prompts": prompts, "completions": answers, "completion_ids": answers, "answer": golds}
+        assert boxed_math_reward(**told) == [reward] * 60
     assert not {*TRAINING} & {*HELD_OUT}

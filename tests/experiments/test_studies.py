@@ -8,7 +8,7 @@ import json
 import re
 import string
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from examples import stories
 from experiments import arms, distill, schedule
 from experiments.learned_eviction import Drawn
 from experiments.math import __main__ as math_study
+from experiments.math.curves import STAGES, Curve, curves_table
 from experiments.real import __main__ as real
 from experiments.real import task as real_task
 from experiments.real.studies import MAIN, REPLAY, USUAL
@@ -31,6 +32,7 @@ from experiments.runner.course import learned
 from experiments.runner.ends import Ends
 from experiments.runner.runs import Run
 from experiments.runner.studies import Where, planned
+from experiments.runner.tables import Results, ninety
 from experiments.stability import __main__ as stability
 from experiments.stability import task
 from experiments.stability.rejected import described, table
@@ -279,16 +281,39 @@ def test_mathematics_is_judged_when_its_protocol_says(group: str, arm: int, judg
     run = study.runs(study.seeds[0], where)[arm]
     options = {**run.settings.options, "trainer.precision": "32-true"}
     options["model.init_args.sampling.max_completion_length"] = "24"
-    run = replace(run, settings=replace(run.settings, num_problems=4, options=options))
-    if run.settings.notebook is not None:
-        run.settings.notebook["init_args"]["num_problems"] = 4
+    run = replace(run, settings=replace(run.settings, options=options))
+    run.settings.notebook["init_args"]["num_problems"] = 4
     assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
-    archive = math_study.PROGRAM.archive(tmp_path / "math.jsonl")
-    assert archive.of(run) == math_study.PROGRAM.archive(tmp_path / "math.jsonl").of(run)  # as it is read again
-    line = archive.of(run)
+    line = math_study.PROGRAM.archive(tmp_path / "math.jsonl").of(run)
+    again = math_study.PROGRAM.archive(tmp_path / "math.jsonl").of(run)
+    assert repr(line) == repr(again)  # as it is read again, NaN too
     assert [row["rollouts"] for row in line.evaluations] == judged
-    assert line.seconds == sorted(line.seconds)
-    assert (line.seconds[0] == 0.0) == (judged[0] == 0)
+    history = json.loads((run.folder / "summary.json").read_text())["history"]
+    spent = [sum(row[stage] for stage in STAGES) for row in history]
+    assert line.seconds == pytest.approx([sum(spent[:number]) for number in judged], rel=1e-3)
+    assert line.peaks == [0.0, 0.0]  # of a GPU
+
+
+def test_a_curve_has_a_row_for_every_evaluation(tmp_path: Path) -> None:
+    study = math_study.PROGRAM.groups["card"][0]
+    (run, *_) = study.runs(60, Where(tmp_path, REAL))
+    numbers = dict.fromkeys(("p05", "k3", "rounding", "rejected", "clipped", "saved", "largest_ratio", "spikes"), 0.0)
+    evaluations = [{"rollouts": 0, "dense": 0.2}, {"rollouts": 4, "dense": 0.5}]
+    line = Curve(
+        run.key, run.settings_hash, "a card", evaluations, {}, **numbers, minutes=1.0, code=run.code,
+        seconds=[0.0, 30.0], peaks=[2.0**31, 2.0**32],
+    )  # fmt: skip
+    kept.write(tmp_path / "math.jsonl", [asdict(line)])
+    results = Results(Where(tmp_path, REAL), math_study.PROGRAM.archive(tmp_path / "math.jsonl"))
+    assert curves_table(results).rows == [
+        ("dense", "60", "0", "0.00", "0.200", "2.00", "4.00"), ("dense", "60", "4", "0.50", "0.500", "2.00", "4.00"),
+    ]  # fmt: skip
+
+
+def test_the_interval_of_equivalence_is_that_by_hand() -> None:
+    leads = [0.02, -0.05, 0.01, 0.03, -0.01, 0.0, -0.04, 0.06]
+    assert ninety(leads, 8) == "-2.2 to +2.7"  # 0.25 ± 1.8946 * 3.6154 / √8
+    assert ninety(leads[1:], 8) == "–"
 
 
 @pytest.mark.real

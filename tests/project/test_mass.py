@@ -25,8 +25,8 @@ CEILINGS = {
     "statements of the spine": 7_830,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_360,
-    "statements of experiments": 1_699,
+    "lines of tests": 58_374,
+    "statements of experiments": 1_717,
     "statements of docs": 684,
 }
 SLACK = 0.01
