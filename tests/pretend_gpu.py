@@ -54,6 +54,8 @@ LOOKUPS = {"index", "embedding", "gather", "index_select"}  # read as much as th
 PARTIAL_WRITES = {"index_put_", "_index_put_impl_", "scatter_", "index_fill_", "index_copy_"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_KERNEL = {FLOAT8, torch.float16}  # in a library for CPUs
+ON_GPUS_ALONE = {torch.ops.aten.bmm.dtype: lambda left, right, dtype: left.to(dtype) @ right.to(dtype)}
+"""Ops that the oldest torch has for no CPU."""
 _ATTRIBUTES = {"is_cuda": True, "is_cpu": False, "is_meta": False}
 MEMORY, CAPABILITY = 2**31, (9, 0)  # bytes, compute capability
 IDLE = "an event with nothing queued behind it"
@@ -417,7 +419,7 @@ class PretendGPU(TorchFunctionMode):
         self.captures.before_writing(written)
         if own and not EMULATED and any(isinstance(arg, Tensor) and arg.dtype in NO_KERNEL for arg in args):
             func = library.REFERENCES[name]
-        out = func(*args, **kwargs)
+        out = ON_GPUS_ALONE.get(func, func)(*args, **kwargs)
         outs = [t for t in leaves_of(out) if isinstance(t, Tensor)]
         tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
         memory = {t.untyped_storage()._cdata for t in tensors}
