@@ -335,7 +335,7 @@ def test_every_page_is_written_where_nothing_is_installed(uninstalled: tuple[Pat
     for run in runs:
         text, _ = run.communicate()
         assert run.returncode == 0, text[-3000:]
-    named = [step.command for step in wanted if "--save" in step.command]
+    named = [step.command for step in wanted if "--save" in step.command and step.name != "math"]  # has lines alone
     assert len(list(pages.iterdir())) == len(named) == len(set(named))
     for page in pages.iterdir():
         assert f"sparse-rl-lightning {__version__}" in page.read_text()
