@@ -21,7 +21,6 @@ from experiments.arms import PROGRAM as ARMS
 from experiments.real.__main__ import PROGRAM as REAL_PROGRAM
 from experiments.real.studies import CENTERED as REAL_CENTERED
 from experiments.real.studies import EQUIVALENCE
-from experiments.real.tables import equivalence_table
 from experiments.runner import execution
 from experiments.runner import runs as running
 from experiments.runner.command import Program
@@ -30,7 +29,7 @@ from experiments.runner.outcomes import mean
 from experiments.runner.records import BINS, Archive, binned, long_steps
 from experiments.runner.runs import CODE, NOTES, Run
 from experiments.runner.studies import Study, Where, planned
-from experiments.runner.tables import Results
+from experiments.runner.tables import Results, equivalence_table
 from experiments.stability.__main__ import PROGRAM
 from experiments.stability.studies import AGAIN, CENTERED, MAIN, NAIVE, SPARSE_RL
 from sparse_rl_lightning.callbacks.guards.step_guard import large_ratio_warning, long_step_advice
@@ -260,7 +259,7 @@ def test_equivalence_is_of_all_seeds_and_three_rollouts_each(tmp_path: Path) -> 
             if not run.folder.exists():
                 write(run, end=0.5 + leads[run.seed] * (run.arm == ours))
         results = Results(where, Archive(tmp_path / "kept.jsonl"))
-        first, second = equivalence_table(results).rows
+        first, second = equivalence_table(results, EQUIVALENCE).rows
         assert (first[0], second[0]) == (dense.label, ours.label)
         assert second[5] == shown
         assert second[1] == str(len(seeds))

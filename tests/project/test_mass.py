@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_830,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_374,
+    "lines of tests": 58_375,
     "statements of experiments": 1_717,
     "statements of docs": 684,
 }
