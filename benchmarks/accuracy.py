@@ -180,7 +180,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--cells", nargs="+", choices=list(cells()), default=list(cells()), metavar="CELL")
     options = parser.parse_args(args)
-    lines: dict[str, Line] = {row["cell"]: row for row in kept.read(options.kept)}  # type: ignore[misc]
+    lines: dict[str, Line] = {row["cell"]: row for row in kept.read(options.kept)}  # type: ignore[misc]  # as written
     if any(len(line["right"]) != options.problems for line in lines.values()):
         parser.error(f"{options.kept} has lines of another number of problems: give that, or another file")
     waiting = [] if options.finished else [cell for cell in options.cells if cell not in lines]

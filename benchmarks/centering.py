@@ -28,6 +28,7 @@ from benchmarks.common import options
 from benchmarks.common.memory import forget_peak, resident_bytes
 from benchmarks.common.pages import machine, save, say
 from benchmarks.common.tables import Table
+from experiments.runner.runs import CAPPED
 from sparse_rl_lightning.callbacks import RolloutCallback
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
@@ -35,7 +36,6 @@ from sparse_rl_lightning.records import ScoredRollout
 TITLE = "Score centering"
 WITHOUT, WITH = "weights ≤ 1.5", "and score centering"
 WAYS = (WITHOUT, WITH)
-CAPPED = {"class_path": "ImportanceReweighting", "init_args": {"clip_max": 1.5}}
 CLOCK = {"class_path": "benchmarks.centering.Clock"}
 FILE = "steps.json"
 PRECISIONS = {"bfloat16": "bf16-mixed", "float32": "32-true"}

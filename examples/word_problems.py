@@ -26,6 +26,7 @@ NAMES = (
 THINGS = (
     "apples beads books candles cards coins eggs flowers marbles muffins pears pencils shells stamps stickers".split()
 )
+TRIES = 1000  # of a template in a row that may bring nothing new
 
 
 class Draws:
@@ -213,9 +214,12 @@ HELD_OUT: Sequence[Template] = (farm, bus, parking, tank, tickets)
 def problems(templates: Sequence[Template], count: int, seed: str) -> list[dict[str, str]]:
     """So many different problems, as many of each template; columns ``question`` and ``answer``, as in GSM8K."""
     random, answers = Random(seed), dict[str, int]()
-    while len(answers) < count:
-        question, answer = templates[len(answers) % len(templates)](Draws(random))
-        answers[question] = answer
+    for number in range(count):
+        draws = (templates[number % len(templates)](Draws(random)) for _ in range(TRIES))
+        new = next((pair for pair in draws if pair[0] not in answers), None)
+        if new is None:
+            raise UserError(f"There are few problems beside these {len(answers)}: ask for fewer than {count}.")
+        answers.update([new])
     return [{"question": question, "answer": f"#### {answer}"} for question, answer in answers.items()]
 
 

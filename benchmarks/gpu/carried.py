@@ -25,13 +25,11 @@ def split(name: str, state: Path) -> None:
     state.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=state) as scratch:
         whole = gguf_file(CARRIED[name], Path(scratch)).read_bytes()
-    count = -(-len(whole) // MOST)
-    size = -(-len(whole) // count)
-    for letter, start in zip(string.ascii_lowercase, range(0, len(whole), size), strict=False):
-        folder = state / f"{name}-{letter}"
+    for number, start in enumerate(range(0, len(whole), MOST)):
+        folder = state / f"{name}-{string.ascii_lowercase[number]}"
         folder.mkdir(exist_ok=True)
-        (folder / "piece").write_bytes(whole[start : start + size])
-    print(f"{state}: {name}-a to {name}-{string.ascii_lowercase[count - 1]}, {size / 2**20:.1f} MiB each")
+        (folder / "piece").write_bytes(whole[start : start + MOST])
+        print(folder)
 
 
 def policy_of(name: str, state: Path, device: str) -> Path:

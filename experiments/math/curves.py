@@ -36,8 +36,7 @@ class Curve(Record):
 
 def curves_table(results: Results) -> Table:
     """A row per arm, seed and evaluation."""
-    header = ("", "seed", "rollouts", "minutes", "right", "rollouts, GiB", "learner, GiB")
-    table = Table("", header)
+    table = Table("", ("", "seed", "rollouts", "minutes", "right", "rollouts, GiB", "learner, GiB"))
     for arm in CARD.arms:
         for seed, outcome in results.of(CARD, arm).items():
             line: Any = outcome.record

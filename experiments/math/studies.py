@@ -24,6 +24,12 @@ def problems() -> dict[str, str]:
     return texts(train=8000, held_out=256, seed=0)
 
 
+@cache
+def folder_of_problems() -> str:
+    """Its name says what they are: with others every run is another one."""
+    return f"problems-{hashed(str(problems()))}"
+
+
 @dataclass(frozen=True)
 class Solving(Adapted):
     """Word problems; the end is the mean of three evaluations with the full cache, on 256 of other templates."""
@@ -32,8 +38,8 @@ class Solving(Adapted):
     judge: ClassVar = {"reward": "sparse_rl_lightning.rewards.boxed_math_reward"}
 
     def files(self, where: Where) -> Path:
-        """Folder of the problems, named by what they are: with others every run is another one."""
-        return where.folder.absolute() / f"problems-{hashed(str(problems()))}"
+        """Folder of the problems."""
+        return where.folder.absolute() / folder_of_problems()
 
     def prepare(self, where: Where) -> None:
         """Write the problems."""
@@ -43,9 +49,9 @@ class Solving(Adapted):
         """With the files of problems; how many there are is theirs to say."""
         options = super().options(seed, where)
         del options["data.init_args.num_train"]
-        names = {"path": "train", "val_path": "held_out"}
         return options | {
-            f"data.init_args.{key}": str(self.files(where) / f"{name}.jsonl") for key, name in names.items()
+            "data.init_args.path": str(self.files(where) / "train.jsonl"),
+            "data.init_args.val_path": str(self.files(where) / "held_out.jsonl"),
         }
 
 

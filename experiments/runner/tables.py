@@ -47,6 +47,12 @@ def ahead_of(rivals: Runs, cache: str) -> Column:
     return lambda runs: lead(runs, rivals, cache)
 
 
+def collapsed(runs: Runs) -> str:
+    """How many have, of those that were judged before training; a dash where none was."""
+    judged = [run for run in runs.values() if run.before("dense") is not None]
+    return f"{sum(run.collapsed() for run in judged)} of {len(judged)}" if judged else MISSING
+
+
 T_OF = {8: 1.895, 13: 1.782}  # Student's t at 95 %, by the number of seeds
 FULL, COMPRESSED = "full cache", "compressed cache"
 COLUMNS: Columns = {
@@ -60,15 +66,9 @@ COLUMNS: Columns = {
     "largest w": ratio(lambda run: run.record.largest_ratio),
     f"steps with a gradient above {SPIKE:g}": of_each(lambda run: run.record.spikes, 1, percent=True),
     "tokens at the end": of_each(lambda run: run.record.curves["length"][-1], 0),
-    "collapsed": lambda runs: collapsed(list(runs.values())),
+    "collapsed": collapsed,
     "minutes": lambda runs: f"{statistics.fmean(run.record.minutes for run in runs.values()):.1f}",
 }
-
-
-def collapsed(runs: Sequence[Outcome]) -> str:
-    """How many have, of those that were judged before training; a dash where none was."""
-    judged = [run for run in runs if run.before("dense") is not None]
-    return f"{sum(run.collapsed() for run in judged)} of {len(judged)}" if judged else MISSING
 
 
 def named(*names: str) -> dict[str, Column]:

@@ -69,7 +69,7 @@ class Arithmetic(Study):
     judge: Mapping[str, str] = field(default_factory=dict)  # reward of the held-out problems, if not arithmetic's
 
     @property
-    def warmed_by(self) -> str:  # type: ignore[override]
+    def warmed_by(self) -> str:  # type: ignore[override]  # depends on the task
         """The configuration of the task's warm-up."""
         return TASKS[self.task]
 

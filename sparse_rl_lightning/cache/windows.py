@@ -66,7 +66,7 @@ class WindowCache(SlotStorage):
         return self.pools.nbytes
 
     @property
-    def most_read(self) -> int:  # type: ignore[override]
+    def most_read(self) -> int:  # type: ignore[override]  # likewise
         """The most entries of a head that attention may read in a step."""
         return self.width
 

@@ -53,6 +53,8 @@ def test_the_files_are_read_and_judged_as_gsm8k_is_and_held_out_problems_are_of_
     with pytest.raises(UserError, match=r"train\.jsonl has other problems: give another folder"):
         write(tmp_path, texts(train=41, held_out=20, seed=3))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+    with pytest.raises(UserError, match="ask for fewer than 9"):
+        problems([lambda draws: (f"Is it {draws.number(1, 3)}?", 1)], 9, "3")
     arguments = yaml.safe_load((ROOT / "configs" / "math.yaml").read_text(encoding="utf-8"))["data"]["init_args"]
     paths = {name: str(tmp_path / Path(arguments[name]).name) for name in ("path", "val_path")}
     data = JsonlPrompts(**arguments | paths)

@@ -48,15 +48,8 @@ from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 from tests.learned import learned_score
 
 RESULTS = ROOT / "benchmarks" / "results"
-PROGRAMS = [
-    stability.PROGRAM,
-    real.PROGRAM,
-    math_study.PROGRAM,
-    turns.PROGRAM,
-    arms.PROGRAM,
-    schedule.PROGRAM,
-    distill.PROGRAM,
-]
+STUDIES = (stability, real, math_study, turns, arms, schedule, distill)
+PROGRAMS = [study.PROGRAM for study in STUDIES]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
