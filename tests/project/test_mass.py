@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_930,
-    "statements of the spine": 7_830,
+    "statements of the package": 23_938,
+    "statements of the spine": 7_833,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_375,
+    "lines of tests": 58_390,
     "statements of experiments": 1_717,
     "statements of docs": 684,
 }
