@@ -131,7 +131,7 @@ cuda-emulate: $(INSTALLED) ## tests of ops, and of rollouts on a GPU, on the CUD
 		tests/ops/test_attention.py tests/rollout/test_on_gpu.py
 
 BENCHMARKS := accuracy ceiling centering checker compressors engines equal_memory float8 launches learner methods ops prompts reliability rollout routing trainer
-STUDIES := arms distill gradients math real schedule stability turns
+STUDIES := arms distill gradients long math real schedule stability turns
 $(foreach one,trainer,$(eval NEEDS.$(one) := $(WARMUP)))
 $(foreach one,ceiling centering engines equal_memory methods prompts real,$(eval NEEDS.$(one) := $(REAL)/config.json))
 NEEDS.compressors := $(TRAINED)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from benchmarks import REAL, ROOT
 from benchmarks.common import code, kept
@@ -22,6 +23,9 @@ from benchmarks.common.pages import END, mark
 from examples import stories
 from experiments import arms, distill, schedule
 from experiments.learned_eviction import Drawn
+from experiments.long import __main__ as long_study
+from experiments.long import studies as long_studies
+from experiments.long.task import LongSums
 from experiments.math import __main__ as math_study
 from experiments.math.curves import STAGES, Curve, curves_table
 from experiments.real import __main__ as real
@@ -48,7 +52,7 @@ from sparse_rl_lightning.rewards import arithmetic_reward, worked_steps_reward
 from tests.learned import learned_score
 
 RESULTS = ROOT / "benchmarks" / "results"
-STUDIES = (stability, real, math_study, turns, arms, schedule, distill)
+STUDIES = (stability, real, math_study, long_study, turns, arms, schedule, distill)
 PROGRAMS = [study.PROGRAM for study in STUDIES]
 
 
@@ -93,6 +97,23 @@ def test_frozen_sums_are_the_librarys_when_they_began() -> None:
     told = {"completions": texts, **{name: [row[name]] * len(texts) for name in ("answer", "solution", "task")}}
     for own, usual in ((task.right_answer, arithmetic_reward), (task.right_steps, worked_steps_reward)):
         assert own(**told) == usual(prompts=texts, completion_ids=texts, **told)
+
+
+def test_every_step_of_a_long_sum_takes_the_next_number() -> None:
+    data = LongSums(num_train=3, num_val=2, seed=4)
+    for row in data.train_rows() + data.val_rows():
+        terms = row["prompt"].strip("=").split("+")
+        steps, _, answer = row["solution"].partition("#")
+        split = [re.split(r"[+=]", step) for step in steps.split(";")]
+        assert len(set(terms)) == len(terms) == 80
+        assert [terms[0], *(end for *_, end in split)] == [start for start, *_ in split] + [answer]
+        assert [term for _, term, _ in split] == terms[1:]
+        assert all(int(start) + int(term) == int(end) for start, term, end in split)
+        told = {"completions": [row["solution"]], "answer": [row["answer"]], "solution": [row["solution"]]}
+        assert task.right_answer(**told) == task.right_steps(**told) == [1.0]
+        assert 980 < len(row["solution"]) < long_studies.LONGEST
+    assert data.val_rows() == LongSums(num_val=2, seed=5).val_rows()
+    assert data.train_rows() != LongSums(num_train=3, seed=5).train_rows()
 
 
 def test_frozen_stories_are_those_of_the_example_when_it_began() -> None:
@@ -238,6 +259,22 @@ def test_tails_are_measured_with_and_without_the_adapter(tmp_path: Path) -> None
 def test_a_schedule_is_another_budget(tmp_path: Path) -> None:
     (study,) = schedule.PROGRAM.groups["schedule"]
     run = brief(study.runs(0, Where(tmp_path))[1], tiny(tmp_path / "policy"), every_n_rollouts=0)
+    assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_policy_of_long_sums_learns_longer_and_longer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = tuple(long_studies.Stage(terms, 4, 1e-3, 0.0) for terms in (3, 4))
+    monkeypatch.setattr(long_studies, "STAGES", stages)
+    where = Where(tmp_path)
+    long_studies.QUARTER.prepare(where)
+    first, second = (load_file(stage.policy(where) / "model.safetensors") for stage in stages)
+    assert any((first[name] != second[name]).any() for name in first)
+    command = (tmp_path / "warmup" / "4-terms" / "run_config.yaml").read_text()
+    assert str(stages[0].policy(where)) in command
+    run = brief(long_studies.QUARTER.runs(0, where)[2], stages[-1].policy(where))
+    run.settings.options["model.init_args.sampling.max_completion_length"] = "40"  # type: ignore[index]
     assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
 
 

@@ -25,8 +25,8 @@ CEILINGS = {
     "statements of the spine": 7_833,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_390,
-    "statements of experiments": 1_717,
+    "lines of tests": 58_425,
+    "statements of experiments": 1_790,
     "statements of docs": 684,
 }
 SLACK = 0.01

@@ -1,0 +1,100 @@
+"""What ``experiments.long`` runs: arms on sums of eighty numbers, from a policy that learns longer and longer ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.pages import say
+from experiments.runner.runs import CENTERING_AND_WEIGHTS, CLI, DENSE, NAIVE, REPLAY, Settings, run_in
+from experiments.runner.studies import MONITOR, Recipe, Study, Where
+
+TERMS, LONGEST = 80, 1060  # numbers of a question, tokens of a completion
+ANSWER, STEPS = (f"experiments.stability.task.{name}" for name in ("right_answer", "right_steps"))
+METHODS: dict[str, dict[str, Any]] = {
+    "SnapKV": {"class_path": "SnapKV", "init_args": {"buffer": 32, "num_sinks": 4, "window": 8, "kernel_size": 5}},
+    "RKV": {"class_path": "RKV", "init_args": {"buffer": 32, "num_sinks": 4, "window": 8}},
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Supervised training on sums of so many numbers, until this share of the tokens is right."""
+
+    terms: int
+    questions: int  # of a step
+    rate: float
+    right: float
+
+    def policy(self, where: Where) -> Path:
+        """What it leaves."""
+        return (where.folder / "warmup" / f"{self.terms}-terms" / "policy").absolute()
+
+    def options(self, before: Path | None) -> dict[str, Any]:
+        """Of the command line, from a policy or from the beginning."""
+        return {
+            "data.num_terms": self.terms,
+            "data.prompts_per_rollout": self.questions,
+            "model.optimizer.lr": self.rate,
+            "trainer.callbacks.stopping_threshold": self.right,
+            **({"model.policy": before} if before else {}),
+        }
+
+
+STAGES = (
+    Stage(4, 96, 1e-3, 0.97), Stage(12, 32, 1e-3, 0.99), Stage(32, 12, 1e-3, 0.997), Stage(TERMS, 6, 5e-4, 0.9996),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Long(Study):
+    """Completions of a thousand tokens; greedy answers to 128 held-out questions are the same for every run."""
+
+    warmed_by = ""
+
+    def prepare(self, where: Where) -> None:
+        """Warm the policy up, stage by stage."""
+        before: Path | None = None
+        for stage in STAGES:
+            policy = stage.policy(where)
+            if not (policy / "config.json").is_file():
+                say(f"warm-up: {stage.terms} numbers")
+                words = [f"--{name}={value}" for name, value in stage.options(before).items()]
+                config = Path(__file__).with_name("warmup.yaml")
+                command = [*CLI, "fit", f"--config={config}", *words, "--trainer.enable_progress_bar=false"]
+                if run_in(policy.parent, [*command, "--num_threads=1"]):
+                    sys.exit(f"error: the warm-up stopped, see {policy.parent / 'log.txt'}")
+            before = policy
+
+    def settings(self, arm: Any, seed: int, where: Where) -> Settings:
+        """Of every run."""
+        recipe = self.recipe
+        return Settings(
+            policy=str(STAGES[-1].policy(where)),
+            folder=self.folder(where),
+            budgets=(self.budget,),
+            steps=recipe.rollouts * recipe.steps,
+            method=METHODS[self.method],
+            every_n_rollouts=recipe.every_n_rollouts,
+            num_problems=128,
+            callbacks=(MONITOR,),
+            judge={"reward": ANSWER},
+            options={
+                "data.class_path": "experiments.long.task.LongSums",
+                **recipe.options(),
+                "data.init_args.num_train": "4000",
+                "data.init_args.num_terms": str(TERMS),
+                "data.init_args.seed": str(1 + seed),
+                "model.init_args.reward_funcs": json.dumps([ANSWER, STEPS]),
+                "model.init_args.sampling.max_completion_length": str(LONGEST),
+            },
+        )
+
+
+USUAL = Recipe(prompts=8, steps=2, rate=1e-4, rollouts=40, warm_up=4, every_n_rollouts=10)
+ARMS = (DENSE, NAIVE, CENTERING_AND_WEIGHTS, REPLAY)
+QUARTER = Long("SnapKV", 272, ARMS, USUAL, (0, 1, 2))
+"""With the buffer a quarter of the longest sequences, 304 of some 1,230 tokens."""
