@@ -17,7 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -148,8 +148,9 @@ def _flags(values: list[bool]) -> str:
 def table(lines: Mapping[str, Line]) -> str:
     """The cells that have ended, each beside the full cache."""
     header = ("cache", "right, %", "lost, won", "points behind", "length", "cut off", "KV saved")
-    shown = Table("", header)
-    for line in (lines[cell] for cell in cells() if cell in lines):
+    ended = [lines[cell] for cell in cells() if cell in lines]
+    shown = Table("", header, f"{len(ended)} of {len(cells())} caches, on {' and '.join(_processors(ended))}.")
+    for line in ended:
         right, places = _tensor(line["right"]), torch.arange(len(line["right"]))
         shown.add(
             line["cell"], interval(*share(right, places)), *_beside(lines.get(FULL), line),
@@ -157,6 +158,11 @@ def table(lines: Mapping[str, Line]) -> str:
             percent(line["kv_saved"]),
         )  # fmt: skip
     return shown.untitled
+
+
+def _processors(lines: Iterable[Line]) -> list[str]:
+    """What they were measured on, each once."""
+    return sorted({line["machine"].split(", ")[1] for line in lines})
 
 
 def _tensor(flags: str) -> torch.Tensor:

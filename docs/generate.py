@@ -22,7 +22,7 @@ from docs.docstrings import Argument
 from docs.families import models_table
 from docs.predictions import cards_table, one_card_file, recipe_tables
 from docs.quoted import (
-    budgets_table,
+    accuracy_table,
     compressors_table,
     gpu_cells_table,
     gpu_larger_table,
@@ -119,12 +119,12 @@ WHOLE: dict[str, Callable[[], str]] = {"settings.md": settings_page, "callbacks.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "methods.md": {
         **{part: partial(method_tables.part_table, part) for part in method_tables.TITLES},
-        "runs": method_tables.runs_table,
+        "runs": method_tables.runs_table, "accuracy": accuracy_table,
     },
     "models.md": {"families": models_table, "decoders": partial(some_columns, "decoders-cpu", "Decoders")},
     "papers.md": {"": recipe_tables},
     "one_card.md": {"file": one_card_file, "cards": cards_table},
-    "choosing.md": {"real": method_tables.chosen_table, "budgets": budgets_table, "compressors": compressors_table},
+    "choosing.md": {"real": method_tables.chosen_table, "accuracy": accuracy_table, "compressors": compressors_table},
     "when.md": {"512": partial(crossing_table, 512), "2048": partial(crossing_table, 2048)},
     "measured/gpu.md": {
         "": partial(

@@ -17,8 +17,6 @@ COMPARED = (
     "FullKV", "RandomEviction", "StreamingLLM", "KeyDiff", "CUR", "LagKV", "TOVA", "SnapKV", "RKV",
     "Combined SnapKV and KeyDiff",
 )  # fmt: skip
-PAPER = "Sparse-RL (paper)"
-CORRECTED = ("dense", "naive", PAPER, "replay")
 TASKS = ("sums", "reductions", "countdown")
 Row = dict[str, str]
 
@@ -50,14 +48,10 @@ def some_columns(page: str, heading: str, *head: str) -> str:
     return columns(rows, head or tuple(rows[0]))
 
 
-def budgets_table() -> str:
-    """Accuracy with the full cache by budget and arm, and what the paper's correction rejects."""
-    by_arm = {(row["budget"], row["–"]): row for row in measured("measured/arms.md", "Budgets and replay")}
-    rows: list[tuple[str, ...]] = []
-    for budget in dict.fromkeys(budget for budget, _ in by_arm):
-        accuracies = [by_arm[budget, arm]["full cache"] for arm in CORRECTED]
-        rows.append((budget, *accuracies, by_arm[budget, PAPER]["sequences rejected"]))
-    return Table("", ("budget", *CORRECTED, f"rejected by {PAPER}"), rows=rows).untitled
+def accuracy_table() -> str:
+    """Right answers of a real model by cache, in brief."""
+    head = ("cache", "right, %", "lost, won", "points behind", "KV saved")
+    return columns(measured("measured/accuracy.md"), head)
 
 
 def compressors_table() -> str:

@@ -28,7 +28,7 @@ from sparse_rl_lightning.planning import Job, Plan, Sharding, card_of, make_plan
 from sparse_rl_lightning.planning.blueprint import Blueprint
 from sparse_rl_lightning.planning.job import PROMPT
 from sparse_rl_lightning.planning.knobs import advice
-from sparse_rl_lightning.planning.propose import PROMPTS, configuration, propose
+from sparse_rl_lightning.planning.propose import JUDGED, PROMPTS, configuration, propose
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
@@ -65,7 +65,7 @@ def proposed(args: Sequence[str]) -> Plan:
     )
     plan = propose(arguments.model, card, arguments.length)
     write_whole(target, configuration(plan, output))
-    say(f"{plan.text}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
+    say(f"{plan.text}\n{JUDGED}\nWritten: {output}. It names data and rewards to begin with: change them to yours.")
     return plan
 
 

@@ -31,6 +31,11 @@ from sparse_rl_lightning.text import printable
 
 PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER, ALL_STEPS = 16, 8, 2, 128, 400
 """Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer, steps of the run."""
+JUDGED = (
+    "Right answers were counted for another model and share, Qwen2.5-Coder-0.5B on GSM8K: RKV with 192 + 32 of 381 "
+    "tokens answered 73 of 256 questions, the full cache 74 (docs, measured/accuracy)."
+)
+"""What is known of how a budget and answers go together, beside the budget that is proposed."""
 
 
 def levels(length: int) -> dict[str, tuple[Any, ...]]:
@@ -150,6 +155,7 @@ def configuration(plan: Plan, output: Path) -> str:
         f"{what} of {path} on a card of {size} GB, sequences of up to {job.length} tokens.",
         f"Written by `sparse-rl {shlex.join(again)}`.",
         f"  sparse-rl fit --config {shlex.quote(str(output))}",
+        f"The budget is {job.compressor.schedule.plain} of {job.length} tokens. {JUDGED}",
         "Data: GSM8K's training problems as published, or others. All figures are predicted, none measured on a GPU:",
         *plan.text.splitlines(),
     ]

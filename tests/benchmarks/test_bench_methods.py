@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import statistics
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import accuracy, methods
+from benchmarks import ROOT, accuracy, methods
 from benchmarks.common import kept as lines_kept
 from docs.listing import METHODS, WRAPPERS
 from sparse_rl_lightning.cli.benchmark import FLOOR, FULL, Method
+from sparse_rl_lightning.planning.propose import JUDGED
 from sparse_rl_lightning.policies import TinyPolicy
 from sparse_rl_lightning.policies.tiny import ARITHMETIC_ALPHABET
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
@@ -71,18 +74,28 @@ def test_the_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def line(cell: str, right: str) -> accuracy.Line:
     return accuracy.Line(
         cell=cell, right=right, lenient=right, finished="1110", lengths=[10, 20, 30, 40], kv_saved=0.25, minutes=1.0,
-        policy="", machine="",
+        policy="", machine="today, a processor, 1 thread",
     )  # fmt: skip
 
 
 def test_answers_are_compared_problem_by_problem() -> None:
     lines = {cell: line(cell, right) for cell, right in ((accuracy.FULL, "1100"), ("RKV 192", "1010"))}
-    (full, compressed) = (row.split(" | ") for row in accuracy.table(lines).splitlines()[2:])
+    (full, compressed) = (row.split(" | ") for row in accuracy.table(lines).splitlines()[4:])
     assert full[2:4] == ["", ""]
     # one lost and one won of four: differences of 1, -1, 0 and 0 have a standard error of sqrt(2 / 3) / 2
     assert compressed[2:4] == ["1, 1", f"0.0 ± {1.96 * (2 / 3) ** 0.5 / 2 * 100:.1f}"]
     assert compressed[1].startswith("50.0 [15.0, 85.0")
     assert compressed[4:] == ["25", "25.0 %", "25.0 % |"]
+
+
+def test_the_page_and_a_proposal_say_what_the_kept_lines_hold() -> None:
+    lines: Any = {row["cell"]: row for row in lines_kept.read(ROOT / "benchmarks" / "results" / "accuracy.jsonl")}
+    assert accuracy.table(lines) in (ROOT / "docs" / "measured" / accuracy.PAGE).read_text()
+    full, compressed = (lines[cell]["right"] for cell in (accuracy.FULL, "RKV 192"))
+    counted = f"{compressed.count('1')} of {len(full)} questions, the full cache {full.count('1')}"
+    assert counted in JUDGED
+    assert "192 + 32 of 381" in JUDGED  # 97 of a prompt
+    assert round(statistics.fmean(lines[accuracy.FULL]["lengths"])) == 381 - 97
 
 
 @pytest.mark.parametrize("cell", list(accuracy.cells()))

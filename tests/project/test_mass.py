@@ -21,13 +21,13 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_938,
+    "statements of the package": 23_939,
     "statements of the spine": 7_833,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_425,
+    "lines of tests": 58_440,
     "statements of experiments": 1_790,
-    "statements of docs": 684,
+    "statements of docs": 680,
 }
 SLACK = 0.01
 
