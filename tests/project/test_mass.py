@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_833,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_440,
+    "lines of tests": 58_445,
     "statements of experiments": 1_790,
     "statements of docs": 680,
 }
