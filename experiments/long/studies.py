@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.pages import say
-from experiments.runner.runs import CENTERING_AND_WEIGHTS, CLI, DENSE, NAIVE, REPLAY, Settings, run_in
+from experiments.runner.runs import CENTERING_AND_WEIGHTS, DENSE, NAIVE, REPLAY, Arm, Settings, supervise
 from experiments.runner.studies import MONITOR, Recipe, Study, Where
 
 TERMS, LONGEST = 80, 1060  # numbers of a question, tokens of a completion
@@ -63,13 +62,10 @@ class Long(Study):
             if not (policy / "config.json").is_file():
                 say(f"warm-up: {stage.terms} numbers")
                 words = [f"--{name}={value}" for name, value in stage.options(before).items()]
-                config = Path(__file__).with_name("warmup.yaml")
-                command = [*CLI, "fit", f"--config={config}", *words, "--trainer.enable_progress_bar=false"]
-                if run_in(policy.parent, [*command, "--num_threads=1"]):
-                    sys.exit(f"error: the warm-up stopped, see {policy.parent / 'log.txt'}")
+                supervise(policy.parent, Path(__file__).with_name("warmup.yaml"), words)
             before = policy
 
-    def settings(self, arm: Any, seed: int, where: Where) -> Settings:
+    def settings(self, arm: Arm, seed: int, where: Where) -> Settings:
         """Of every run."""
         recipe = self.recipe
         return Settings(

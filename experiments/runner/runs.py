@@ -115,9 +115,14 @@ def warm_up(folder: Path, config: str) -> None:
     """Train the policy that runs start from, where it is not there yet."""
     if not (warmed(folder, config) / "config.json").is_file():
         say(f"warm-up: {config}")
-        command = [*CLI, "fit", f"--config={CONFIGS / config}.yaml", "--trainer.enable_progress_bar=false"]
-        if run_in(folder, [*command, "--num_threads=1"]):
-            sys.exit(f"error: the warm-up stopped, see {folder / 'log.txt'}")
+        supervise(folder, CONFIGS / f"{config}.yaml")
+
+
+def supervise(folder: Path, config: Path, words: Sequence[str] = ()) -> None:
+    """Run a warm-up in a folder, or end with a message where it stops; ``words`` are of its command line."""
+    quietly = ("--trainer.enable_progress_bar=false", "--num_threads=1")
+    if run_in(folder, [*CLI, "fit", f"--config={config}", *words, *quietly]):
+        sys.exit(f"error: the warm-up stopped, see {folder / 'log.txt'}")
 
 
 def hashed(text: str) -> str:

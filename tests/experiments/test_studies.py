@@ -273,8 +273,9 @@ def test_a_policy_of_long_sums_learns_longer_and_longer_ones(tmp_path: Path, mon
     assert any((first[name] != second[name]).any() for name in first)
     command = (tmp_path / "warmup" / "4-terms" / "run_config.yaml").read_text()
     assert str(stages[0].policy(where)) in command
-    run = brief(long_studies.QUARTER.runs(0, where)[2], stages[-1].policy(where))
-    run.settings.options["model.init_args.sampling.max_completion_length"] = "40"  # type: ignore[index]
+    run = long_studies.QUARTER.runs(0, where)[2]
+    shorter = {"data.init_args.num_val": "8", "model.init_args.sampling.max_completion_length": "40"}
+    run = brief(run, stages[-1].policy(where), options={**run.settings.options, **shorter})
     assert run.execute(), (run.folder / "log.txt").read_text()[-2000:]
 
 
