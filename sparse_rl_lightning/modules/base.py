@@ -29,10 +29,11 @@ from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, follow_metric, lost_steps
 from sparse_rl_lightning.modules.resume.optimizer import describe_optimizer
 from sparse_rl_lightning.modules.resume.run_state import RunState
-from sparse_rl_lightning.policies.modes import EMULATED, disable_dropout, emulates_bfloat16
+from sparse_rl_lightning.policies.modes import disable_dropout
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, check_trainable, has_adapters, resolve_policy
+from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.rollout.prompts import default_end_token_ids
 
 FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
@@ -157,13 +158,15 @@ class PolicyModule(LightningModule):
         """Hook for subclasses, called once while the policy is still whole on every rank."""
 
     def on_fit_start(self) -> None:
-        """Restore the rotary positions, and warn of a processor that emulates the products."""
+        """Restore the rotary positions."""
         self.restore_rotary()
-        is_mixed = self.trainer.precision == "bf16-mixed"
-        if self.device.type == "cpu" and emulates_bfloat16(self.policy, is_mixed):
-            rank_zero_warn(EMULATED)
 
     on_test_start = on_predict_start = on_fit_start
+
+    @wide_products()
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Differentiate the loss, with products of bfloat16 as the forward pass has them."""
+        super().backward(loss, *args, **kwargs)
 
     def restore_rotary(self) -> None:
         """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""

@@ -18,6 +18,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.optimizers import default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
+from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import check_tokens, default_end_token_ids, encode_prompt, long_prompts
@@ -144,6 +145,7 @@ class SupervisedWarmup(PolicyModule):
         weight = count * self._world_size  # Lightning divides the sum of the weights by it, in whole numbers
         self.log_dict(metrics, prog_bar=True, batch_size=weight, sync_dist=True)
 
+    @wide_products()
     def _loss(self, rows: list[dict[str, Any]], counts: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
         """Mean loss and accuracy over the tokens to learn, and their number; all rows count, or those of a mask."""
         ids, targets = self._encode(rows)

@@ -14,23 +14,10 @@ ROUNDED = ("tf32", "bf16")
 PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 """Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
 
-EMULATED = (
-    "The policy computes in bfloat16, for which this processor has no instructions: products are emulated, and take "
-    "several times as long as in float32. Set trainer.precision=32-true and the policy's dtype to float32, which needs "
-    "twice the memory."
-)
-
 
 def rounds_products(device: torch.device) -> bool:
     """Whether float32 products on a device are rounded to less."""
     return PRODUCTS[device.type == "cpu"].fp32_precision in ROUNDED
-
-
-def emulates_bfloat16(model: PreTrainedModel, is_mixed: bool) -> bool:
-    """Whether this processor has no instructions for bfloat16, and a model's weights or mixed precision are in it."""
-    is_narrow = is_mixed or any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # builds without oneDNN have none
-    return is_narrow and asked is not None and not asked()
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_939,
-    "statements of the spine": 7_833,
+    "statements of the package": 23_963,
+    "statements of the spine": 7_835,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_445,
+    "lines of tests": 58_550,
     "statements of experiments": 1_790,
     "statements of docs": 680,
 }
