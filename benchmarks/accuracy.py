@@ -100,7 +100,7 @@ def configuration(cell: str, policy: Path, data: Path, folder: Path, problems: i
                 "compressors": [cache] if cache else [],
                 "dense": cache is None,
                 "sampling": {"num_generations": 1, "max_completion_length": MAX_LENGTH, "temperature": 0.0},
-                "rollout": {"num_slots": 64, **rollout},
+                "rollout": {"num_slots": 128, **rollout},
                 "batch_size": problems,
             },
         },

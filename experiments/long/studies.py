@@ -13,9 +13,11 @@ from experiments.runner.studies import MONITOR, Recipe, Study, Where
 
 TERMS, LONGEST = 80, 1060  # numbers of a question, tokens of a completion
 ANSWER, STEPS = (f"experiments.stability.task.{name}" for name in ("right_answer", "right_steps"))
+SIZES = {"buffer": 32, "num_sinks": 4, "window": 8}
 METHODS: dict[str, dict[str, Any]] = {
-    "SnapKV": {"class_path": "SnapKV", "init_args": {"buffer": 32, "num_sinks": 4, "window": 8, "kernel_size": 5}},
-    "RKV": {"class_path": "RKV", "init_args": {"buffer": 32, "num_sinks": 4, "window": 8}},
+    f"{name}{how}": {"class_path": name, "init_args": {**SIZES, **more, **protection}}
+    for name, more in {"SnapKV": {"kernel_size": 5}, "RKV": {}}.items()
+    for how, protection in {"": {}, ", prompt protected": {"protect_prompt": True}}.items()
 }
 
 
@@ -44,7 +46,8 @@ class Stage:
 
 
 STAGES = (
-    Stage(4, 96, 1e-3, 0.97), Stage(12, 32, 1e-3, 0.99), Stage(32, 12, 1e-3, 0.997), Stage(TERMS, 6, 5e-4, 0.9996),
+    Stage(4, 96, 1e-3, 0.97), Stage(12, 32, 1e-3, 0.99), Stage(32, 12, 1e-3, 0.997), Stage(56, 8, 1e-3, 0.999),
+    Stage(TERMS, 6, 5e-4, 0.9996),
 )  # fmt: skip
 
 
@@ -62,6 +65,8 @@ class Long(Study):
             if not (policy / "config.json").is_file():
                 say(f"warm-up: {stage.terms} numbers")
                 words = [f"--{name}={value}" for name, value in stage.options(before).items()]
+                if (policy.parent / "checkpoints" / "last.ckpt").is_file():
+                    words.append("--ckpt_path=last")
                 supervise(policy.parent, Path(__file__).with_name("warmup.yaml"), words)
             before = policy
 

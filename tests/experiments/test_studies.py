@@ -6,9 +6,11 @@ import hashlib
 import importlib
 import json
 import re
+import shutil
 import string
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from examples import stories
 from experiments import arms, distill, schedule
 from experiments.learned_eviction import Drawn
 from experiments.long import __main__ as long_study
+from experiments.long import choice
 from experiments.long import studies as long_studies
 from experiments.long.task import LongSums
 from experiments.math import __main__ as math_study
@@ -264,15 +267,24 @@ def test_a_schedule_is_another_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_policy_of_long_sums_learns_longer_and_longer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_long_sums_learns_longer_and_longer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stages = tuple(long_studies.Stage(terms, 4, 1e-3, 0.0) for terms in (3, 4))
     monkeypatch.setattr(long_studies, "STAGES", stages)
     where = Where(tmp_path)
     long_studies.QUARTER.prepare(where)
     first, second = (load_file(stage.policy(where) / "model.safetensors") for stage in stages)
     assert any((first[name] != second[name]).any() for name in first)
-    command = (tmp_path / "warmup" / "4-terms" / "run_config.yaml").read_text()
+    command = next((tmp_path / "warmup" / "4-terms").rglob("run_config.yaml")).read_text()
     assert str(stages[0].policy(where)) in command
+    shutil.rmtree(stages[1].policy(where))  # as if it had been interrupted
+    monkeypatch.setattr(sys, "argv", ["choice", f"--runs={tmp_path}"])
+    for name, value in {"STAGES": stages, "TERMS": 4, "LONGEST": 9, "LongSums": partial(LongSums, num_val=2)}.items():
+        monkeypatch.setattr(choice, name, value)
+    choice.main()
+    assert "last.ckpt" in (stages[1].policy(where).parent / "log.txt").read_text()
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[-5:]] == ["full", *long_studies.METHODS]
     run = long_studies.QUARTER.runs(0, where)[2]
     shorter = {"data.init_args.num_val": "8", "model.init_args.sampling.max_completion_length": "40"}
     run = brief(run, stages[-1].policy(where), options={**run.settings.options, **shorter})
