@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_835,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_550,
+    "lines of tests": 58_565,
     "statements of experiments": 1_825,
     "statements of docs": 680,
 }
