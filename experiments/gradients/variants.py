@@ -14,7 +14,6 @@ from sparse_rl_lightning.callbacks.corrections.centering import CenteredLoss, co
 from sparse_rl_lightning.corrections import expected_scores
 from sparse_rl_lightning.learner.loss import GRPOLoss
 from sparse_rl_lightning.modules import SparseGRPO
-from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.records import Rollout
 
 
@@ -69,7 +68,6 @@ VARIANTS = (
 CENTERING, BOTH = Variant("centering", centers=True), Variant("centering and weights", (CAPPED,), centers=True)
 
 
-@wide_products()
 def gradients(
     module: SparseGRPO, variants: Sequence[Variant], batch: Rollout, logprobs: Tensor, likely: Tensor | None = None
 ) -> list[Tensor]:

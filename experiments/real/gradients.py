@@ -10,7 +10,8 @@ in --kept and is not measured again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +30,7 @@ from experiments.runner.studies import Where
 from sparse_rl_lightning.compressors import Compressor, SnapKV
 from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.policies import LoraPolicy
+from sparse_rl_lightning.policies.modes import WideProducts, lacks_bfloat16
 from sparse_rl_lightning.records import Rows
 
 BEFORE, AFTER = WEIGHTS = ("before training", "after dense training")
@@ -62,9 +64,12 @@ class StorySamples(Samples):
         """With the adapters of a run's start."""
         return LoraPolicy(folder, r=16, seed=self.seed)
 
-    def precision(self) -> torch.autocast:
+    @contextmanager
+    def precision(self) -> Iterator[None]:
         """That of training."""
-        return torch.autocast("cpu", torch.bfloat16)
+        with WideProducts() if lacks_bfloat16() else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                yield
 
 
 def sources(folder: Path, names: Sequence[str], jobs: int) -> dict[str, Path]:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from sparse_rl_lightning.checkpoints.zero_shards import ZeroShards
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.policies.wide_products import wide_products
 
 
 class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
@@ -87,7 +86,6 @@ class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
         self._init_config_if_needed()
         return nullcontext()
 
-    @wide_products()
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Keep DeepSpeed from scaling the loss, which Lightning has already divided."""
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)

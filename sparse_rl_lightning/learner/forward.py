@@ -16,7 +16,6 @@ from sparse_rl_lightning.learner.checkpointing import Checkpointing, checkpoint_
 from sparse_rl_lightning.learner.packing import Compute, in_parts, split, split_prompts, token_counts
 from sparse_rl_lightning.logprobs import sequence_logprobs
 from sparse_rl_lightning.policies.modes import eval_mode
-from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.replay.logprobs import replay_statistics
 from sparse_rl_lightning.replay.shared_prompts import check_shares, shared_statistics
@@ -150,7 +149,6 @@ class Learner:
     def _head(self) -> tuple[float, int, bool]:
         return self.temperature, self.options.head_chunk_size, self.options.head_in_float32
 
-    @wide_products()
     def _in_parts(
         self, compute: Callable[..., tuple[Tensor, ...]], rollout: Rollout, ids: Candidates | None = None,
         shares_prompts: bool = False,

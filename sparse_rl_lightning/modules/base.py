@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,11 +30,10 @@ from sparse_rl_lightning.fingerprints import weights_digest
 from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, follow_metric, lost_steps
 from sparse_rl_lightning.modules.resume.optimizer import describe_optimizer
 from sparse_rl_lightning.modules.resume.run_state import RunState
-from sparse_rl_lightning.policies.modes import disable_dropout
+from sparse_rl_lightning.policies.modes import WideProducts, disable_dropout, lacks_bfloat16
 from sparse_rl_lightning.policies.pretrained import check_finite
 from sparse_rl_lightning.policies.sharding import is_sharded, shard_fully, whole_weights
 from sparse_rl_lightning.policies.source import PolicySource, check_trainable, has_adapters, resolve_policy
-from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.rollout.prompts import default_end_token_ids
 
 FOLDERS_OF_LOGGERS = ("_root_dir", "_save_dir")
@@ -52,6 +52,9 @@ class PolicyModule(LightningModule):
 
     default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
     """Callbacks of every run; one of the trainer's own of the same class replaces one of these."""
+
+    products: AbstractContextManager[Any] = nullcontext()
+    """What a training step and its backward pass run in."""
 
     _world_size = 1  # of the trainer
 
@@ -158,15 +161,19 @@ class PolicyModule(LightningModule):
         """Hook for subclasses, called once while the policy is still whole on every rank."""
 
     def on_fit_start(self) -> None:
-        """Restore the rotary positions."""
+        """Restore the rotary positions; multiply as float32 where the processor would emulate the products."""
         self.restore_rotary()
+        is_mixed = self.trainer.precision == "bf16-mixed"
+        is_narrow = is_mixed or any(parameter.dtype == torch.bfloat16 for parameter in self.policy.parameters())
+        if is_narrow and self.device.type == "cpu" and lacks_bfloat16():
+            self.products = WideProducts()  # type: ignore[no-untyped-call]  # torch's
 
     on_test_start = on_predict_start = on_fit_start
 
-    @wide_products()
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Differentiate the loss, with products of bfloat16 as the forward pass has them."""
-        super().backward(loss, *args, **kwargs)
+        """Differentiate the loss, with the products of the step."""
+        with self.products:
+            super().backward(loss, *args, **kwargs)
 
     def restore_rotary(self) -> None:
         """Restore the precision of rotary positions, which ``precision: bf16-true`` reduces with the weights'."""

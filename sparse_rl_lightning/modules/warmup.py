@@ -18,7 +18,6 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.optimizers import default_optimizer
 from sparse_rl_lightning.policies.source import PolicySource
-from sparse_rl_lightning.policies.wide_products import wide_products
 from sparse_rl_lightning.records import Rows
 from sparse_rl_lightning.rollout.observations import encode_behind
 from sparse_rl_lightning.rollout.prompts import check_tokens, default_end_token_ids, encode_prompt, long_prompts
@@ -96,7 +95,8 @@ class SupervisedWarmup(PolicyModule):
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens, with its weight in the optimizer step."""
-        loss, _, count = self._loss(batch)
+        with self.products:
+            loss, _, count = self._loss(batch)
         self.log("loss", loss.detach(), prog_bar=True, batch_size=len(batch))
         return loss * self._weight(count)
 
@@ -145,7 +145,6 @@ class SupervisedWarmup(PolicyModule):
         weight = count * self._world_size  # Lightning divides the sum of the weights by it, in whole numbers
         self.log_dict(metrics, prog_bar=True, batch_size=weight, sync_dist=True)
 
-    @wide_products()
     def _loss(self, rows: list[dict[str, Any]], counts: Tensor | None = None) -> tuple[Tensor, Tensor, int]:
         """Mean loss and accuracy over the tokens to learn, and their number; all rows count, or those of a mask."""
         ids, targets = self._encode(rows)

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 ROUNDED = ("tf32", "bf16")
@@ -15,9 +17,47 @@ PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.m
 """Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
 
 
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+MULTIPLIES = {
+    ATTENTION, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}  # fmt: skip
+"""What multiplies matrices in a policy's passes, in torch's own operations."""
+
+
 def rounds_products(device: torch.device) -> bool:
     """Whether float32 products on a device are rounded to less."""
     return PRODUCTS[device.type == "cpu"].fp32_precision in ROUNDED
+
+
+class WideProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
+    """Mode in which a CPU multiplies bfloat16 as float32 and rounds the results; sums are float32 in either case.
+
+    Without instructions for bfloat16 torch's own products take ten times as long in the learner's passes. Rollouts
+    multiply with copies of weights (``rollout/engine/decoders/linear_products.py``), which are float32 then.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call one of torch's operations."""
+        named = kwargs or {}
+        if func not in MULTIPLIES or args[0].dtype != torch.bfloat16 or args[0].device.type != "cpu":
+            return func(*args, **named)
+        results = func(*map(_widened, args), **{name: _widened(value) for name, value in named.items()})
+        if isinstance(results, Tensor):
+            return results.to(torch.bfloat16)
+        rounded = tuple(result.to(torch.bfloat16) for result in results)
+        return (rounded[0], *results[1:]) if func is ATTENTION else rounded  # logarithms of sums stay
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def lacks_bfloat16() -> bool:
+    """Whether this processor has no instructions for products of bfloat16."""
+    has_instructions = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # builds without oneDNN have none
+    return has_instructions is not None and not has_instructions()
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:

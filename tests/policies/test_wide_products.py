@@ -18,7 +18,7 @@ from sparse_rl_lightning.compressors import SnapKV
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO, SupervisedWarmup
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.policies import LoraPolicy
-from sparse_rl_lightning.policies.wide_products import WideProducts
+from sparse_rl_lightning.policies.modes import WideProducts
 from sparse_rl_lightning.testing import character_tokenizer, tiny_model
 
 HALF = torch.bfloat16

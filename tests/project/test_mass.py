@@ -21,8 +21,8 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_963,
-    "statements of the spine": 7_835,
+    "statements of the package": 23_962,
+    "statements of the spine": 7_842,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
     "lines of tests": 58_565,
