@@ -53,9 +53,7 @@ class PolicyModule(LightningModule):
     default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
     """Callbacks of every run; one of the trainer's own of the same class replaces one of these."""
 
-    products: AbstractContextManager[Any] = nullcontext()
-    """What a training step and its backward pass run in."""
-
+    _products: AbstractContextManager[Any] = nullcontext()  # what a training step and its backward pass run in
     _world_size = 1  # of the trainer
 
     resumed_parts: tuple[str, ...] = ()
@@ -166,13 +164,13 @@ class PolicyModule(LightningModule):
         is_mixed = self.trainer.precision == "bf16-mixed"
         is_narrow = is_mixed or any(parameter.dtype == torch.bfloat16 for parameter in self.policy.parameters())
         if is_narrow and self.device.type == "cpu" and lacks_bfloat16():
-            self.products = WideProducts()  # type: ignore[no-untyped-call]  # torch's
+            self._products = WideProducts()  # type: ignore[no-untyped-call]  # torch's
 
     on_test_start = on_predict_start = on_fit_start
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Differentiate the loss, with the products of the step."""
-        with self.products:
+        with self._products:
             super().backward(loss, *args, **kwargs)
 
     def restore_rotary(self) -> None:

@@ -146,11 +146,11 @@ class SparseGRPO(PolicyModule):
     def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
         """Roll out at the start of a block, then train on its next micro-batch."""
         if self.block is None or self.block.is_spent:
-            with self.products:
+            with self._products:
                 self.block = self.new_block(self.roll_out(batch))
         served, denominators = self.block.next()
         micro_batch = self.old_logprobs.lacking(served)
-        with self.products:
+        with self._products:
             output = self.micro_batch_loss(micro_batch, denominators)
         self.old_logprobs.store(self.block, micro_batch)
         self.log_dict(output.metrics, batch_size=len(micro_batch))

@@ -95,7 +95,7 @@ class SupervisedWarmup(PolicyModule):
 
     def training_step(self, batch: list[dict[str, Any]], batch_idx: int) -> Tensor:
         """Mean negative log-likelihood of the batch's solution tokens, with its weight in the optimizer step."""
-        with self.products:
+        with self._products:
             loss, _, count = self._loss(batch)
         self.log("loss", loss.detach(), prog_bar=True, batch_size=len(batch))
         return loss * self._weight(count)
