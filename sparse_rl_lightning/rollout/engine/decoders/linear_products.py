@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.modes import lacks_bfloat16
 from sparse_rl_lightning.policies.patched import is_changed
 
 PACKED_ROWS = 16  # number of rows that the packed layout of weights is chosen for; it works for any
@@ -79,7 +80,7 @@ class Packed(Copied):
     """
 
     def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
-        is_native = dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        is_native = dtype != torch.bfloat16 or not lacks_bfloat16()
         self._multiplied = dtype if is_native else torch.float32
         super().__init__(modules, dtype)
 
