@@ -80,8 +80,7 @@ class Packed(Copied):
     """
 
     def __init__(self, modules: Sequence[nn.Linear], dtype: torch.dtype) -> None:
-        is_native = dtype != torch.bfloat16 or not lacks_bfloat16()
-        self._multiplied = dtype if is_native else torch.float32
+        self._multiplied = torch.float32 if dtype == torch.bfloat16 and lacks_bfloat16() else dtype
         super().__init__(modules, dtype)
 
     def _take(self, weights: list[Tensor]) -> None:
