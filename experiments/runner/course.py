@@ -19,13 +19,14 @@ from sparse_rl_lightning.callbacks.monitors.mismatch_split import mismatch_split
 from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.records import ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
 
 SPLIT_EVERY = 5  # rollouts
 STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
+SHAPES = ("tasks", "num_terms", "digits", "num_words")
+"""Arguments that say what the problems of a study's data look like."""
 
 
 class Notebook(RolloutCallback):
@@ -128,13 +129,17 @@ class Course(Notebook):
         self.record["seconds"] = counted
         super().on_fit_end(trainer, pl_module)
 
+    def problems(self, data: Any) -> list[dict[str, Any]]:
+        """What is answered: problems of the data's own validation, or of another seed."""
+        if self.problems_seed is not None:
+            shape = {name: getattr(data, name) for name in SHAPES if hasattr(data, name)}
+            data = type(data)(**shape, num_val=self.num_problems, seed=self.problems_seed)
+        rows: list[dict[str, Any]] = data.val_rows()
+        return rows[: self.num_problems]
+
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
-        data: Any = getattr(trainer, "datamodule", None)
-        if self.problems_seed is not None:
-            count, seed = self.num_problems, self.problems_seed
-            data = ArithmeticTasks(data.tasks, data.num_terms, data.digits, num_val=count, seed=seed)
-        rows = data.val_rows()[: self.num_problems]
+        rows = self.problems(getattr(trainer, "datamodule", None))
         prompts, rewards = module.generator.encode(rows), {}
         for name, cache in (self.caches | learned(module.generator.compressor)).items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)

@@ -25,8 +25,8 @@ CEILINGS = {
     "statements of the spine": 7_842,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_565,
-    "statements of experiments": 1_825,
+    "lines of tests": 58_568,
+    "statements of experiments": 1_827,
     "statements of docs": 680,
 }
 SLACK = 0.01
