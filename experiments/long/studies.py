@@ -23,12 +23,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Supervised training on sums of so many numbers, until this share of the tokens is right."""
+    """Supervised training on sums of so many numbers, until this share of the tokens is right, or for so many steps.
+
+    The learning rate falls to zero in these steps.
+    """
 
     terms: int
     questions: int  # of a step
     rate: float
     right: float
+    steps: int = 2000
 
     def policy(self, where: Where) -> Path:
         """What it leaves."""
@@ -41,13 +45,15 @@ class Stage:
             "data.prompts_per_rollout": self.questions,
             "model.optimizer.lr": self.rate,
             "trainer.callbacks.stopping_threshold": self.right,
+            "trainer.max_steps": self.steps,
+            "model.lr_scheduler.total_iters": self.steps,
             **({"model.policy": before} if before else {}),
         }
 
 
 STAGES = (
-    Stage(4, 96, 1e-3, 0.97), Stage(12, 32, 1e-3, 0.99), Stage(32, 12, 1e-3, 0.997), Stage(56, 8, 1e-3, 0.999),
-    Stage(TERMS, 6, 5e-4, 0.9996),
+    Stage(4, 96, 1e-3, 0.97), Stage(12, 32, 1e-3, 0.99), Stage(32, 12, 1e-3, 0.997), Stage(56, 8, 1e-3, 0.996),
+    Stage(TERMS, 6, 1e-3, 0.9997, steps=600),
 )  # fmt: skip
 
 
