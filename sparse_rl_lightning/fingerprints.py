@@ -376,19 +376,18 @@ def _files(definition: Any) -> set[Path]:
 
 def _with_imports(file: Path, root: Path) -> set[Path]:
     """A file and what it imports, in turn, of the same part of this package, or of the user's below ``root``."""
-    ours = is_own(file)
     subpackage = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
-    within = (subpackage, ANSWERS) if ours else (root,)
+    within = (subpackage, ANSWERS) if is_own(file) else (root,)
     files, waiting = set[Path](), [file]
     while waiting:
         importer = waiting.pop()
         if importer not in files:
             files.add(importer)
-            near = (path for path in _imported(importer, root) if any(map(path.is_relative_to, within)))
-            waiting += [path for path in near if ours or not is_installed(path)]
+            waiting += _imported(importer, _content(importer), root, within)
     return files
 
 
+@cache
 def is_own(path: Path) -> bool:
     """Whether a file is of this library, the answer checker's among them."""
     return path.is_relative_to(PACKAGE) or path.is_relative_to(ANSWERS)
@@ -403,13 +402,16 @@ def is_installed(path: Path) -> bool:
     return any(path.is_relative_to(origin.resolve().parent) for origin in origins if origin.name == "__init__.py")
 
 
-def _imported(file: Path, root: Path) -> Iterator[Path]:
-    """Files below ``root`` that a file imports, in functions too."""
+@cache  # as many calls as a function's files, for every function
+def _imported(file: Path, content: bytes, root: Path, within: tuple[Path, ...]) -> list[Path]:
+    """Files below ``within`` that a file with this content imports from ``root``, in functions too."""
     if file.suffix != ".py" or is_installed(file):
-        return
-    for level, name in _import_lines(_content(file)):
-        path = (file.parents[level - 1] if level else root).joinpath(*filter(None, name.split(".")))
-        yield from (candidate for candidate in (path.with_suffix(".py"), path / "__init__.py") if candidate.is_file())
+        return []
+    starts = ((file.parents[level - 1] if level else root, name.split(".")) for level, name in _import_lines(content))
+    paths = [start.joinpath(*filter(None, parts)) for start, parts in starts]
+    candidates = (candidate for path in paths for candidate in (path.with_suffix(".py"), path / "__init__.py"))
+    near = (path for path in candidates if any(map(path.is_relative_to, within)) and path.is_file())
+    return [path for path in near if is_own(path) or not is_installed(path)]
 
 
 @cache
