@@ -438,8 +438,7 @@ def _content(file: Path) -> bytes:
     if spec is None or getattr(sys.modules.get(name), "__spec__", None) is not spec:
         content = file.read_bytes()
         specs = ((name, getattr(module, "__spec__", None)) for name, module in list(sys.modules.items()))
-        origin = str(file)
-        named = next((each for each in specs if getattr(each[1], "origin", None) == origin), None)
+        named = next((each for each in specs if getattr(each[1], "origin", None) == str(file)), None)
         if named:  # else what runs is not imported yet
             _READ[file] = (*named, content)
     return content
