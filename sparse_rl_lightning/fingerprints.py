@@ -402,7 +402,7 @@ def is_installed(path: Path) -> bool:
     return any(path.is_relative_to(origin.resolve().parent) for origin in origins if origin.name == "__init__.py")
 
 
-@cache  # as many calls as a function's files, for every function
+@cache  # every function asks for all its files; which imports exist is looked up once for each content
 def _imported(file: Path, content: bytes, root: Path, within: tuple[Path, ...]) -> list[Path]:
     """Files below ``within`` that a file with this content imports from ``root``, in functions too."""
     if file.suffix != ".py" or is_installed(file):

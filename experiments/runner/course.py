@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from copy import copy
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from sparse_rl_lightning.callbacks.outputs.device import on_training_device
 from sparse_rl_lightning.cli.classes import imported
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.files import write_whole
-from sparse_rl_lightning.records import ScoredRollout
+from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.rewards.scoring import Rewards
 
 SPLIT_EVERY = 5  # rollouts
 STEPS = {"clipped": "clip_ratio/region_mean", "ratios": "staleness_ratio/max", "grad_norms": "grad_norm"}
-SHAPES = ("tasks", "num_terms", "digits", "num_words")
-"""Arguments that say what the problems of a study's data look like."""
 
 
 class Notebook(RolloutCallback):
@@ -54,6 +53,15 @@ def learned(compressor: Compressor) -> dict[str, Compressor]:
     undrawn = copy(compressor)
     undrawn.temperature = 0.0
     return {str(compressor.budget): undrawn}
+
+
+def held_out(data: Any, count: int, seed: int | None) -> Rows:
+    """Validation rows of a run's data, or of another seed in data of the same class and arguments."""
+    if seed is not None:
+        given = {name: getattr(data, name) for name in signature(type(data)).parameters if hasattr(data, name)}
+        data = type(data)(**{**given, "num_val": count, "seed": seed})
+    rows: Rows = data.val_rows()
+    return rows[:count]
 
 
 class Course(Notebook):
@@ -129,17 +137,9 @@ class Course(Notebook):
         self.record["seconds"] = counted
         super().on_fit_end(trainer, pl_module)
 
-    def problems(self, data: Any) -> list[dict[str, Any]]:
-        """What is answered: problems of the data's own validation, or of another seed."""
-        if self.problems_seed is not None:
-            shape = {name: getattr(data, name) for name in SHAPES if hasattr(data, name)}
-            data = type(data)(**shape, num_val=self.num_problems, seed=self.problems_seed)
-        rows: list[dict[str, Any]] = data.val_rows()
-        return rows[: self.num_problems]
-
     def _evaluate(self, trainer: Trainer, module: Any, number: int) -> None:
         start = time.perf_counter()
-        rows = self.problems(getattr(trainer, "datamodule", None))
+        rows = held_out(getattr(trainer, "datamodule", None), self.num_problems, self.problems_seed)
         prompts, rewards = module.generator.encode(rows), {}
         for name, cache in (self.caches | learned(module.generator.compressor)).items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)

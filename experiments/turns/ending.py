@@ -8,9 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from experiments.runner.course import Notebook
+from experiments.runner.course import Notebook, held_out
 from sparse_rl_lightning.compressors import Compressor, FullKV
-from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.records import Conversation, Rows
 from sparse_rl_lightning.rollout.conversations import converse
 
@@ -57,13 +56,12 @@ class Ending(Notebook):
         super().on_fit_end(trainer, pl_module)
 
     def _evaluate(self, trainer: Trainer, module: Any) -> dict[str, dict[str, float]]:
-        task = trainer.datamodule
-        data = ArithmeticTasks(task.tasks, task.num_terms, task.digits, 1, self.num_problems, seed=self.problems_seed)
+        problems = held_out(trainer.datamodule, self.num_problems, self.problems_seed)
         ends = {}
         for name, cache in self.caches.items():
             sampler = module.generator.options.sampler(module.policy, module.tokenizer, cache)
             talk = module.generator.conversations()
-            rows, _, talks = converse(sampler, talk, data.val_rows(), module.val_sampling, range(self.num_problems))
+            rows, _, talks = converse(sampler, talk, problems, module.val_sampling, range(self.num_problems))
             sampler.release()
             ends[name] = numbers(rows, talks)
         return ends

@@ -35,7 +35,7 @@ from experiments.real import __main__ as real
 from experiments.real import task as real_task
 from experiments.real.studies import MAIN, REPLAY, USUAL
 from experiments.runner.command import Program
-from experiments.runner.course import Course, learned
+from experiments.runner.course import held_out, learned
 from experiments.runner.ends import Ends
 from experiments.runner.runs import Run
 from experiments.runner.studies import Where, planned
@@ -211,9 +211,9 @@ def brief(run: Run, policy: Path, **changes: Any) -> Run:
 
 def test_runs_of_all_seeds_answer_the_same_problems() -> None:
     for kind, shape in ((real_task.Stories, {"num_words": 3}), (task.Sums, {"num_terms": 3})):
-        asked = Course([], num_problems=4, problems_seed=9).problems(kind(**shape))
+        asked = held_out(kind(**shape), 4, seed=9)
         assert asked == kind(**shape, num_val=4, seed=9).val_rows()
-        assert asked != Course([], num_problems=4).problems(kind(**shape))
+        assert asked != held_out(kind(**shape), 4, seed=None)
 
 
 @pytest.mark.slow  # processes that import everything

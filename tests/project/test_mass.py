@@ -26,7 +26,7 @@ CEILINGS = {
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
     "lines of tests": 58_568,
-    "statements of experiments": 1_828,
+    "statements of experiments": 1_826,
     "statements of docs": 680,
 }
 SLACK = 0.01
