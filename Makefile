@@ -77,7 +77,7 @@ CORE := tests/test_*.py tests/ops tests/cache tests/budgets tests/compressors te
 check: lint typecheck ## before every commit: linters, types and the core tests, four minutes
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" $(wildcard $(CORE))
 
-test: lint typecheck ## linters, types, and all tests but slow ones; forty minutes
+test: lint typecheck ## linters, types, and all tests but slow ones; twenty-five minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not real" --durations=20
 
 test-answers: $(INSTALLED) ## the tests of the answer checker, a package by itself; a minute
