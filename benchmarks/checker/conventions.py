@@ -94,7 +94,7 @@ def on_outputs(data: MathBenchmarks, folder: Path, checker: MathChecker) -> tupl
         if not checked:
             continue
         cases = [case for case, _ in checked]
-        verdicts = checker.check_both(*map(list, zip(*cases, strict=True)))  # type: ignore[arg-type]
+        verdicts = checker.check_both(*map(list, zip(*cases, strict=True)))  # type: ignore[arg-type]  # columns of rows
         shares = [100 * sum(v) / len(checked) for v in ([s for _, s in checked], *(verdicts[a] for a in CONVENTIONS))]
         points = shares[2] - shares[1]
         accuracies.add(name, f"{len(checked):,}", *(f"{share:.2f}" for share in shares), f"{points:.2f}")

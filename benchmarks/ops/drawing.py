@@ -55,6 +55,6 @@ def bench_draw(bench: Bench, logits: Tensor, name: str) -> Row:
     rivals = {"argmax": argmax} if name == "greedy" else {"multinomial": multinomial, "race": race}
     return bench.compare(
         f"draw, {name}, {label(logits.dtype)}", "never slower",
-        lambda: ops.draw(logits, keys, keys, **rule), rivals,  # type: ignore[arg-type]
+        lambda: ops.draw(logits, keys, keys, **rule), rivals,  # type: ignore[arg-type]  # of one rule
         moved=logits.nbytes, stream=lambda: logits.sum(),
     )  # fmt: skip

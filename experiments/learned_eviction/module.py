@@ -43,7 +43,7 @@ class TrainedNetwork(ScoreNetwork):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the module to its device, but not to another type."""
-        super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)  # type: ignore[no-untyped-call]  # torch's
         return self
 
 
