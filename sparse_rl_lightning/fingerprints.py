@@ -121,7 +121,8 @@ def sources(definition: Any) -> str:
 
 def source_files(definition: Any) -> dict[Path, bytes]:
     """The files of ``sources``, and what they hold."""
-    return {file: _content(file) for each in _bases(definition) for file in _files(each)}
+    starts = ((file, each.__module__) for each in _bases(definition) if (file := _file(each)))
+    return {file: _content(file) for start in starts for file in _with_imports(*start)}
 
 
 def full_name(definition: Any) -> str:
@@ -281,7 +282,7 @@ class _Walk:
     def _name(self, definition: Any) -> str:
         """Module and name of a class or function, and a hash of the code of a user's: versions name the rest."""
         if definition not in self.classes:
-            files = source_files(definition)
+            files = [file for each in _bases(definition) if (file := _file(each))]
             is_theirs = any(not is_own(file) and not is_installed(file) for file in files) or (
                 not files and any(_codes(definition))
             )
@@ -362,20 +363,19 @@ def _codes(definition: Any) -> Iterator[CodeType]:
         yield from (function.__code__ for function in parts if isinstance(function, FunctionType))
 
 
-def _files(definition: Any) -> set[Path]:
-    """The file of a class or function and those of its own that are imported there; none where there is no file."""
+def _file(definition: Any) -> Path | None:
+    """The file of a class or function, if there is one."""
     try:
         file = Path(inspect.getfile(definition)).resolve()
     except (TypeError, OSError):  # built in
-        return set()
-    if not file.is_file():  # typed into a notebook, whose cells have names of files that nobody writes
-        return set()
-    depth = definition.__module__.count(".") + (file.name == "__init__.py")
-    return _with_imports(file, file.parents[min(depth, len(file.parents) - 1)])
+        return None
+    return file if file.is_file() else None  # cells of a notebook have names of files that nobody writes
 
 
-def _with_imports(file: Path, root: Path) -> set[Path]:
-    """A file and what it imports, in turn, of the same part of this package, or of the user's below ``root``."""
+def _with_imports(file: Path, module: str) -> set[Path]:
+    """A file and what it imports, in turn: of the same part of this package, or below where a user imports it from."""
+    depth = module.count(".") + (file.name == "__init__.py")
+    root = file.parents[min(depth, len(file.parents) - 1)]
     subpackage = PACKAGE / file.relative_to(PACKAGE).parts[0] if file.is_relative_to(PACKAGE) else ANSWERS
     within = (subpackage, ANSWERS) if is_own(file) else (root,)
     files, waiting = set[Path](), [file]

@@ -30,9 +30,10 @@ from sparse_rl_lightning.fingerprints import (
     ANSWERS,
     PACKAGE,
     WHOLE,
-    _files,
+    _with_imports,
     describe,
     fingerprint,
+    source_files,
     sources,
     weights_digest,
 )
@@ -294,22 +295,23 @@ def test_a_checkout_of_a_large_package_counts_as_installed(folder: Path, monkeyp
         Path(f"{name}/__init__.py").write_text("from . import more\n\nclass Kind:\n    x = 1\n")
         Path(f"{name}/more.py").write_text("")
         monkeypatch.delitem(sys.modules, name, raising=False)
-        names = {path.name for path in _files(importlib.import_module(name).Kind)}
+        names = {path.name for path in source_files(importlib.import_module(name).Kind)}
         assert names == ({"__init__.py"} if name == "trl" else {"__init__.py", "more.py"})
         del sys.modules[name]  # monkeypatch would bring it back
     Path("peft.py").write_text("import other\n\nclass Kind:\n    x = 1\n")  # a user's file of that name
     Path("other.py").write_text("")
     monkeypatch.delitem(sys.modules, "peft", raising=False)
-    assert {path.name for path in _files(importlib.import_module("peft").Kind)} == {"peft.py", "other.py"}
+    assert {path.name for path in source_files(importlib.import_module("peft").Kind)} == {"peft.py", "other.py"}
     del sys.modules["peft"]  # monkeypatch would bring it back
 
 
 def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:
-    names = {path.relative_to(PACKAGE).as_posix() for path in _files(Combined)}
+    combined = PACKAGE / "compressors" / "combined.py"
+    names = {path.relative_to(PACKAGE).as_posix() for path in _with_imports(combined, Combined.__module__)}
     assert {"compressors/combined.py", "compressors/entries.py", "compressors/base.py"} <= names
     assert "compressors/knorm.py" not in names
     assert {name.partition("/")[0] for name in names} == {"compressors"}
-    names = {path.relative_to(PACKAGE.parent).as_posix() for path in _files(boxed_math_reward)}
+    names = {path.relative_to(PACKAGE.parent).as_posix() for path in source_files(boxed_math_reward)}
     checker = {path.relative_to(PACKAGE.parent).as_posix() for path in ANSWERS.rglob("[!_]*.py")
         if path.parent.name != "tests"}  # fmt: skip
     assert len(checker) > 15
@@ -317,7 +319,7 @@ def test_sources_of_the_librarys_own_are_those_of_its_folder() -> None:
     assert {name.rsplit("/", 1)[0] for name in names if not name.startswith("exact_")} == {
         "sparse_rl_lightning/rewards", "sparse_rl_lightning/rewards/math",
     }  # fmt: skip
-    assert {path.parts[-2] for path in _files(MathChecker.__base__)} == {"exact_answers", "spellings", "symbolic"}
+    assert {path.parts[-2] for path in source_files(MathChecker.__base__)} == {"exact_answers", "spellings", "symbolic"}
 
 
 def test_what_was_typed_into_a_notebook_is_told_by_its_code() -> None:
