@@ -33,12 +33,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, weights: bool = True) -> None:
         self.weights = weights
-        self._waiting: dict[str, list[str | Path]] = {}  # old checkpoints to remove, by the folder where saving fails
+        self._failing = set[str]()  # folders
+        self._waiting: dict[str, list[str | Path]] = {}  # old checkpoints to remove, by folder
 
     @property
     def is_failing(self) -> bool:
         """Whether some folder's newest checkpoint could not be saved."""
-        return bool(self._waiting)
+        return bool(self._failing)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write all of it or nothing, and only weights that are finite; on remote file systems as Lightning does.
@@ -79,8 +80,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint and its weights; one that nothing has replaced yet is kept for now."""
-        if (folder := os.path.dirname(path)) in self._waiting:
-            self._waiting[folder].append(path)
+        if (folder := os.path.dirname(path)) in self._failing:
+            self._waiting.setdefault(folder, []).append(path)
         elif "://" in str(path):
             super().remove_checkpoint(path)
         else:
@@ -93,7 +94,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def failed(self, path: str | Path, error: BaseException) -> None:
         """Continue without this checkpoint, and warn on the first failure in a row."""
         folder = os.path.dirname(path)
-        if folder not in self._waiting:
+        if folder not in self._failing:
             remedy = (
                 "Make room on the disk, or correct dirpath of ModelCheckpoint."
                 if isinstance(error, OSError)
@@ -103,13 +104,17 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 f"The checkpoint {path} could not be saved: {str(error).rstrip('. ')}. The run goes on and tries again "
                 f"at the next one; earlier checkpoints are kept. {remedy}"
             )
-        self._waiting.setdefault(folder, [])
+        self._failing.add(folder)
 
     def saved(self, path: str | Path) -> None:
         """Remove the checkpoints of the same folder that were kept until a save worked."""
-        if os.path.dirname(path) in self._waiting:
+        folder, name = os.path.split(path)
+        if folder in self._failing:
             rank_zero_info(f"Checkpoints are saved again: {path}")
-        for old in self._waiting.pop(os.path.dirname(path), []):
+        self._failing.discard(folder)
+        if name.startswith("last"):  # is the newest, which need not be as good as the best one that waits
+            return
+        for old in self._waiting.pop(folder, []):
             if str(old) != str(path):
                 self.remove_checkpoint(old)
 

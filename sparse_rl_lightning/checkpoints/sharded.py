@@ -213,6 +213,12 @@ def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
                     "model.policy."
                 )
             manifest = read_manifest(path)
+            inside = {file.relative_to(path).as_posix() for file in (path / TAG).rglob("*") if not file.is_dir()}
+            if strange := sorted(inside - set(manifest["files"])):  # DeepSpeed unpickles whatever has the right name
+                raise UserError(
+                    f"ckpt_path={str(path)!r} has files that were not written with it: {', '.join(strange)}. Take them "
+                    "out, or resume from another checkpoint."
+                )
         except (ValueError, OSError) as error:
             problem = str(error)
     manifest, problem = strategy.broadcast((manifest, problem))

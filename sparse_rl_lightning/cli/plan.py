@@ -164,8 +164,9 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
     """The sampling of a rollout with the most likely tokens that callbacks want, which take memory."""
     names = {AcceptanceMonitor.__name__: "top_k", ScoreCentering.__name__: "top", SamplerSupport.__name__: "top"}
-    options = ((c.class_path.rpartition(".")[2], c.init_args) for c in trainer.callbacks or ())
-    wanted = [getattr(arguments, names[name]) for name, arguments in options if name in names]
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    named = ((c.class_path.rpartition(".")[2], c) for c in callbacks if c is not None)
+    wanted = [getattr(callback.init_args, names[name]) for name, callback in named if name in names]
     return replace(sampling, top_logprobs=max([sampling.top_logprobs, *wanted]))
 
 

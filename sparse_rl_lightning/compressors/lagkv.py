@@ -40,15 +40,18 @@ class LagKV(Compressor):
     num_queries = 0
 
     def __init__(self, budget: int | LengthSchedule, *, lag_size: int = 128, **sizes: Any) -> None:
+        self.lag_size = lag_size
         super().__init__(budget, **sizes)
-        smallest = self.schedule.minimum + self.buffer
+
+    def _check_schedule(self, schedule: LengthSchedule) -> None:
+        super()._check_schedule(schedule)
+        lag_size, smallest = self.lag_size, schedule.minimum + self.buffer
         largest = (smallest - self.num_sinks) // 2
         if not hasattr(lag_size, "__index__") or not 2 <= lag_size <= largest:
             raise UserError(
                 f"LagKV: lag_size must be from 2 to {largest}, so that a slot of budget + buffer = "
                 f"{smallest} tokens holds two chunks behind its sinks, and whole; got lag_size={lag_size}."
             )
-        self.lag_size = lag_size
 
     def score(self, layer: LayerState) -> Tensor:
         """Ranks within the chunk from 0 to below 1, and from 1 on in the kept tail: (S, H, N)."""

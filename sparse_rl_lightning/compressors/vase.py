@@ -43,13 +43,16 @@ class VaSE(SnapKV):
         self, budget: int | LengthSchedule, *, num_large: int | None = None, kernel_size: int = 5, buffer: int = 64,
         window: int = 64, **sizes: Any,
     ) -> None:  # fmt: skip
+        self.num_large = num_large
         super().__init__(
             budget, kernel_size=kernel_size, pooling="avg", group_reduction="mean", variant="decode",
             aggregation="mean", buffer=buffer, window=window, **sizes,
         )  # fmt: skip
-        most = self.budget - self.window
-        check_number("num_large", num_large, least=0, most=most, owner="VaSE", or_none=True, whole=True)
-        self.num_large = num_large
+
+    def _check_schedule(self, schedule: LengthSchedule) -> None:
+        super()._check_schedule(schedule)
+        most = schedule.maximum - self.window
+        check_number("num_large", self.num_large, least=0, most=most, owner="VaSE", or_none=True, whole=True)
 
     def score(self, layer: LayerState) -> Tensor:
         """The range of the largest values, and below 0 the draws of the others: (S, H, N)."""

@@ -120,7 +120,8 @@ class PromptDataModule(LightningDataModule):
             if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:  # silence looked like success
                 raise UserError(
                     f"{type(self).__name__} has no validation rows, so there is nothing to evaluate on. Give it some: "
-                    "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks."
+                    "data.val_path of JsonlPrompts, data.num_val of ArithmeticTasks, or data.val_benchmarks of "
+                    "MathBenchmarks."
                 )
             return []
         return in_order(self._admitted(self._val, "validation", self.max_val_prompts), self.val_batch_size)

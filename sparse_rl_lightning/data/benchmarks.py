@@ -164,6 +164,8 @@ class MathBenchmarks(PromptDataModule):
         """The validation rows in their own order."""
         if self._val is None:
             self._val = self.val_rows()
+        if not self._val:
+            return super().val_dataloader()
         return in_order(self._admitted(self._val, "validation"), self.val_batch_size)
 
     def test_dataloader(self) -> DataLoader[list[Row]]:

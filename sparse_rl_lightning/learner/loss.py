@@ -41,7 +41,7 @@ OffPolicyReference = Literal["old", "sampler"]
 class Denominators:
     """Divisors of the sums over all micro-batches of one optimizer step, None if each divides by its own."""
 
-    policy: Tensor | None = None  # ()
+    policy: Tensor | None = None  # (); without it every micro-batch is a loss by itself, and the trainer averages them
     penalty: Tensor | None = None  # (), for the KL term
     everything: Tensor | None = None  # (), for a second term from which nothing is rejected (replay, distillation)
     sequences: Tensor | None = None  # (), how many, whatever else the loss divides by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,13 +87,15 @@ def test_every_n_rollouts_and_never_in_what_others_see() -> None:
     assert all(len(s.rollout) == 16 for s in recorder.scored)
 
 
-def test_sequences_of_several_policies_are_left_out() -> None:
+def test_what_an_older_policy_drew_is_left_out() -> None:
+    """What it would differ by is staleness: sequences of several policies, and of one before this."""
     grpo = sparse_module()
     grpo.configure_model()
     rollout = grpo.generator.generate([{"prompt": "0123456789abcdef"}, {"prompt": "ab"}]).rollout
-    want = mismatch_split(grpo, rollout[1:])
-    rollout.policy_versions = torch.zeros_like(rollout.sequences, dtype=torch.int32)
-    rollout.policy_versions[0, int(rollout.prompt_lengths[0]) + 1 :] = 1
+    want = mismatch_split(grpo, rollout[2:])
+    grpo.generator.partial = SimpleNamespace(session=SimpleNamespace(version=1))
+    rollout.policy_versions = torch.ones_like(rollout.sequences, dtype=torch.int32)
+    rollout.policy_versions[0, int(rollout.prompt_lengths[0])] = rollout.policy_versions[1] = 0
     got: dict[str, Any] = {}
     grpo.log_dict = lambda values, **_: got.update(values)
     callback, scored = MismatchSplit(), ScoredRollout(rollout, [{}, {}], [""] * len(rollout), {}, 0)
@@ -100,8 +103,7 @@ def test_sequences_of_several_policies_are_left_out() -> None:
     assert got.keys() == KEYS
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, atol=1e-5, rtol=0)
-    scored.rollout = rollout = rollout[rollout.completion_lengths > 1]
-    rollout.policy_versions[torch.arange(len(rollout)), rollout.prompt_lengths] = 7
+    grpo.generator.partial.session.version = 2
     got.clear()
     callback.on_rollout_scored(None, grpo, scored)
     assert not got

@@ -50,12 +50,19 @@ def test_a_folder_has_everything_and_training_goes_on_from_it_bitwise(tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [(SHARDS[0], r"is not as it was written: checkpoint/\.metadata\."), ("manifest.json", "no readable")],
+    [
+        (SHARDS[0], r"is not as it was written: checkpoint/\.metadata\."),
+        ("manifest.json", "no readable"),
+        (
+            "checkpoint/mp_rank_000_model_states.pt",
+            "has files that were not written with it: checkpoint/mp_rank_000",
+        ),
+    ],
 )
 def test_nothing_is_unpickled_that_was_not_written_here(name: str, said: str, tmp_path: Path, folder: Path) -> None:
     job(tmp_path / "run", 1)
     last = tmp_path / "run" / "last.ckpt"
-    with (last / SHARDS[0]).open("wb") as file:
+    with (last / (name if name.endswith(".pt") else SHARDS[0])).open("wb") as file:
         pickle.dump(Planted(), file)
     if name == "manifest.json":  # as Lightning's own strategy writes folders
         (last / name).unlink()

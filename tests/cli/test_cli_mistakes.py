@@ -202,14 +202,27 @@ def test_the_user_may_say_so(command: str, file: str, place: Path, monkeypatch: 
         assert run_console(monkeypatch, *command.split()[:-1]) is None
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"class_path": "JsonlPrompts", "init_args": {"path": "~/runs/own/predictions.jsonl", "prompts_per_rollout": 1}},
+        {"class_path": "MathBenchmarks", "init_args": {
+            "own": {"mine": "runs/own/predictions.jsonl"}, "benchmarks": ["mine"], "prompts_per_rollout": 1}},
+    ],
+    ids=["path", "own"],
+)  # fmt: skip
 def test_completions_are_not_written_over_their_prompts(
-    used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: dict[str, Any], used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HOME", str(used_folder))
     values: dict[str, Any] = config()
     prompts = used_folder / "runs/own/predictions.jsonl"
     prompts.write_text(json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n")
-    values["data"] = {"class_path": "JsonlPrompts", "init_args": {"path": str(prompts), "prompts_per_rollout": 1}}
+    values["data"] = data
+    values["model"]["init_args"]["reward_funcs"] = ["sparse_rl_lightning.rewards.arithmetic_reward"]
     before = prompts.read_bytes()
     assert run_console(monkeypatch, "predict", "--config", write(values), "--ckpt_path=last") == 1
-    assert "error: data.path is runs/own/predictions.jsonl, which predict writes." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "runs/own/predictions.jsonl, which predict writes." in said
+    assert "error: data." in said
     assert prompts.read_bytes() == before

@@ -19,10 +19,12 @@ from sparse_rl_lightning.compressors import (
     ExpectedAttention,
     FullKV,
     KNorm,
+    LagKV,
     QueryStatistics,
     RandomEviction,
     Smoothed,
     SnapKV,
+    VaSE,
 )
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, StateUpdate
@@ -316,3 +318,16 @@ def test_every_rule_has_a_compressor_that_breaks_it() -> None:
 def test_large_ones_are_refused() -> None:
     with pytest.raises(ContractError, match=r"(?s)KNorm breaks the rule 'size'.*516 tokens.*up to 64"):
         check_compressor(KNorm, budget=512)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "said"),
+    [
+        (LagKV(256, lag_size=128, buffer=128), "LagKV: lag_size must be from 2 to"),
+        (VaSE(256, num_large=64, window=16), "VaSE: num_large must be"),
+    ],
+    ids=["LagKV", "VaSE"],
+)
+def test_a_copy_with_another_budget_is_refused_where_a_new_one_would_be(compressor: Compressor, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compressor.with_budget(64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmark_files import GOLDS, ROWS, write_benchmarks
@@ -50,6 +51,11 @@ def test_loaders(small: Path) -> None:
     assert [row["answer"] for row in batch] == ["12", "2125", "27"]
     assert {row["benchmark"] for row in next(iter(data.train_dataloader()))} == {"gsm8k_train"}
     assert [row["answer"] for row in data.train_rows()] == ["0", "2", "4", "6"]
+    data = MathBenchmarks(str(small), val_benchmarks=[])
+    assert data.val_dataloader() == []
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    with pytest.raises(ValueError, match=r"MathBenchmarks has no validation rows, .*data\.val_benchmarks of MathB"):
+        data.val_dataloader()
 
 
 @pytest.mark.filterwarnings("ignore:.*is not the published file", "ignore:.* rows, the published one")

@@ -155,6 +155,21 @@ def test_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     assert torch.equal(weights(grpo), weights(other))
 
 
+def test_the_newest_checkpoint_takes_no_best_ones_place(tmp_path: Path) -> None:
+    """The next best one could not be saved, and ``last`` then could: the calls are those of ModelCheckpoint."""
+    io = DurableCheckpointIO(weights=False)
+    best, better, best_of_all, last = (str(tmp_path / f"{name}.ckpt") for name in ("10", "20", "40", "last"))
+    io.save_checkpoint({"global_step": 10}, best)
+    with file_size_limit(16), pytest.warns(UserWarning, match="earlier checkpoints are kept"):
+        io.save_checkpoint({"global_step": 20}, better)
+    io.remove_checkpoint(best)
+    io.save_checkpoint({"global_step": 30}, last)
+    assert not io.is_failing
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"10.ckpt", "last.ckpt"}
+    io.save_checkpoint({"global_step": 40}, best_of_all)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"40.ckpt", "last.ckpt"}
+
+
 def test_preemption_claims_no_checkpoint_that_a_full_disk_refused(tmp_path: Path) -> None:
     with FullDisk(first=2) as disk, pytest.raises(SystemExit) as end:
         with pytest.warns(UserWarning, match="SIGTERM after optimizer step 3, which could not be saved"):

@@ -488,6 +488,8 @@ def test_most_likely_tokens_are_counted_and_those_of_a_monitor_too(written: str)
     rows = jobs[0].micro_batch.rows
     assert none is None
     assert some == [(0, rows * jobs[0].length * 20 * 36, 0)] * 3
+    alone = ("--trainer.callbacks=AcceptanceMonitor", "--trainer.callbacks+=lightning.pytorch.callbacks.ModelSummary")
+    assert [configured(["--config", written, word]).sampling.top_logprobs for word in alone] == [20, 0]
     assert [likely_bytes(job) for job in jobs] == [0, *[jobs[0].sequences * jobs[0].length * 20 * 8 * 3 // 2] * 3]
 
 

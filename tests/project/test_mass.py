@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 23_962,
+    "statements of the package": 23_981,
     "statements of the spine": 7_842,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 58_568,
+    "lines of tests": 58_628,
     "statements of experiments": 1_826,
     "statements of docs": 680,
 }

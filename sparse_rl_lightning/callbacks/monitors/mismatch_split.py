@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule
+from sparse_rl_lightning.callbacks.monitors.acceptance import drawn_by_newest
 from sparse_rl_lightning.corrections import consistency_log_ratio, mismatch_statistics
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.modes import eval_mode
 from sparse_rl_lightning.records import Rollout, ScoredRollout
-from sparse_rl_lightning.replay.logprobs import drawn_by_several
 
 ROUNDING = 1e-8
 """k3 of log-probabilities that are equal to four digits: no reason to warn, at any compression."""
@@ -32,7 +32,7 @@ class MismatchSplit(RolloutCallback):
     Where choices of experts are recorded (``rollout.record_routing``) both passes reuse them, and a third pass shows
     what free routers would add: ``routing``, replayed with free routers / replayed. Otherwise that is part of rounding.
 
-    Sequences that several versions of the policy drew (partial rollouts) cannot be replayed and are left out; if
+    Sequences of an older policy, or of several (partial rollouts), differ by staleness too and are left out; if
     none remain, nothing is logged.
 
     Args:
@@ -65,7 +65,7 @@ class MismatchSplit(RolloutCallback):
                 "at every query. Remove the callback, or set model.retriever to null."
             )
         rollout = scored.rollout
-        rollout = rollout[~drawn_by_several(rollout)]
+        rollout = drawn_by_newest(module, rollout)
         if not len(rollout):
             return
         split = mismatch_split(module, rollout)
