@@ -75,13 +75,13 @@ def check_record(
 
     def differences(sequences: Rollout) -> Tensor:
         replayed = replay_logprobs(model, sequences.to(model.device), record.temperature).cpu()
-        return (replayed - sequences.sampler_logprobs).abs() * sequences.completion_mask
+        return torch.where(sequences.completion_mask, (replayed - sequences.sampler_logprobs).abs(), 0)
 
     with eval_mode(model):
         errors = torch.cat([differences(rows) for rows in rollout.parts(-(-len(rollout) // micro_batch))])
         count = int(rollout.completion_mask.sum())
         verdict = Verdict(count, float(errors.max()), float(errors.sum()) / max(count, 1))
-        wrong = (errors > tolerance).nonzero()
+        wrong = (~(errors <= tolerance)).nonzero()  # NaN agrees with nothing
         if not len(wrong):
             return verdict
         request, token = wrong[0].tolist()

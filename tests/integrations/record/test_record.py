@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +127,9 @@ def test_what_nothing_explains_is_said(llama: PreTrainedModel, recorded: Sampled
     verdict = check_record(replace(recorded, logprobs=drawn), llama)
     assert (verdict.request, verdict.token) == (0, at)
     assert verdict.finding == "No change that was tried explains it."
+    broken = copy.deepcopy(llama)
+    broken.model.norm.weight.data[0] = math.nan
+    assert not check_record(recorded, broken).agrees, "NaN is no agreement"
 
 
 # ------------------------------------------------------------------ our rollouts
