@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from sparse_rl_lightning.checkpoints.files import save_tensors, save_weights
@@ -25,7 +26,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints so that a crash, a full disk or NaN never costs the last good one; modules use it by default.
 
     Besides ``X.ckpt`` the policy's weights are written to ``weights/X.safetensors``, under the names that Hugging Face
-    uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until a save works.
+    uses. When saving fails, the run continues, warns once, and keeps checkpoints due for removal until
+    another is saved; ``last`` does not count, since it need not be as good.
 
     Args:
         weights: Write the safetensors file too.
@@ -112,7 +114,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         if folder in self._failing:
             rank_zero_info(f"Checkpoints are saved again: {path}")
         self._failing.discard(folder)
-        if name.startswith("last"):  # is the newest, which need not be as good as the best one that waits
+        if name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):  # need not be as good as the best one that waits
             return
         for old in self._waiting.pop(folder, []):
             if str(old) != str(path):

@@ -53,6 +53,12 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def named_classes(value: Any) -> list[Any]:
+    """The classes that a configuration names in one place: none, one or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if hasattr(item, "class_path")]
+
+
 def argument_names(path: str) -> set[str]:
     """Arguments of a ``class_path``, those of a group as ``group.name``; none if there is no such class."""
     try:

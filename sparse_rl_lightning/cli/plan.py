@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, SamplerSupport, ScoreCentering
 from sparse_rl_lightning.cli import options
+from sparse_rl_lightning.cli.classes import named_classes
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -164,8 +165,7 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:
     """The sampling of a rollout with the most likely tokens that callbacks want, which take memory."""
     names = {AcceptanceMonitor.__name__: "top_k", ScoreCentering.__name__: "top", SamplerSupport.__name__: "top"}
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-    named = ((c.class_path.rpartition(".")[2], c) for c in callbacks if c is not None)
+    named = ((callback.class_path.rpartition(".")[2], callback) for callback in named_classes(trainer.callbacks))
     wanted = [getattr(callback.init_args, names[name]) for name, callback in named if name in names]
     return replace(sampling, top_logprobs=max([sampling.top_logprobs, *wanted]))
 

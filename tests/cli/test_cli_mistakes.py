@@ -203,26 +203,30 @@ def test_the_user_may_say_so(command: str, file: str, place: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("name", "before", "class_path"),
     [
-        {"class_path": "JsonlPrompts", "init_args": {"path": "~/runs/own/predictions.jsonl", "prompts_per_rollout": 1}},
-        {"class_path": "MathBenchmarks", "init_args": {
-            "own": {"mine": "runs/own/predictions.jsonl"}, "benchmarks": ["mine"], "prompts_per_rollout": 1}},
+        ("path", "HOME/", "JsonlPrompts"), ("path", "~/", "JsonlPrompts"), ("val_path", "", "JsonlPrompts"),
+        ("own.mine", "", "MathBenchmarks"), ("train.path", "~/", "MathBenchmarks"),
     ],
-    ids=["path", "own"],
 )  # fmt: skip
 def test_completions_are_not_written_over_their_prompts(
-    data: dict[str, Any], used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name: str, before: str, class_path: str,
+    used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setenv("HOME", str(used_folder))
     values: dict[str, Any] = config()
     prompts = used_folder / "runs/own/predictions.jsonl"
     prompts.write_text(json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n")
-    values["data"] = data
-    values["model"]["init_args"]["reward_funcs"] = ["sparse_rl_lightning.rewards.arithmetic_reward"]
-    before = prompts.read_bytes()
+    file = before.replace("HOME", str(used_folder)) + "runs/own/predictions.jsonl"
+    Path("prompts.jsonl").write_text(prompts.read_text())
+    jsonl = {"path": "prompts.jsonl", "prompts_per_rollout": 1}
+    of_name: dict[str, dict[str, Any]] = {
+        "path": jsonl | {"path": file}, "val_path": jsonl | {"val_path": file},
+        "own.mine": {"own": {"mine": file}, "benchmarks": ["mine"]},
+        "train.path": {"train": {"class_path": "JsonlPrompts", "init_args": jsonl | {"path": file}}},
+    }  # fmt: skip
+    values["data"] = {"class_path": class_path, "init_args": of_name[name]}
+    content = prompts.read_bytes()
     assert run_console(monkeypatch, "predict", "--config", write(values), "--ckpt_path=last") == 1
-    said = capsys.readouterr().err
-    assert "runs/own/predictions.jsonl, which predict writes." in said
-    assert "error: data." in said
-    assert prompts.read_bytes() == before
+    assert f"error: data.{name} is runs/own/predictions.jsonl, which predict writes." in capsys.readouterr().err
+    assert prompts.read_bytes() == content

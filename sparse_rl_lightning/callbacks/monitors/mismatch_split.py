@@ -64,8 +64,7 @@ class MismatchSplit(RolloutCallback):
                 "MismatchSplit replays evictions, and this rollout has no record of any: a retriever reads other pages "
                 "at every query. Remove the callback, or set model.retriever to null."
             )
-        rollout = scored.rollout
-        rollout = drawn_by_newest(module, rollout)
+        rollout = drawn_by_newest(module, scored.rollout)
         if not len(rollout):
             return
         split = mismatch_split(module, rollout)

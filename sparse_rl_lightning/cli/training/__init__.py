@@ -109,16 +109,14 @@ class SparseRLCLI(LightningCLI):
         self.before_test()
         rank = f"_{self.trainer.global_rank}" if self.trainer.world_size > 1 else ""
         self.predictions = Path(self.trainer.default_root_dir) / f"predictions{rank}.jsonl"
-        sources = {"": self.datamodule, "train.": getattr(self.datamodule, "train", None)}
-        paths = (
-            (at, name, getattr(source, name, None)) for at, source in sources.items() for name in ("path", "val_path")
-        )
-        inputs = {f"{at}{name}": path for at, name, path in paths if path}
-        inputs |= {f"own.{name}": each.file for name, each in getattr(self.datamodule, "known", {}).items()}
+        sources = {"data": self.datamodule, "data.train": getattr(self.datamodule, "train", None)}
+        places = [(at, name, source) for at, source in sources.items() for name in ("path", "val_path")]
+        inputs = {f"{at}.{name}": str(getattr(source, name, "")) for at, name, source in places}
+        inputs |= {f"data.own.{name}": each.file for name, each in getattr(self.datamodule, "known", {}).items()}
         for name, file in inputs.items():
             if os.path.realpath(os.path.expanduser(file)) == os.path.realpath(self.predictions):
                 raise UserError(
-                    f"data.{name} is {self.predictions}, which predict writes. Set another trainer.default_root_dir."
+                    f"{name} is {self.predictions}, which predict writes. Set another trainer.default_root_dir."
                 )
 
     def after_predict(self) -> None:

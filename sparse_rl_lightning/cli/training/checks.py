@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from sparse_rl_lightning.callbacks.outputs.checkpoint import RolloutCheckpoint, default_folder
 from sparse_rl_lightning.checkpoints.durable import weights_beside
-from sparse_rl_lightning.cli.classes import imported
+from sparse_rl_lightning.cli.classes import imported, named_classes
 from sparse_rl_lightning.distributed.deepspeed import not_deepspeed
 from sparse_rl_lightning.distributed.fsdp2 import not_fsdp
 from sparse_rl_lightning.distributed.ranks import check_processes
@@ -59,7 +59,7 @@ def check_folders(config: Any) -> None:
         ValueError: If ``default_root_dir`` or a folder of the logger or of ModelCheckpoint cannot be written.
     """
     _check_writable(config.trainer.default_root_dir or ".", "trainer.default_root_dir")
-    for logger in _objects(config.trainer.logger):
+    for logger in named_classes(config.trainer.logger):
         _check_writable(logger.init_args.get("save_dir"), "trainer.logger.init_args.save_dir")
     for folder in checkpoint_folders(config):
         _check_writable(folder, "dirpath of ModelCheckpoint")
@@ -183,7 +183,7 @@ def warn_of_earlier_run(config: Any) -> None:
 
 def checkpoint_folders(config: Any) -> Iterator[str]:
     """The fixed folders of all checkpoint callbacks."""
-    for callback in _objects(config.trainer.callbacks):
+    for callback in named_classes(config.trainer.callbacks):
         callback_class = imported(callback.class_path)
         if not (isinstance(callback_class, type) and issubclass(callback_class, ModelCheckpoint)):
             continue
@@ -211,12 +211,6 @@ def name_logger(config: Any, num_added: int = 0) -> None:
 def _holds_checkpoints(folder: Path) -> bool:
     """Whether there is any checkpoint, including one that a killed run was replacing."""
     return any(folder.glob("*.ckpt")) or any(replaced(folder / "x").parent.glob("*.ckpt"))
-
-
-def _objects(value: Any) -> list[Any]:
-    """The classes that a configuration names in one place: none, one or a list."""
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if hasattr(item, "class_path")]
 
 
 def _check_writable(folder: Any, argument: str) -> None:
