@@ -134,10 +134,12 @@ def of_chunk(module: SparseGRPO, rollout: Rollout, variants: tuple[Variant, ...]
     """Every variant's gradient of a rollout, the mean over its equal parts."""
     dense = tuple(variant for variant in variants if not variant.replays)
     sums: dict[str, Tensor] = {}
+    top = module.generator.drawing.top_logprobs if any(variant.centers for variant in variants) else 0
     for batch in rollout.parts(parts):
-        centers = any(variant.centers for variant in variants)
-        logprobs, _ = module.learner.dense(module.policy, batch, token_and_most_likely if centers else None)
-        logprobs, likely = (logprobs[..., 0], logprobs[..., 1:]) if centers else (logprobs, None)
+        logprobs, _ = module.learner.dense(
+            module.policy, batch, (lambda rollout: token_and_most_likely(rollout, top)) if top else None
+        )
+        logprobs, likely = (logprobs[..., 0], logprobs[..., 1:]) if top else (logprobs, None)
         each = dict(zip(dense, gradients(module, dense, batch, logprobs, likely), strict=True))
         if REPLAY in variants:
             each[REPLAY] = gradients(module, (REPLAY,), batch, module.replayed(batch)[0])[0]

@@ -203,6 +203,7 @@ def rescores_all(module: RolloutModule) -> bool:
     """
     return (
         module._trainer is None  # in a script no step is to come
+        or module._trainer.accumulate_grad_batches > module.steps_per_generation  # the step meets sequences twice
         or module.generator.options.oversampling > 1
         or module.loss.counts_kept
         or (not module.learner.options.disable_dropout and has_dropout(module.policy))

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import secrets
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         "account. Start from its weights instead: sparse-rl export writes them as a folder to name under "
         f"model.policy. If it is your own from another account, set {KEY_VARIABLE} to that account's key file."
     )
-    try:
-        content = json.loads(whole_file(folder / NAME, 2**30))
-        body, signature = str(content["body"]), str(content["signature"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"ckpt_path={str(folder)!r} has no readable {NAME}. {advice}") from error
+    body, signature = _content(folder)
     try:
         expected = _sign(body)
     except OSError as error:  # for example a home that cannot be written
@@ -58,9 +55,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def check_unchanged(folder: Path, names: Collection[str]) -> None:
+    """Refuse files of a folder that are not as they were written, whoever did; for readers that unpickle nothing."""
+    body, _ = _content(folder)
+    try:
+        files = dict(json.loads(body)["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):  # nobody's signature is compared here
+        files = {}
+    if changed := changed_files(folder, {name: files.get(name, "") for name in names}):
+        raise UserError(not_as_written(folder, changed))
+
+
+def not_as_written(folder: Path, changed: Sequence[str]) -> str:
+    """What is told of a folder with changed files."""
+    setting, names = f"ckpt_path={str(folder)!r}", ", ".join(changed)
+    return f"{setting} is not as it was written: {names}. Resume from, or export, another checkpoint."
+
+
 def changed_files(folder: Path, digests: dict[str, str]) -> list[str]:
     """Names of files that are missing or have changed since they were written."""
     return [n for n, recorded in digests.items() if not (folder / n).is_file() or digest(folder / n) != recorded]
+
+
+def _content(folder: Path) -> tuple[str, str]:
+    """Text and signature of a manifest."""
+    try:
+        content = json.loads(whole_file(folder / NAME, 2**30))
+        return str(content["body"]), str(content["signature"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"ckpt_path={str(folder)!r} has no readable {NAME}. Give a checkpoint that was written whole."
+        ) from error
 
 
 def _sign(body: str) -> str:

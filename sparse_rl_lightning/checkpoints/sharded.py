@@ -24,7 +24,13 @@ from torch import Tensor, nn
 
 from sparse_rl_lightning.checkpoints.durable import POLICY, DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.files import save_tensors, save_weights
-from sparse_rl_lightning.checkpoints.manifest import changed_files, digest, read_manifest, write_manifest
+from sparse_rl_lightning.checkpoints.manifest import (
+    changed_files,
+    digest,
+    not_as_written,
+    read_manifest,
+    write_manifest,
+)
 from sparse_rl_lightning.checkpoints.plain import readable
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import incomplete, own_folder, recover, remove, swap, sync
@@ -227,10 +233,7 @@ def _checked_manifest(strategy: ParallelStrategy, path: Path) -> dict[str, Any]:
         changed = changed_files(path, {name: manifest["files"][name] for name in files[first::every]})
         everywhere = sorted({name for of_rank in of_all_ranks(changed) for name in of_rank})
         if everywhere:
-            problem = (
-                f"ckpt_path={str(path)!r} is not as it was written: {', '.join(everywhere)}. Resume from another "
-                "checkpoint."
-            )
+            problem = not_as_written(path, everywhere)
     if problem is not None:
         raise UserError(problem)
     return manifest

@@ -17,6 +17,7 @@ from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.calibrate import device_of
 from sparse_rl_lightning.cli.classes import argument_names, imported, known_classes
 from sparse_rl_lightning.cli.messages import LOOKED_FOR, ClearParser, explain, own_error
+from sparse_rl_lightning.cli.yaml_files import read
 from sparse_rl_lightning.compressors import Compressor, FullKV, LearnedScore
 from sparse_rl_lightning.errors import UserError, check_number, check_seed
 from sparse_rl_lightning.files import stored_tensors, whole_file, writable_folder, write_whole
@@ -50,9 +51,9 @@ class Method:
         if not is_file and not spec.startswith("{"):
             return cls(spec.rpartition(".")[2], _checked_path(spec))
         try:
-            read = yaml.safe_load(whole_file(spec, 2**24) if is_file else spec)
-            path, arguments = read["class_path"], read.get("init_args") or {}
-        except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+            method = read(whole_file(spec, 2**24).decode(), spec) if is_file else read(spec)
+            path, arguments = method["class_path"], {**(method.get("init_args") or {})}
+        except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"{spec!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
             ) from error

@@ -5,6 +5,7 @@ A configuration that names another one as its base contains only what differs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ class UnusableYAML(yaml.YAMLError):
     """Valid YAML that nobody can have meant."""
 
 
-def read(text: str, path: str | Path = "") -> Any:
+def read(text: str, path: str | Path = "", above: Collection[Path] = ()) -> Any:
     """The value of a YAML text, as jsonargparse reads it.
 
     The text of a file, whose path is known, may name a ``base``, another file beside it or a list of several, whose
-    values it overrides.
+    values it overrides. The files ``above`` it are those that have named it.
 
     Raises:
         YAMLError: If it is not YAML, a key is twice in one mapping, or its base cannot be used; names the file.
@@ -36,21 +37,29 @@ def read(text: str, path: str | Path = "") -> Any:
             _refuse_doubles(root, set())
         value = get_loader("yaml")(text)
         if path and isinstance(value, dict) and "base" in value:
-            return _on_bases(value, Path(path).parent)
+            return _on_bases(value, Path(path), above)
         return value
     except yaml.YAMLError as error:
         raise UnusableYAML(f"{path}: {error}" if path else str(error)) from None
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # yaml's own, of values such as !!bool x
+        raise UnusableYAML(f"{path}: it holds a value that cannot be read ({error}).".removeprefix(": ")) from None
 
 
-def read_file(path: str | Path) -> Any:
-    """The value of a YAML file, including its ``base``; errors as of :func:`read`."""
-    return read(Path(path).read_text("utf-8"), path)
+def read_file(path: str | Path, above: Collection[Path] = ()) -> Any:
+    """The value of a YAML file, including its ``base``; arguments and errors as of :func:`read`."""
+    return read(Path(path).read_text("utf-8"), path, above)
 
 
 set_loader(MODE, read, (yaml.YAMLError,))
 
 
-def _on_bases(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _on_bases(values: dict[str, Any], path: Path, above: Collection[Path]) -> dict[str, Any]:
     """The values on top of the files that their key ``base`` names, where later files override earlier ones."""
     base = values.pop("base")
     names = base if isinstance(base, list) else [base]
@@ -58,16 +67,21 @@ def _on_bases(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise UnusableYAML(f"base must name a file or a list of files, such as base: quickstart.yaml, got {base!r}.")
     result: dict[str, Any] = {}
     for name in names:
-        result = merged(result, _base(folder, name))
+        result = merged(result, _base(path.parent, name, {*above, path.resolve()}))
     return merged(result, values)
 
 
-def _base(folder: Path, name: str) -> dict[str, Any]:
+def _base(folder: Path, name: str, above: Collection[Path]) -> dict[str, Any]:
     """The values of a file that another one, in this folder, names as its base."""
     try:
-        value = read_file(folder / Path(name).expanduser())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text"
+        file = folder / Path(name).expanduser()
+        if file.resolve() in above:
+            raise UnusableYAML(f"base: {name!r} leads back to a file that is on top of it. Name a file that does not.")
+        value = read_file(file, above)
+    except (OSError, ValueError, RuntimeError) as error:  # of links that lead back, of ~ without a home
+        reason = (
+            error.strerror if isinstance(error, OSError) else "not a text" if isinstance(error, ValueError) else error
+        )
         raise UnusableYAML(
             f"base: {name!r} cannot be read: {reason}. Its place is given from the folder of the file that names it."
         ) from None

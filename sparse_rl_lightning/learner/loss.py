@@ -39,9 +39,12 @@ OffPolicyReference = Literal["old", "sampler"]
 
 @dataclass(frozen=True)
 class Denominators:
-    """Divisors of the sums over all micro-batches of one optimizer step, None if each divides by its own."""
+    """Divisors of the sums over all micro-batches of one optimizer step.
 
-    policy: Tensor | None = None  # (); without it every micro-batch is a loss by itself, and the trainer averages them
+    Without ``policy`` and ``sequences`` each micro-batch is a loss by itself, and the trainer averages them.
+    """
+
+    policy: Tensor | None = None  # (), for the policy term
     penalty: Tensor | None = None  # (), for the KL term
     everything: Tensor | None = None  # (), for a second term from which nothing is rejected (replay, distillation)
     sequences: Tensor | None = None  # (), how many, whatever else the loss divides by
@@ -89,7 +92,7 @@ class Loss(ABC):
         """
         mask = self.mask(micro_batch)
         kept = mask if micro_batch.keep is None else mask & micro_batch.keep
-        if (weights := normalized_weights(micro_batch, mask)) is not None:
+        if (weights := normalized_weights(micro_batch)) is not None:
             terms = terms * torch.where(kept, weights, 0.0).detach()
         loss = aggregate(terms, mask, kept, "dapo", num_items=denominators.policy)
         return LossOutput(loss, {"kept_fraction": kept.sum() / mask.sum().clamp(min=1)})
@@ -130,11 +133,14 @@ class Loss(ABC):
         )
 
 
-def normalized_weights(micro_batch: Rollout, mask: Tensor) -> Tensor | None:
-    """The weights (B, T) of a micro-batch's tokens, divided by their mean in it if a callback left that to the loss."""
+def normalized_weights(micro_batch: Rollout) -> Tensor | None:
+    """The weights (B, T) of a micro-batch, divided by their mean over all its completion tokens if that was left to it.
+
+    Tokens that the loss masks are among them, as in the authors' code.
+    """
     if micro_batch.weights is None or micro_batch.weight_reference is None:
         return micro_batch.weights
-    return normalize_weights(micro_batch.weights, micro_batch.weight_reference, mask)
+    return normalize_weights(micro_batch.weights, micro_batch.weight_reference, micro_batch.completion_mask)
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ class GRPOLoss(Loss):
             micro_batch.advantages,
             mask,
             keep=self._keep(micro_batch, mask, logprobs),
-            weights=normalized_weights(micro_batch, mask),
+            weights=normalized_weights(micro_batch),
             loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
             epsilon=self.epsilon,

@@ -154,7 +154,7 @@ class SparseGRPO(PolicyModule):
             output = self.micro_batch_loss(micro_batch, denominators)
         self.old_logprobs.store(self.block, micro_batch)
         self.log_dict(output.metrics, batch_size=len(micro_batch))
-        if denominators.policy is None:  # bnpo: each micro-batch by itself, Lightning averages them
+        if denominators.policy is None and denominators.sequences is None:  # bnpo: Lightning averages micro-batches
             return output.loss
         return output.loss * self._accumulate * self._world_size  # trainer and strategy divide by both
 

@@ -163,7 +163,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]
             )
         )
     except Exception as error:  # templates raise any exception, e.g. for roles that do not alternate
-        raise UserError(f"the chat template refuses the messages {clean!r}: {error}") from error
+        raise UserError(f"the chat template refuses the messages: {error} (they are {clean!r})") from error
 
 
 def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:

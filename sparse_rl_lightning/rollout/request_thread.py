@@ -341,7 +341,7 @@ class RequestThread:
             tell = self._running[number].on_tokens
             if tell is not None:
                 with suppress(RuntimeError):  # the loop of a client that has gone is closed
-                    tell(session.drawn(number))
+                    tell(session.drawn(number, with_ended=False))  # whose last text may be a stop string
 
     def _drop(self, error: Exception | None) -> None:
         """Give up a session; an error is that of the requests that ran, or of all if no session could be made."""

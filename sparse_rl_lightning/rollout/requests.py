@@ -172,14 +172,14 @@ class RequestSession(RolloutSession):
         self._check(number)
         return self._requests.cancel(number)
 
-    def drawn(self, number: int) -> dict[int, list[int]]:
-        """The tokens so far of each sample of a request that has a slot or has ended; on a GPU some steps late.
+    def drawn(self, number: int, with_ended: bool = True) -> dict[int, list[int]]:
+        """The tokens so far of each sample of a request that has a slot, or has ended too; on a GPU some steps late.
 
         Raises:
             ValueError: If there is no such request, or it has been taken.
         """
         self._check(number)
-        return self._requests.drawn(number)
+        return self._requests.drawn(number, with_ended)
 
     @property
     def in_slots(self) -> set[int]:

@@ -374,7 +374,8 @@ class Server:
         self, request: Request, head: dict[str, Any], jobs: list[Job], wanted: Wanted, choice: Choice
     ) -> Response:
         """Draw, and answer when all is done."""
-        completed = await self.drawing.complete(request, jobs)
+        with self.drawing.opened(jobs):
+            completed = await self.drawing.complete(request, jobs)
 
         def answer() -> Response:
             choices, is_of_one = list[dict[str, Any]](), "prompt_logprobs" in head
@@ -398,7 +399,7 @@ class Server:
 
     def _streamed(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> Response:
         """Draw, and send texts as they come."""
-        return StreamingResponse(self._events(head, jobs, wanted, shape), media_type="text/event-stream")
+        return EventStream(self._events(head, jobs, wanted, shape), self.drawing, jobs)
 
     async def _events(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> AsyncIterator[str]:
         """The events of a stream."""
@@ -419,6 +420,27 @@ class Server:
         except Exception as error:
             logger.error("A stream has failed: %s", error, exc_info=None if isinstance(error, UserError) else error)
             yield f"data: {json.dumps(error_body(500, failure(error)))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Events about completions that count as open before the first of them is sent, and until the stream has ended.
+
+    Args:
+        events: The events.
+        drawing: Draws the completions.
+        jobs: Their prompts.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], drawing: Drawing, jobs: list[Job]) -> None:
+        super().__init__(events)
+        self.drawing, self.jobs = drawing, jobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them; refused before anything is sent if too many wait."""
+        with self.drawing.opened(self.jobs):
+            await super().__call__(scope, receive, send)
 
 
 class Guard:

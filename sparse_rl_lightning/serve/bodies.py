@@ -47,7 +47,7 @@ def read_json(content: bytes) -> dict[str, Any]:
         BadRequest: If it is no JSON, too deeply nested, or no object.
     """
     try:
-        body = json.loads(content)
+        body = json.loads(content.decode("utf-8-sig"))  # json.loads alone takes bytes of a lone surrogate
         if b"\\ud" in content.lower():  # half of a pair cannot be tokenized, nor sent back
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

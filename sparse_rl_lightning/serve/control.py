@@ -21,7 +21,7 @@ from sparse_rl_lightning.serve.adapters import MOST_ADAPTERS, Adapters
 from sparse_rl_lightning.serve.bodies import BadRequest
 from sparse_rl_lightning.serve.transfer import Announced, Group, TrainerGoneError
 
-MODES = ("abort", "wait", "keep")
+MODES, TAGS = ("abort", "wait", "keep"), ("weights", "kv_cache")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -61,6 +61,7 @@ class Control:
         self.num_bytes = sum(weight.numel() * 4 for weight in thread.sampler.model.state_dict().values())
         self._group: Group | None = None  # with the trainer
         self.device = torch.device(facts["device"])  # also while the model is asleep
+        self._asleep = set[str]()  # which of TAGS are
         self._joining = asyncio.Lock()
         self._changing = asyncio.Lock()  # one pause or update at a time
 
@@ -85,9 +86,8 @@ class Control:
 
     async def pause(self, request: Request) -> Response:
         """Draw nothing until :meth:`resume`: requests are aborted, completed, or kept where they are."""
-        mode = request.query_params.get("mode", MODES[0])
-        if mode not in MODES:
-            raise BadRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r:.40}.", "mode")
+        waits = request.query_params.get("wait_for_inflight_requests", "").lower()  # an older spelling
+        mode = "wait" if waits in ("true", "1", "yes", "on", "t", "y") else _mode(request, "abort")
         async with self._changing:
             if mode == "keep":
                 await asyncio.to_thread(self.thread.freeze)
@@ -111,25 +111,39 @@ class Control:
         """Whether nothing is drawn."""
         return JSONResponse({"is_paused": self.mode is not None})
 
-    async def abort(self, _: Request) -> Response:
+    async def abort(self, request: Request) -> Response:
         """End all requests with what they have."""
+        if (await bodies.receive(request, or_empty=True)).get("request_ids"):
+            raise BadRequest("request_ids: all requests are aborted together here. Leave it empty.", "request_ids")
         return JSONResponse({"status": "ok", "aborted": self.thread.cancel_all()})
 
     async def sleep(self, request: Request) -> Response:
-        """Complete the running requests, then hold neither cache nor weights in the device's memory."""
+        """Complete the running requests, or abort them, then hold neither cache nor weights in the device's memory."""
+        mode = _mode(request, "wait")
         async with self._changing:
-            if self.mode == "keep":
-                raise BadRequest("Requests are kept in their slots, whose memory is needed: resume, or pause by abort.")
+            if "keep" in (mode, self.mode):
+                raise BadRequest(
+                    "The memory of slots is needed: not by mode=keep, nor until /resume or a pause by abort."
+                )
+            if mode == "abort":
+                self.thread.cancel_all()
             await asyncio.to_thread(self.thread.close, "sleep")
+            self._asleep = set(TAGS)
             await self._move(torch.device("cpu"))
         return JSONResponse({"status": "sleeping", "level": request.query_params.get("level", "1")})
 
-    async def wake_up(self, _: Request) -> Response:
-        """Bring the weights back, and draw again."""
+    async def wake_up(self, request: Request) -> Response:
+        """Bring back the weights, or the cache, or both; then draw again."""
+        tags = request.query_params.getlist("tags") or list(TAGS)
+        if unknown := set(tags) - {*TAGS, "scheduling"}:
+            raise BadRequest(f"tags must be among {', '.join(TAGS)}, got {', '.join(sorted(unknown))!r:.40}.", "tags")
         async with self._changing:
-            await self._move(self.device)
-            self.thread.open("sleep")
-        return JSONResponse({"status": "awake"})
+            if "weights" in tags:
+                await self._move(self.device)
+            self._asleep -= set(tags)
+            if not self._asleep:
+                self.thread.open("sleep")
+        return JSONResponse({"status": "awake", "tags": tags})
 
     # ---------------------------------------------------------------- weights
 
@@ -275,9 +289,10 @@ class Control:
 
     async def update_version(self, request: Request) -> Response:
         """Name the version of the weights."""
-        version = _version(await bodies.receive(request))
+        body = await bodies.receive(request)
+        version = _version(body, "new_version" if "new_version" in body else "weight_version")
         if version is None:
-            raise BadRequest("weight_version is missing.", "weight_version")
+            raise BadRequest("new_version is missing.", "new_version")
         self.thread.weight_version = version
         return await self.weight_info(request)
 
@@ -320,8 +335,15 @@ def _object_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _version(body: Mapping[str, Any]) -> str | None:
-    value = body.get("weight_version")
+def _mode(request: Request, default: str) -> str:
+    mode = request.query_params.get("mode", default)
+    if mode not in MODES:
+        raise BadRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r:.40}.", "mode")
+    return mode
+
+
+def _version(body: Mapping[str, Any], name: str = "weight_version") -> str | None:
+    value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int)) or len(str(value)) > 128):
-        raise BadRequest("weight_version must be a number or a text of at most 128 characters.", "weight_version")
+        raise BadRequest(f"{name} must be a number or a text of at most 128 characters.", name)
     return None if value is None else str(value)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,7 +80,7 @@ class Drawing:
             adapter: Adapter that draws, None for none.
 
         Raises:
-            BadRequest: If prompt and completion are too long together, or too many requests wait.
+            BadRequest: If prompt and completion are too long together.
             ValueError: If a prompt is not one for the engine.
         """
         jobs = []
@@ -102,19 +101,34 @@ class Drawing:
         numbers = 0 if wanted.scores is None else sum(map(len, prompts)) * (1 + wanted.scores)
         if numbers * wanted.params.num_generations > MOST_SCORES:
             raise BadRequest(f"Log-probs of prompts are at most {MOST_SCORES:,} numbers: send fewer at once.", "prompt")
-        self.refuse_if_full(len(jobs) * wanted.params.num_generations)
         return jobs
 
-    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest | None]:
-        """Draw until all is done or took too long; None for a prompt that nothing was drawn of.
+    @contextmanager
+    def opened(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Count the completions of a body as open before anything waits, and cancel in the end what is not done.
 
         Raises:
-            ClientDisconnect: If the client has gone; its requests are canceled.
+            BadRequest: If too many requests wait.
+        """
+        count = sum(job.request.params.num_generations for job in jobs)
+        self.refuse_if_full(count)
+        self.num_open += count
+        try:
+            yield
+        finally:
+            self.num_open -= count
+            self._cancel(jobs)
+
+    async def complete(self, request: Request, jobs: Sequence[Job]) -> list[CompletedRequest | None]:
+        """Draw until all is done or took too long; None for a prompt that nothing was drawn of. Within :meth:`opened`.
+
+        Raises:
+            ClientDisconnect: If the client has gone.
             EngineError: If the engine has failed.
         """
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request))
         try:
-            futures = [asyncio.wrap_future(future) for future in self._submit(jobs)]
+            futures = [asyncio.wrap_future(self.thread.submit(job)) for job in jobs]
             drawn: asyncio.Future[Any] = asyncio.ensure_future(_all(futures))
             await asyncio.wait({gone, drawn}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not drawn.done():
@@ -124,7 +138,6 @@ class Drawing:
             results = await drawn
         finally:
             gone.cancel()
-            self._end(jobs)
         return [self._counted(job, done) for job, done in zip(jobs, results, strict=True)]
 
     async def news(
@@ -132,7 +145,7 @@ class Drawing:
     ) -> AsyncIterator[tuple[int, dict[int, list[int]] | CompletedRequest | None]]:
         """Draw, and yield the index of a job with its tokens so far, by sample, or at last with what is complete.
 
-        Tokens that come while the client does not read are told together.
+        Tokens that come while the client does not read are told together. Within :meth:`opened`.
 
         Raises:
             EngineError: If the engine has failed.
@@ -149,39 +162,27 @@ class Drawing:
         for index, job in enumerate(jobs):
             job.on_tokens = teller(index)
         deadline, num_left = loop.time() + self.timeout, len(jobs)
-        try:
-            for index, future in enumerate(self._submit(jobs)):
-                future.add_done_callback(teller(index))
-            while num_left:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), max(0.0, deadline - loop.time()) or None)
-                if loop.time() >= deadline:
-                    self._cancel(jobs)
-                wake.clear()
-                for index in list(newest):
-                    told = newest.pop(index)
-                    if isinstance(told, dict):
-                        yield index, told
-                        continue
-                    (done,) = await _all([asyncio.wrap_future(told)])
-                    num_left -= 1
-                    yield index, self._counted(jobs[index], done)
-        finally:
-            self._end(jobs)
-
-    def _submit(self, jobs: Sequence[Job]) -> list[Future[CompletedRequest | None]]:
-        self.num_open += sum(job.request.params.num_generations for job in jobs)
-        return [self.thread.submit(job) for job in jobs]
+        for index, job in enumerate(jobs):
+            self.thread.submit(job).add_done_callback(teller(index))
+        while num_left:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), max(0.0, deadline - loop.time()) or None)
+            if loop.time() >= deadline:
+                self._cancel(jobs)
+            wake.clear()
+            for index in list(newest):
+                told = newest.pop(index)
+                if isinstance(told, dict):
+                    yield index, told
+                    continue
+                (done,) = await _all([asyncio.wrap_future(told)])
+                num_left -= 1
+                yield index, self._counted(jobs[index], done)
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if not job.done.done():
                 self.thread.cancel(job)
-
-    def _end(self, jobs: Sequence[Job]) -> None:
-        """Cancel what is not done: nobody waits for it any more."""
-        self.num_open -= sum(job.request.params.num_generations for job in jobs)
-        self._cancel(jobs)
 
     def _counted(self, job: Job, completed: CompletedRequest | None) -> CompletedRequest | None:
         """Count a request's tokens."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chatter import Chatter
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from tiny_grpo import Recorder, Rows, fit, loaded, module, quiet, weights
@@ -21,6 +22,7 @@ from sparse_rl_lightning.callbacks import (
     DryRun,
     ImportanceReweighting,
     RolloutCallback,
+    SamplerSupport,
     SparsityAwareRejection,
 )
 from sparse_rl_lightning.callbacks.guards.dry_run import oldest_go
@@ -30,6 +32,7 @@ from sparse_rl_lightning.modules import GRPOLoss, Loss, ReplayGRPO, SparseGRPO, 
 from sparse_rl_lightning.policies.source import PolicySource
 from sparse_rl_lightning.records import NEVER, LayerState, LossOutput, Rollout
 from sparse_rl_lightning.rollout import RolloutSampler, SamplingParams
+from sparse_rl_lightning.rollout.options import TurnOptions
 from sparse_rl_lightning.testing import tiny_model
 
 LONGEST = 17  # tokens of the longest prompt of Rows
@@ -187,6 +190,31 @@ def test_what_a_correction_or_a_loss_leaves_is_looked_at(mine: Any, said: str) -
     grpo.policy_source = Never()
     with pytest.raises(UserError, match=said):
         fit(grpo, 1, [] if isinstance(mine, Loss) else [mine])
+
+
+class LooksAtMore(CorrectionCallback):
+    """Reads what only some rollouts have."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        assert part.weights is not None
+        part.weights = part.weights * (getattr(part, self.name) <= getattr(part, self.name).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("policy_versions", {"partial_rollout_steps": 6, "num_slots": 8}),
+        ("turns", {"environment": Chatter, "turns": TurnOptions(max_turns=2, max_turn_length=4)}),
+        ("support", {"top_k": 9, "top_logprobs": 3}),
+        ("support", {"top_k": 9}),
+    ],
+)
+def test_a_trial_has_what_the_run_s_rollouts_have(name: str, options: dict[str, Any]) -> None:
+    others = [SamplerSupport()] if "top_k" in options else []
+    fit(module(max_completion_length=12, **options), 1, [*others, LooksAtMore(name)])
 
 
 class MadeLater(CorrectionCallback):

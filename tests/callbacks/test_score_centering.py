@@ -18,6 +18,7 @@ from sparse_rl_lightning.callbacks import (
     CorrectionCallback,
     IcePop,
     ImportanceReweighting,
+    SamplerSupport,
     ScoreCentering,
     SequenceTIS,
     SparsityAwareRejection,
@@ -134,6 +135,20 @@ def test_it_goes_with_the_monitor_of_acceptance_in_either_order(first: int) -> N
     assert widths == [9, 9]
     assert grpo.generator.top == {}
     assert grpo.generator.drawing is grpo.generator.sampling
+
+
+@pytest.mark.parametrize(
+    ("reader", "options"), [(ScoreCentering(3), {}), (SamplerSupport(3), {"top_k": 9})], ids=["centering", "support"]
+)
+def test_who_asks_for_more_tokens_changes_nothing(reader: Any, options: dict[str, Any]) -> None:
+    trained, logged = [], []
+    for more in ([], [AcceptanceMonitor(1, top_k=18, ceiling_prompts=0)]):
+        grpo = module(**ONE_STEP, **options)
+        metrics = fit(grpo, 1, [reader, TIS(), *more]).callback_metrics
+        trained.append(weights(grpo))
+        logged.append([float(value) for name, value in metrics.items() if name.startswith(("centering", "support"))])
+    assert torch.equal(*trained)
+    assert logged[0] == logged[1] != []
 
 
 def test_rollouts_without_it_keep_no_candidates() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,42 @@ def test_nothing_is_unpickled_that_was_not_written_here(name: str, said: str, tm
     with pytest.raises(ValueError, match=said):
         job(tmp_path / "run", 2, ckpt_path=str(last))
     assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "said"),
+    [
+        (
+            "weights.safetensors",
+            lambda file: file.write_bytes(file.read_bytes()[:-1] + b"!"),
+            r": weights\.safetensors",
+        ),
+        (
+            "trainer.pt",
+            lambda file: file.write_bytes(file.read_bytes()[:300]),
+            r": trainer\.pt\. Resume from, or export",
+        ),
+        ("trainer.pt", lambda file: file.unlink(), r": trainer\.pt\."),
+        ("manifest.json", lambda file: file.unlink(), r"has no readable manifest\.json\. Give a checkpoint"),
+        (
+            "manifest.json",
+            lambda file: file.write_text('{"body": "{}", "signature": ""}'),
+            r"written: trainer\.pt, weights",
+        ),
+    ],
+)
+def test_only_weights_as_they_were_written_are_exported(
+    name: str, write: Callable[[Path], Any], said: str, tmp_path: Path
+) -> None:
+    job(tmp_path / "run", 1)
+    last = tmp_path / "run" / "last.ckpt"
+    write(last / name)
+    exported = module()
+    exported.configure_model()
+    before = {name: value.clone() for name, value in exported.policy.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        load_policy(exported, last)
+    assert all(torch.equal(before[name], value) for name, value in exported.policy.named_parameters())
 
 
 def changed(folder: Path, **facts: Any) -> Path:

@@ -456,6 +456,9 @@ def test_questions_are_made_prompts_of_a_chat(folder: Path) -> None:
         (["mine.Other"], "'mine.Other' is no compressor: derive it from"),
         (["nobody.Method"], "'nobody.Method' cannot be imported: ModuleNotFoundError"),
         (["none.yaml"], "'none.yaml' does not hold a class_path"),
+        (["empty.jsonl.yaml"], "'empty.jsonl.yaml' does not hold a class_path"),
+        (["{class_path: SnapKV, init_args: [1]}"], "does not hold a class_path with init_args"),
+        (["{class_path: SnapKV, init_args: {budget: !!int x}}"], "it holds a value that cannot be read"),
         (["SnapKV", "--policy", "nowhere"], "policy: 'nowhere'"),
         (["SnapKV", "--problems", "0"], "--problems must be at least 1"),
         (["SnapKV", "--tasks", "poetry"], "tasks must be among sum"),
@@ -473,6 +476,7 @@ def test_mistakes(
 ) -> None:  # fmt: skip
     """One line, and nothing is measured."""
     Path("empty.jsonl").touch()
+    Path("empty.jsonl.yaml").write_bytes(b"\xff\xfe")
     assert run_console(monkeypatch, "benchmark", arguments[0], *options(policy, *arguments[1:])) == 1
     error = capsys.readouterr().err
     assert said in error

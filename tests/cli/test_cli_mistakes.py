@@ -117,6 +117,12 @@ def test_null_is_no_number_unless_the_type_has_it(annotation: Any) -> None:
     ("{a: 1, b: {c: 2, c: 3}}", "the key 'c' is given twice, in lines 1 and 1"),
     ("- x: 1\n  x: 2\n", "the key 'x' is given twice, in lines 1 and 2"),
     ("a: &a [{b: 1, b: 2}, *a]\n", "the key 'b' is given twice"),
+    ("a: " + "9" * 5000, "it holds a value that cannot be read .Exceeds the limit"),
+    ("a: !!timestamp x", "it holds a value that cannot be read"),
+    ("a: !!bool x", "it holds a value that cannot be read"),
+    ("a: 1" + ":00" * 200 + ".5", "it holds a value that cannot be read"),
+    ("a: !!int x", "it holds a value that cannot be read"),
+    ("a: " + "[" * 5000 + "]" * 5000, "it holds a value that cannot be read"),
 ])  # fmt: skip
 def test_yaml_that_nobody_can_have_meant(text: str, said: str) -> None:
     with pytest.raises(UnusableYAML, match=said):

@@ -104,6 +104,9 @@ def test_a_text_without_a_file_has_no_base(folder: Path) -> None:
     ("text", "said"),
     [
         ("base: none.yaml", r"^top.yaml: base: 'none.yaml' cannot be read: No such file .* folder of the file"),
+        ("base: circle.yaml", r"^top.yaml: base: 'circle.yaml' cannot be read: (Symlink loop|Too many levels)"),
+        ('base: "a\\0b.yaml"', r"^top.yaml: base: 'a\\x00b.yaml' cannot be read"),
+        ("base: ~no-user-of-this-name/x.yaml", r"^top.yaml: base: '~no-user.*' cannot be read: "),
         ("base: ./", r"^top.yaml: base: './' cannot be read: Is a directory"),
         ("base: binary.yaml", r"^top.yaml: base: 'binary.yaml' cannot be read: not a text"),
         ("base: list.yaml", r"^top.yaml: base: 'list.yaml' must hold keys such as model: and trainer:, got a list"),
@@ -114,10 +117,13 @@ def test_a_text_without_a_file_has_no_base(folder: Path) -> None:
         ("base: []", r"got \[\]"),
         ("base: {a: b}", r"got {'a': 'b'}"),
         ("base: [low.yaml, 3]", r"got \['low.yaml', 3\]"),
+        ("base: x/../top.yaml", r"^top.yaml: base: 'x/../top.yaml' leads back to a file that is on top of it"),
+        ("base: [low.yaml, round.yaml]", r"^top.yaml: round.yaml: base: 'top.yaml' leads back"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_base_is_refused_by_name(text: str, said: str, folder: Path) -> None:
-    files(top=text, low="a: 1", list="[1]", twice="a: 1\na: 2", tab="a:\n\tb")
+    files(top=text, low="a: 1", list="[1]", round="base: top.yaml", x__low="", twice="a: 1\na: 2", tab="a:\n\tb")
+    (folder / "circle.yaml").symlink_to("circle.yaml")
     (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UnusableYAML, match=f"(?s){said}"):
         read_file("top.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,17 @@ def test_a_resumed_run_goes_on_with_what_it_saw(tmp_path: Path) -> None:
     assert other.global_step == 6
     assert rate(other) == 1.0
     assert other.lr_scheduler_configs[0].scheduler.factor == 0.5
+
+
+def test_another_schedule_begins_after_the_steps_that_were_done_and_not_after_validations(tmp_path: Path) -> None:
+    def run(steps: int, schedule: Any, **options: Any) -> Any:
+        saving, validated = [RolloutCheckpoint(tmp_path)], {"limit_val_batches": 1, "val_check_interval": 2}
+        own = module(level, lr=1.0, lr_scheduler=schedule)
+        return fit(own, steps, saving, enable_checkpointing=True, **validated, **options)
+
+    run(4, plateau("val/reward_dense"))
+    linear = partial(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=10)
+    assert rate(run(5, linear, ckpt_path=tmp_path / "last.ckpt")) == pytest.approx(0.5)
 
 
 def test_a_run_that_is_resumed_within_a_rollout_knows_its_metrics(tmp_path: Path) -> None:

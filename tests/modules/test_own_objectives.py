@@ -107,6 +107,32 @@ def test_a_token_mean_is_dapo() -> None:
     torch.testing.assert_close(sum(halves), whole)
 
 
+class PerSequence(Loss):
+    """Divides by the number of sequences, and has no other divisor, or one by sums of each micro-batch."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts = counts
+
+    def denominators(self, window: Rollout, max_completion_length: int | None = None) -> Denominators:
+        return Denominators(sequences=torch.tensor(len(window)) if self.counts else None)
+
+    def __call__(self, part: Rollout, logprobs: Tensor, denominators: Denominators) -> LossOutput:
+        assert part.advantages is not None
+        count = denominators.sequences if denominators.sequences is not None else len(part)
+        return LossOutput(-(part.advantages[:, None] * logprobs * part.completion_mask).sum() / count, {})
+
+
+def test_a_step_is_as_long_whatever_it_is_divided_by() -> None:
+    """Shares of a step add up, and micro-batches without any divisor are averaged: by equal numbers the same."""
+    ends = []
+    for counts, parts in ((True, 1), (True, 4), (False, 4)):
+        grpo = module(loss=PerSequence(counts), steps_per_generation=parts, lr=0.1)
+        fit(grpo, 1, accumulate_grad_batches=parts)
+        ends.append(weights(grpo))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ends[2], ends[0], rtol=0, atol=1e-6)
+
+
 # ---------------------------------------------------------------- in a run
 
 

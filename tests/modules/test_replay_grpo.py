@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sparse_rl_lightning.budgets import Adaptive
 from sparse_rl_lightning.callbacks import ImportanceReweighting, MismatchSplit, RunSummary, SparsityAwareRejection
 from sparse_rl_lightning.compressors import RKV, Compressor, SnapKV
 from sparse_rl_lightning.losses import policy_loss
-from sparse_rl_lightning.modules import LearnerOptions
+from sparse_rl_lightning.modules import DistillSparse, LearnerOptions, SparseAdapter
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, PolicySource, PretrainedPolicy
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.report import page, read_run, summary_text
@@ -350,6 +351,15 @@ def test_a_baseline_of_what_is_kept_is_refused_where_the_rejected_are_learned_fr
         callback.setup(trainer, grpo, "fit")
         return
     with pytest.raises(ValueError, match="baseline='kept' leaves rejected sequences without an advantage"):
+        callback.setup(trainer, grpo, "fit")
+
+
+@pytest.mark.parametrize("policy_gradient", [False, True])
+def test_so_it_is_where_an_adapter_learns_from_their_rewards(policy_gradient: bool) -> None:
+    adapter = SparseAdapter(policy_gradient=policy_gradient)
+    grpo, callback = module(kind=DistillSparse, adapter=adapter), SparsityAwareRejection(baseline="kept")
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    with pytest.raises(ValueError, match="DistillSparse as it is configured") if policy_gradient else nullcontext():
         callback.setup(trainer, grpo, "fit")
 
 

@@ -239,6 +239,32 @@ def test_a_correction_sees_every_sequence_once() -> None:
         assert own.sizes == sizes
 
 
+class Halves(Single):
+    def correct(self, trainer: Any, module: Any, part: Rollout) -> None:
+        assert part.advantages is not None
+        part.advantages = part.advantages / 2
+
+
+class Advantages(library.RolloutCallback):
+    """Keeps those of the rollout that is trained on, after every micro-batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.seen.append(pl_module.block.rollout.advantages.clone())
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 60}])
+def test_a_step_of_several_passes_corrects_every_sequence_once(options: dict[str, Any]) -> None:
+    uncorrected, halved = Advantages(), Advantages()
+    for callbacks in ([uncorrected], [Halves(), halved]):
+        fit(module(num_iterations=2, **options), 1, callbacks, accumulate_grad_batches=2)
+    (expected, _), seen = uncorrected.seen, halved.seen
+    assert expected.abs().sum() > 0
+    assert [torch.equal(value, expected / 2) for value in seen] == [True, True]
+
+
 # ---------------------------------------------------------------- callbacks
 
 

@@ -33,6 +33,7 @@ from sparse_rl_lightning import data as data_modules
 from sparse_rl_lightning import modules, policies
 from sparse_rl_lightning.budgets import LengthSchedule
 from sparse_rl_lightning.callbacks import MIS, AcceptanceMonitor, ImportanceReweighting, SparsityAwareRejection
+from sparse_rl_lightning.checkpoints.manifest import digest, write_manifest
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.compressors import RKV, KeyDiff, SnapKV
 from sparse_rl_lightning.data.base import PromptDataModule
@@ -271,6 +272,7 @@ def test_weights_that_would_mean_another_policy_are_refused(name: str, command: 
         names = {name for name, _ in own.policy.named_parameters()}
         policy = {name.removeprefix("policy."): value.clone() for name, value in state.items()}
         save_file({name: value for name, value in policy.items() if name in names}, path / "weights.safetensors")
+        write_manifest(path, {file.name: digest(file) for file in path.iterdir()})
         load_policy(own, path)
     grpo.configure_model()
     use = {

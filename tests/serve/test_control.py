@@ -148,8 +148,46 @@ def test_pauses_that_complete_or_abort(running: Running, folder: Path) -> None:
     assert order(running, "/pause?mode=later").status_code == 400
     asking = Asking(running)
     running.until(lambda: running.server.thread.usage.num_running)
-    assert order(running, "/abort_requests").json() == {"status": "ok", "aborted": 1}
+    assert order(running, "/abort_requests", request_ids=["cmpl-1"]).status_code == 400
+    assert order(running, "/abort_requests", request_ids=[]).json() == {"status": "ok", "aborted": 1}
     assert asking.choice["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "reason"),
+    [
+        ("/pause?wait_for_inflight_requests=true", "wait", "length"),
+        ("/pause?wait_for_inflight_requests=false", "abort", "abort"),
+        ("/pause?mode=abort&wait_for_inflight_requests=yes", "wait", "length"),
+        ("/sleep", None, "length"),
+        ("/sleep?level=2&mode=wait", None, "length"),
+        ("/sleep?mode=abort", None, "abort"),
+    ],
+)
+def test_what_runs_is_completed_or_aborted(running: Running, path: str, mode: str | None, reason: str) -> None:
+    asking = Asking(running)
+    running.until(lambda: running.server.thread.usage.num_running)
+    assert order(running, path).json().get("mode") == mode
+    assert asking.choice["finish_reason"] == reason
+    assert order(running, "/sleep?mode=later").status_code == order(running, "/sleep?mode=keep").status_code == 400
+
+
+def test_weights_may_wake_up_before_anything_is_drawn(running: Running, folder: Path) -> None:
+    order(running, "/sleep")
+    late = Asking(running)
+    assert order(running, "/wake_up?tags=weights").json() == {"status": "awake", "tags": ["weights"]}
+    assert order(running, "/wake_up?tags=weight").status_code == 400
+    time.sleep(0.1)
+    assert late.answer is None
+    order(running, "/wake_up?tags=kv_cache&tags=scheduling")
+    assert late.choice["token_ids"] == drawn(folder, max_completion_length=70)
+    order(running, "/sleep")
+    late = Asking(running)
+    order(running, "/wake_up?tags=kv_cache")  # weights are still elsewhere
+    time.sleep(0.1)
+    assert late.answer is None
+    order(running, "/wake_up")
+    assert late.choice["token_ids"] == drawn(folder, max_completion_length=70)
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -223,6 +261,7 @@ def test_facts(running: Running) -> None:
     assert (told["sparse_rl"]["slots"], told["sparse_rl"]["max_length"]) == (4, 80)
     assert running.http.get("/get_world_size", headers=KEY).json() == {"world_size": 1}
     assert order(running, "/update_weight_version", weight_version=7).json() == {"weight_version": "7"}
+    assert order(running, "/update_weight_version", new_version="s8").json() == {"weight_version": "s8"}
     assert order(running, "/update_weight_version").status_code == 400
     assert order(running, "/reset_prefix_cache").json() == {"success": True}
 

@@ -120,7 +120,7 @@ def test_a_full_cache_has_a_record_without_evictions(folder: Path) -> None:
 
 
 def test_the_example_replays_what_a_server_sends(running: Running, folder: Path) -> None:
-    command = [sys.executable, "examples/replay_from_server.py", running.url, str(folder), "123456789", "60"]
+    command = [sys.executable, "examples/replay_from_server.py", running.url, str(folder), "123456789" * 3, "50"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     numbers = re.fullmatch(r"(\d+) tokens, (\d+) evictions in \d+ bytes; .*replayed (\S+), dense (\S+)\n", run.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -36,7 +37,8 @@ LENGTH = 80
 RKV = "{class_path: RKV, init_args: {budget: 14, buffer: 6, num_sinks: 1, window: 4}}"
 TEMPLATE = (
     "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
+    "{% for m in messages %}{% if m.role == 'tool' and loop.index == 2 %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role[0] }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}"
     "{% endfor %};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
 
@@ -214,6 +216,19 @@ def test_stop_strings_and_tokens(client: Any, running: Running, sampler: Rollout
     assert running.post("/v1/completions", min_tokens=60, stop=stop, **asked).json()["choices"][0]["text"] == whole
 
 
+def test_a_sample_that_has_ended_before_others_streams_no_stop_string(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": "ab", "seed": 5, "max_tokens": 60, "n": 4, "extra_body": {"ignore_eos": True}}
+    wholes = [choice.text for choice in client.completions.create(**asked).choices]
+    stop = wholes[0][4:6]
+    choices = client.completions.create(stop=stop, **asked).choices
+    assert len({len(choice.text) for choice in choices}) > 1
+    pieces = dict.fromkeys(range(4), "")
+    with client.completions.create(stop=stop, stream=True, **asked) as stream:
+        for event in stream:
+            pieces[event.choices[0].index] += event.choices[0].text
+    assert pieces == {choice.index: choice.text for choice in choices}
+
+
 def test_chats_are_rendered_and_streamed_as_a_whole_answer(client: Any, running: Running) -> None:
     messages = [{"role": "system", "content": None}, {"role": "user", "content": [{"type": "text", "text": "12"}]}]
     asked: dict[str, Any] = {"model": "tiny", "messages": messages, "seed": 5, "n": 2, "temperature": 1.2}
@@ -302,6 +317,8 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "
         ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty=1.1"),
         ("/v1/completions", {"prompt": "a", "guided_regex": "a+"}, 400, "guided_regex is not supported"),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' does not exist"),
+        ("/v1/chat/completions",
+         {"messages": [{"role": "user", "content": "a" * 400}, {"role": "tool", "content": "b"}]}, 400, ": no tools"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages must be"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}, 3]}, 400, "messages must be"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "continue_final_message"),
@@ -328,7 +345,10 @@ def test_what_is_wrong_is_said_in_openais_shape(
     assert re.search(says, error["message"]), error["message"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"[" * 100_000, b'"a"', b"\xff\xfe", b'{"prompt": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"[" * 100_000, b'"a"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b'{"prompt": "\xed\xa0\x80"}'],
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_bodies_that_are_no_requests(running: Running, route: str, content: bytes) -> None:
     answer = running.http.post(route, content=content, headers={"content-type": "application/json"})
@@ -458,17 +478,22 @@ def test_what_a_body_began_is_ended_when_a_later_prompt_is_refused(folder: Path)
         running.close()
 
 
-def test_too_many_wait_for_others(folder: Path) -> None:
-    running = Running(built(folder, "--max_queue", "1"))
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            asked = {"prompt": "a", "max_tokens": 70, "ignore_eos": True}
-            answers = list(pool.map(lambda _: running.post("/v1/completions", **asked), range(8)))
-        assert {answer.status_code for answer in answers} == {200, 429}
-        assert running.post("/v1/completions", n=2, **asked).status_code == 400  # never
-        assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 429} == {"1"}
-    finally:
-        running.close()
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_many_wait_for_others(folder: Path, stream: bool) -> None:
+    server = built(folder, "--max_queue", "2")
+    asked = {"prompt": "a", "max_tokens": 70, "ignore_eos": True, "stream": stream}
+
+    async def ask() -> list[Any]:
+        transport = httpx.ASGITransport(app=server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(8)))
+            return [*answers, await client.post("/v1/completions", json=asked | {"n": 3})]
+
+    *answers, never = asyncio.run(ask())
+    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 6
+    assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 429} == {"1"}
+    assert never.status_code == 400
+    assert server.drawing.num_open == 0
 
 
 def test_a_request_that_takes_too_long_ends_with_what_it_has(folder: Path) -> None:

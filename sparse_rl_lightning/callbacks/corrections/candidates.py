@@ -57,7 +57,8 @@ class ReadsCandidates(RolloutCallback):
             module.generator.top.pop(id(self), None)
 
 
-def token_and_most_likely(rollout: Rollout) -> Tensor:
-    """Each token, and behind it the sampler's most likely ones in its place: ids (B, T, 1 + K)."""
+def token_and_most_likely(rollout: Rollout, top: int) -> Tensor:
+    """Each token, and behind it the sampler's ``top`` most likely ones in its place: ids (B, T, 1 + top)."""
     assert rollout.topk_ids is not None
-    return torch.cat([rollout.sequences[..., None].to(rollout.topk_ids), rollout.topk_ids], dim=-1)
+    most_likely = rollout.topk_ids[..., :top]  # others may have asked for more
+    return torch.cat([rollout.sequences[..., None].to(most_likely), most_likely], dim=-1)

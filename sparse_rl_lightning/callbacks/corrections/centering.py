@@ -46,17 +46,19 @@ class CenteredLearner(Learner):
     """A learner whose dense pass also returns the expected scores (B, T), where a rollout has the sampler's tokens.
 
     Args:
+        top: How many of the sampler's most likely tokens.
         weigh: Weights that the loss gives to tokens.
     """
 
+    top: int = 128
     weigh: Weigh = uniform
 
     def dense(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """Log-probs, entropies and expected scores (B, T) under the full cache."""
         if ids is not None or rollout.topk_logprobs is None or not torch.is_grad_enabled():
             return super().dense(policy, rollout, ids)
-        logprobs, entropy = super().dense(policy, rollout, token_and_most_likely)
-        mask, sampler_logprobs = rollout.completion_mask, rollout.topk_logprobs
+        logprobs, entropy = super().dense(policy, rollout, partial(token_and_most_likely, top=self.top))
+        mask, sampler_logprobs = rollout.completion_mask, rollout.topk_logprobs[..., : self.top]
         known = sampler_logprobs[mask.to(sampler_logprobs.device)].to(logprobs)
         scores = expected_scores(logprobs[..., 1:][mask], known, self.weigh)
         return logprobs[..., 0], entropy, torch.zeros_like(entropy).masked_scatter(mask, scores)
@@ -121,7 +123,7 @@ class ScoreCentering(ReadsCandidates, CorrectionCallback):
                 f"ScoreCentering: a rollout has {steps} optimizer steps, of which the first is centered exactly and "
                 "the others without the clip."
             )
-        self.install(module, CenteredLearner, weigh=weigh)
+        self.install(module, CenteredLearner, top=self.top, weigh=weigh)
         module.loss = CenteredLoss(**asdict(loss))
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
@@ -129,7 +131,7 @@ class ScoreCentering(ReadsCandidates, CorrectionCallback):
         logprobs, mask = scored.rollout.topk_logprobs, scored.rollout.completion_mask.cpu()
         assert logprobs is not None
         # row by row: all at once would be there twice
-        known = sum(float(row[tokens].exp().sum()) for row, tokens in zip(logprobs, mask, strict=True))
+        known = sum(float(row[tokens, : self.top].exp().sum()) for row, tokens in zip(logprobs, mask, strict=True))
         module.log("centering/covered", known / max(1, int(mask.sum())), batch_size=len(scored.completions))
 
 

@@ -69,10 +69,11 @@ class SparsityAwareRejection(CorrectionCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse baselines that a sparse term, which learns from the rejected too, would not have."""
         super().setup(trainer, pl_module, stage)
-        if self.baseline == "kept" and getattr(pl_module, "learns_from_rejected", False):  # any module may be corrected
+        learns = ("learns_from_rejected", "adapter_learns_from_rejected")  # any module may be corrected
+        if self.baseline == "kept" and any(getattr(pl_module, name, False) for name in learns):
             raise UserError(
                 "SparsityAwareRejection: baseline='kept' leaves rejected sequences without an advantage, and "
-                f"{type(pl_module).__name__} with this replay_objective learns from them. Set baseline to all."
+                f"{type(pl_module).__name__} as it is configured learns from them. Set baseline to all."
             )
 
     def needs_rescoring(self, module: RolloutModule) -> bool:

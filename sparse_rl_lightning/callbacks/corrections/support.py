@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -50,14 +53,14 @@ class SamplerSupport(ReadsCandidates):
                 "SamplerSupport: model.sampling truncates nothing, so that every token could be drawn. Set top_p, "
                 "top_k or min_p, or leave the callback out."
             )
-        self.install(module, SupportLearner)
+        self.install(module, SupportLearner, top=self.top)
 
     def on_rollout_drawn(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
         """Normalize the sampler's log-probs over the same tokens; log how many could be drawn."""
         rollout = scored.rollout
         assert rollout.topk_logprobs is not None
         assert rollout.support is not None
-        most_likely = rollout.topk_logprobs.to(rollout.sampler_logprobs)
+        most_likely = rollout.topk_logprobs[..., : self.top].to(rollout.sampler_logprobs)
         logprobs = torch.cat([rollout.sampler_logprobs[..., None], most_likely], dim=-1)
         rollout.sampler_logprobs, rollout.behavior_logprobs = among_support(logprobs, rollout), None
         sizes = rollout.support[rollout.completion_mask].float()
@@ -65,21 +68,28 @@ class SamplerSupport(ReadsCandidates):
         module.log_dict(logged, batch_size=len(rollout))
 
 
+@dataclass(frozen=True)
 class SupportLearner(Learner):
-    """A learner whose log-probs are of the tokens that the sampler could have drawn, where a rollout says which."""
+    """A learner whose log-probs are of the tokens that the sampler could have drawn, where a rollout says which.
+
+    Args:
+        top: How many of the sampler's most likely tokens are counted.
+    """
+
+    top: int = 256
 
     def dense(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """Log-probs among the support, and entropies of whole distributions, (B, T) under the full cache."""
         if ids is not None or rollout.support is None:
             return super().dense(policy, rollout, ids)
-        logprobs, entropy = super().dense(policy, rollout, token_and_most_likely)
+        logprobs, entropy = super().dense(policy, rollout, partial(token_and_most_likely, top=self.top))
         return among_support(logprobs, rollout), entropy
 
     def replayed(self, policy: PreTrainedModel, rollout: Rollout, ids: Candidates | None = None) -> tuple[Tensor, ...]:
         """The same as the sampler saw the sequences."""
         if ids is not None or rollout.support is None:
             return super().replayed(policy, rollout, ids)
-        logprobs, entropy = super().replayed(policy, rollout, token_and_most_likely)
+        logprobs, entropy = super().replayed(policy, rollout, partial(token_and_most_likely, top=self.top))
         return among_support(logprobs, rollout), entropy
 
 
@@ -90,7 +100,7 @@ def among_support(logprobs: Tensor, rollout: Rollout) -> Tensor:
     """
     assert rollout.topk_ids is not None
     assert rollout.support is not None
-    most_likely, sizes = rollout.topk_ids.to(logprobs.device), rollout.support[..., None]
+    most_likely, sizes = rollout.topk_ids[..., : logprobs.shape[-1] - 1].to(logprobs.device), rollout.support[..., None]
     inside = torch.arange(most_likely.shape[-1], device=logprobs.device) < sizes
     inside &= most_likely != rollout.sequences[..., None]
     counted = torch.cat([torch.ones_like(inside[..., :1]), inside], dim=-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparse_rl_lightning.advantages import AdvantageEstimator
 from sparse_rl_lightning.callbacks.base import RolloutCallback, RolloutModule, rollout_callbacks
+from sparse_rl_lightning.callbacks.corrections.candidates import ReadsCandidates
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.learner.random_state import random_state, restore_random_state
 from sparse_rl_lightning.records import NEVER, EvictionRecord, KVUsage, LossOutput, Rollout
@@ -123,16 +124,22 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
     sample, position, used = torch.arange(count), torch.arange(count + 5), torch.ones(count)
     mask = (position > 2) & (position < 5 + sample[:, None] % 4)
     sparse = -mask.float()
-    top = sparse[..., None].expand(-1, -1, max(1, sampling.top_logprobs))
+    partial, conversations = module.generator.partial is not None, module.generator.environment is not None
+    callbacks = rollout_callbacks(module)
+    candidates = max([sampling.top_logprobs, *(c.top for c in callbacks if isinstance(c, ReadsCandidates))])
+    top = sparse[..., None].expand(-1, -1, max(1, candidates))
     return Rollout(
         sequences=torch.ones_like(mask, dtype=torch.int64),
         prompt_lengths=torch.full((count,), 3),
         completion_mask=mask,
         finished=used.bool(),
         sampler_logprobs=sparse,
+        policy_versions=mask.int() if partial else None,
+        turns=mask.int() if conversations else None,
         behavior_logprobs=sparse if sampling.truncates else None,
-        topk_ids=top.int().abs() if sampling.top_logprobs else None,
-        topk_logprobs=top if sampling.top_logprobs else None,
+        topk_ids=top.int().abs() if candidates else None,
+        topk_logprobs=top if candidates else None,
+        support=mask.int() if candidates and sampling.truncates else None,
         evictions=(
             None
             if module.generator.retriever
@@ -147,5 +154,5 @@ def made_up_rollout(module: RolloutModule) -> Rollout:
         advantages=sample / count - 0.5,
         keep=mask.clone(),
         # where a callback corrects, it and the loss may rely on weights
-        weights=mask.float() if any(callback.corrects for callback in rollout_callbacks(module)) else None,
+        weights=mask.float() if any(callback.corrects for callback in callbacks) else None,
     ).to(module.device)

@@ -16,6 +16,7 @@ from sparse_rl_lightning.callbacks.outputs.export import kept_folders, write_pol
 from sparse_rl_lightning.checkpoints.durable import POLICY
 from sparse_rl_lightning.checkpoints.exports import check_replaceable, export_place
 from sparse_rl_lightning.checkpoints.folders import check_dtype
+from sparse_rl_lightning.checkpoints.manifest import check_unchanged
 from sparse_rl_lightning.checkpoints.reading import read_checkpoint
 from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.errors import UserError
@@ -68,7 +69,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
     """Load a module's policy from a checkpoint, without unpickling anything.
 
     Raises:
-        ValueError: If names or shapes of the weights differ, or a folder has no whole weights.
+        ValueError: If names or shapes of the weights differ, or a folder lacks whole weights, as they were written.
     """
     assert module.policy is not None
     if not path.is_dir():
@@ -81,6 +82,7 @@ def load_policy(module: PolicyModule, path: Path) -> None:
             f"ckpt_path={str(path)!r} has no {WEIGHTS}: it is not whole, or of Lightning's own ModelParallelStrategy. "
             "Give another checkpoint; for the latter resume with the version that wrote it, and ExportPolicy."
         )
+    check_unchanged(path, (TRAINER, WEIGHTS))
     with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
         module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
     state = load_file(path / WEIGHTS)

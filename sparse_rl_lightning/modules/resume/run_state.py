@@ -207,8 +207,9 @@ class RunState:
         if was == now:
             return  # everything is the checkpoint's, bit by bit
         states = checkpoint["lr_schedulers"]
-        steps = states[0].get("last_epoch") if states else None
-        self._steps = checkpoint["global_step"] if steps is None else steps
+        counts_steps = states and "num_bad_epochs" not in states[0]  # else it counts what its metric is looked at
+        self._steps = states[0].get("last_epoch") if counts_steps else None
+        self._steps = checkpoint["global_step"] if self._steps is None else self._steps
         self._changes = optimizers.schedule_change(was, now) + self._changes
         checkpoint["lr_schedulers"] = []  # the schedule has changed: apply() does it
 

@@ -231,13 +231,14 @@ class RequestScheduler(Scheduler):
         """The requests with a sample in a slot; another thread may ask."""
         return {sequence.number // MOST_SAMPLES for sequence in list(self.running.values())}
 
-    def drawn(self, number: int) -> dict[int, list[int]]:
-        """The tokens so far of each sample of a request that is in a slot or has ended, by sample.
+    def drawn(self, number: int, with_ended: bool = True) -> dict[int, list[int]]:
+        """The tokens so far of each sample of a request that is in a slot, or has ended too, by sample.
 
         On a GPU they are known in pieces of several steps, when the host reads which sequences have ended.
         """
         running = [sequence for sequence in self.running.values() if sequence.number // MOST_SAMPLES == number]
-        return self.texts[number] | {sequence.number % MOST_SAMPLES: list(sequence.drawn) for sequence in running}
+        ended = self.texts[number] if with_ended else {}
+        return ended | {sequence.number % MOST_SAMPLES: list(sequence.drawn) for sequence in running}
 
     def take(self, prompts: Sequence[int]) -> Rollout:
         """Remove complete requests; what none of them asked for (most likely tokens, truncation) is not returned."""
