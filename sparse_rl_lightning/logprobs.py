@@ -196,7 +196,7 @@ def token_logprobs(
     dtype = torch.promote_types(hidden.dtype, torch.float32) if head_in_float32 else product_dtype(hidden)
     logprobs, entropy = in_one_call(
         lm_head,
-        lambda hidden, by_row: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        lambda hidden, by_row: ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
             hidden, lm_head.weight, lm_head.bias, by_row, temperature, chunk_size, dtype, scaling
         ),
         hidden,

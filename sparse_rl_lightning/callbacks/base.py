@@ -178,7 +178,7 @@ def rollout_module(module: LightningModule, owner: object) -> RolloutModule:
 def warn_of_run(trainer: Trainer, text: str) -> None:
     """Warn about the course of a run, and notify the callbacks that keep its record."""
     rank_zero_warn(text, stacklevel=6)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it where no type says so
         if isinstance(callback, RolloutCallback):
             callback.on_run_warning(trainer, text)
 
@@ -275,7 +275,7 @@ class CorrectionCallback(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a second correction of the same kind."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where no type says so
         for correction in [c for c in callbacks if isinstance(c, CorrectionCallback) and c is not self]:
             if type(correction) is type(self) or (correction.weighs and self.weighs):
                 raise UserError(

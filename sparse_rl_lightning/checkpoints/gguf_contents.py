@@ -132,7 +132,7 @@ def check_read(reader: GGUFReader, model: Any, unexpected: Iterable[str], name: 
     architecture, config = str(reader.fields["general.architecture"].contents()), model.config
     unread = {*unexpected}
     if not getattr(getattr(model, "hf_quantizer", None), "supported", False):  # the older of transformers' readers
-        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)()  # type: ignore[no-untyped-call]
+        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         unread |= {tensor.name for tensor in reader.tensors} - get_gguf_hf_weights_map(model, processor).keys()
     rotated = rotation_of(getattr(model.get_decoder(), "rotary_emb", None))[0]
     config_numbers = re.findall(r"(?<![\"\w.])-?\d[\d.e+-]*", config.to_json_string(use_diff=False))

@@ -131,7 +131,7 @@ def main(args: Sequence[str]) -> Calibration | None:
         auto_cli(hardware, args=switched(args), **PARSER)
         return None
     try:
-        return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]
+        return auto_cli(calibrate, args=list(args), **PARSER)  # type: ignore[no-any-return]  # jsonargparse returns Any
     except ValueError as error:
         raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 

@@ -98,7 +98,7 @@ class _Configured(LightningCLI):
 
     def instantiate_classes(self) -> None:
         try:
-            only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]
+            only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]  # jsonargparse leaves it untyped
             self.model = self.parser.instantiate(only).model
         except ValueError as error:
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
@@ -122,7 +122,7 @@ class _Configured(LightningCLI):
             return count
         if not isinstance(path, (str, os.PathLike)) or not Path(path).expanduser().is_file():
             return None
-        only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]
+        only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]  # jsonargparse leaves it untyped
         return len(self.parser.instantiate(only).data.train_rows())
 
 

@@ -78,7 +78,7 @@ class SparseRLDeepSpeed(ShardedStrategy, DeepSpeedStrategy):
 
     # ---------------------------------------------------------------- training
 
-    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # Lightning says Generator
         """Load models whole: Hugging Face's loading cannot fill weights that are created as shards.
 
         DeepSpeed shards stage 3 when the engine is created; until then every rank has one whole model.

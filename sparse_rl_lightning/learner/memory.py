@@ -89,7 +89,7 @@ def learner_bytes(
             with mixed:
                 loss = _loss(model, micro_batch, options)
             trace.start_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return trace.with_layers(left_out)
 
 
@@ -114,7 +114,7 @@ class _MemoryTrace:
 
     def _enter(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.forward.append(self._here())
-        args[0].register_hook(lambda gradient: self.backward.append(self._here()))  # type: ignore[no-untyped-call]
+        args[0].register_hook(lambda gradient: self.backward.append(self._here()))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def start_backward(self) -> None:
         """Begin the backward pass: checkpointed layers run again, which does not count as entering them."""

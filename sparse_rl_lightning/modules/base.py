@@ -72,7 +72,7 @@ class PolicyModule(LightningModule):
         self.lr_scheduler_factory = lr_scheduler
         self.disable_dropout = disable_dropout
         self.policy: PreTrainedModel = None  # type: ignore[assignment]  # until configure_model
-        self.tokenizer: PreTrainedTokenizerBase = None  # type: ignore[assignment]
+        self.tokenizer: PreTrainedTokenizerBase = None  # type: ignore[assignment]  # until the policy is loaded
         self.same_on_ranks: dict[str, str] = {}
         self.run_state: RunState = RunState(self)
         self._rotary: list[tuple[torch.nn.Module, str, Tensor]] = []
@@ -92,7 +92,7 @@ class PolicyModule(LightningModule):
         """
         self._world_size = self.trainer.world_size
         check_strategy(self.trainer.strategy)
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where no type says so
         for callback in callbacks:
             check_foreign(callback)
         fix_folders(self.trainer)

@@ -116,7 +116,7 @@ def _has_varlen(value: Tensor) -> bool:
 def _has_flash(value: Tensor) -> bool:
     """Whether torch has FlashAttention for such values on their GPU."""
     fits = value.dtype in HALF and value.shape[-1] <= FLASH_WIDTH
-    allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return fits and allowed and torch.cuda.get_device_capability(value.device) >= FLASH_CAPABILITY
 
 

@@ -41,7 +41,7 @@ class Download:
         self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # a GPU's into page-locked memory
         self._done: torch.cuda.Event | None = None
         if tensors[0].is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._done.record(torch.cuda.current_stream(tensors[0].device))
 
     def read(self) -> list[Tensor]:

@@ -167,7 +167,7 @@ def configuration(plan: Plan, output: Path) -> str:
         keep=word(job.rollout.keep_pool), micro_batches=job.block.steps_per_generation,
         tokens=learner.micro_batch_tokens, chunk=learner.head_chunk_size, accumulate=job.block.accumulate,
         checkpointing=word(learner.gradient_checkpointing), rate="1.0e-6" if full else "1.0e-5",
-        steps=job.num_steps, foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]
+        steps=job.num_steps, foreach=word(job.optimizer.keywords["foreach"]),  # type: ignore[attr-defined]  # a partial, which its type does not say
     )  # fmt: skip
     return "".join(f"# {printable(line)}".rstrip() + "\n" for line in head) + body
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 ROUNDED = ("tf32", "bf16")
 """Precisions in which float32 products are not those of float32."""
-PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+PRODUCTS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # torch types its backends as modules
 """Settings of float32 products, on a GPU and on a CPU, that ``torch.set_float32_matmul_precision`` writes."""
 
 

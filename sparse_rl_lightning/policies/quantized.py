@@ -74,7 +74,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (..., out) from (..., in), in autocast's type inside its region."""
-        product: Tensor = _Product.apply(x.to(product_dtype(x)), self)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x.to(product_dtype(x)), self)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return product
 
 

@@ -58,14 +58,14 @@ class NcclGroup:
     def __init__(self, store: Store, device: torch.device, timeout: timedelta) -> None:
         self._device, self._seconds = device, timeout.total_seconds()
         with torch.cuda.device(device):
-            self._comms = [nccl.init_rank(2, nccl_id(store.get(ID_KEY)), 1)]  # type: ignore[no-untyped-call]
+            self._comms = [nccl.init_rank(2, nccl_id(store.get(ID_KEY)), 1)]  # type: ignore[no-untyped-call]  # nccl4py is untyped
             nccl.all_reduce([torch.zeros(1, device=device)], comms=self._comms)  # type: ignore[no-untyped-call]  # the trainer's first
 
     def receive(self, buffer: Tensor) -> None:
         """Fill a buffer with what the trainer broadcasts."""
         with torch.cuda.device(self._device):
             nccl.broadcast([buffer], comms=self._comms)
-            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             deadline = time.monotonic() + self._seconds
             done.record()
             while not done.query():  # NCCL itself would wait for good
@@ -110,7 +110,7 @@ def join(info: Mapping[str, Any], trainer: str, device: torch.device, timeout: f
         raise BadRequest("init_info must have a master_port, rank_offset 1, world_size 2, and packed.", "init_info")
     limit, at_once = timedelta(seconds=timeout), timedelta(seconds=JOIN_SECONDS)
     try:
-        store = dist.TCPStore(trainer, port, 2, is_master=False, timeout=at_once)  # type: ignore[attr-defined]
+        store = dist.TCPStore(trainer, port, 2, is_master=False, timeout=at_once)  # type: ignore[attr-defined]  # torch's stub lacks it
         return NcclGroup(store, device, limit) if device.type == "cuda" else GlooGroup(store, limit)
     except RuntimeError as error:  # torch's errors of stores and groups
         raise BadRequest(
@@ -171,7 +171,7 @@ def received(group: Group, weights: Sequence[Announced], device: torch.device) -
                 group.receive(buffer)
             except RuntimeError as error:  # torch's
                 raise TrainerGoneError("The trainer has gone, or takes too long: join it again.") from error
-            parts = buffer.cpu().split([each.nbytes for each in piece])  # type: ignore[no-untyped-call]
+            parts = buffer.cpu().split([each.nbytes for each in piece])  # type: ignore[no-untyped-call]  # torch leaves it untyped
             # a copy each: views of other types must begin where such numbers may
             yield [(w.name, p.clone().view(w.dtype).view(w.shape)) for w, p in zip(piece, parts, strict=True)]
             piece, nbytes = [], 0

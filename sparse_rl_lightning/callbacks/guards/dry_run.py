@@ -227,7 +227,7 @@ class WorstCase:
             # no collective: if memory is short on one rank only, the others do not wait for it
             denominators = module.loss.denominators(micro_batch, self.sampling.max_completion_length)
             output = module.micro_batch_loss(micro_batch, denominators)
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        output.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _longest_sequences(self) -> Rollout:
         """A micro-batch with everything that callbacks may add to it."""

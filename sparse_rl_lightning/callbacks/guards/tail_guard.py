@@ -188,7 +188,7 @@ class TailGuard(RolloutCallback):
         """Refuse settings that cannot be watched or acted on."""
         if stage != "fit" or self.mode == "off":
             return
-        monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]
+        monitors = [c for c in trainer.callbacks if isinstance(c, AcceptanceMonitor)]  # type: ignore[attr-defined]  # Lightning sets it where no type says so
         if not monitors:
             raise UserError("TailGuard reads what AcceptanceMonitor measures: add it to trainer.callbacks.")
         self._monitor = monitors[0]

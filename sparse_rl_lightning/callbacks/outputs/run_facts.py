@@ -48,7 +48,7 @@ def describe(module: RolloutModule) -> dict[str, str]:
 
 def configuration(trainer: Trainer) -> dict[str, str]:
     """Every key of the command line's configuration, in dotted form; empty for a run from Python."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it where no type says so
         parser, config = getattr(callback, "parser", None), getattr(callback, "config", None)
         if parser is not None and config is not None:  # Lightning's SaveConfigCallback
             return dict(

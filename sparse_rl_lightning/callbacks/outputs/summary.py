@@ -228,7 +228,7 @@ class RunSummary(RolloutCallback):
             is_known = name.startswith(ROW_KEYS) or (reduced and name in row)
             if is_known and (self._trained == "wholly" or not name.startswith(BLOCK_KEYS)):
                 row[name] = float(value)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it where no type says so
             measured = callback.measured if isinstance(callback, RolloutCallback) else None
             if measured is not None and measured[0] == row["rollout"]:  # not an earlier one
                 row.update(measured[1])

@@ -135,7 +135,7 @@ def schedule_change(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 def _counted(optimizer: Optimizer) -> set[str]:
     """Values that an optimizer keeps in its groups itself: a number of steps, Prodigy's estimate of its rate."""
-    arguments = {name for base in type(optimizer).__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
+    arguments = {name for base in type(optimizer).__mro__ for name in inspect.signature(base.__init__).parameters}  # type: ignore[misc]  # every class has an __init__
     return optimizer.defaults.keys() - arguments
 
 

@@ -137,7 +137,7 @@ def drawing_bytes(num_rows: int, vocabulary: int, params: SamplingParams, dtype:
     return peak.most
 
 
-class _DrawBytes(LiveBytes):  # type: ignore[no-untyped-call]
+class _DrawBytes(LiveBytes):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """The same of a draw in its PyTorch form, where there is no kernel."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

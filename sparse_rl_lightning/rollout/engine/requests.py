@@ -180,7 +180,7 @@ class RequestScheduler(Scheduler):
         params = replace(params, num_generations=MOST_SAMPLES)  # so a sequence's number tells its request
         check_every = steps_per_check(engine.key.geometry.device)
         super().__init__(engine, params, num_slots, stop, max_prefill_tokens, check_every)
-        self.running: dict[int, RequestSequence]  # type: ignore[assignment]
+        self.running: dict[int, RequestSequence]  # type: ignore[assignment]  # of requests alone
         self.requests: dict[int, Request] = {}  # by number, until they are taken
         self.stops: dict[int, StopStrings] = {}  # of requests with stop strings
         self.endings: dict[int, dict[int, Ending]] = {}  # of completions that have ended, by request and sample

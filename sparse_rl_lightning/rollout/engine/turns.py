@@ -124,7 +124,7 @@ class TurnScheduler(Scheduler):
     ) -> None:
         super().__init__(engine, params, num_slots, stop, max_prefill_tokens, check_every=1)
         self.turn_length = turn_length
-        self.running: dict[int, TurnSequence]  # type: ignore[assignment]
+        self.running: dict[int, TurnSequence]  # type: ignore[assignment]  # of turns alone
         self.paused: dict[int, TurnSequence] = {}  # by slot, their turn over
         self.reading: dict[int, TurnSequence] = {}  # by slot, with observations to read
 
@@ -136,7 +136,7 @@ class TurnScheduler(Scheduler):
         return bool(self.running or self.reading or (self.waiting and self.free))
 
     @property
-    def in_slots(self) -> dict[int, TurnSequence]:  # type: ignore[override]
+    def in_slots(self) -> dict[int, TurnSequence]:  # type: ignore[override]  # of turns alone
         """All sequences in slots: running, reading and paused."""
         return {**self.running, **self.reading, **self.paused}
 
@@ -151,12 +151,12 @@ class TurnScheduler(Scheduler):
         """Fill free slots, and let the others read their observations."""
         return self.admit() | self._read()  # both
 
-    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]  # of turns alone
         """Let a sequence wait whose turn is over."""
         assert end == sequence.num_fed
         sequence.by_token, self.paused[slot] = by_token, sequence
 
-    def compress(self, full: list[int], running: dict[int, TurnSequence]) -> None:  # type: ignore[override]
+    def compress(self, full: list[int], running: dict[int, TurnSequence]) -> None:  # type: ignore[override]  # of turns alone
         """Compress these slots, with the turns of their sequences if the compressor asks for them."""
         c = self.engine.compression.compressor
         protects = c.needs_turns or c.protect_observations > 0
@@ -227,7 +227,7 @@ class TeacherForcedTurns(TurnScheduler):
         """Begin a sequence whose observations are known."""
         return replace(super().start(sequence), observations=self.observations[sequence])
 
-    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]
+    def end(self, slot: int, sequence: TurnSequence, end: int, by_token: bool) -> None:  # type: ignore[override]  # of turns alone
         """End a sequence."""
         Scheduler.end(self, slot, sequence, end, by_token)
 

@@ -170,7 +170,7 @@ def adapter_dtype(adapters: Sequence[Adapter], dtype: torch.dtype) -> torch.dtyp
 
 def _block_diagonal(adapters: Sequence[Adapter]) -> Tensor:
     scaled = [adapter.up.weight.detach() * adapter.scaling for adapter in adapters]
-    weight: Tensor = torch.block_diag(*scaled)  # type: ignore[no-untyped-call]
+    weight: Tensor = torch.block_diag(*scaled)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return weight
 
 

@@ -263,7 +263,7 @@ class NormWeight:
 
     def __init__(self, module: nn.Module) -> None:
         self._source: Tensor = module.weight.detach()  # type: ignore[operator]  # an nn.Module's attribute
-        self.epsilon = float(module.variance_epsilon)  # type: ignore[arg-type]
+        self.epsilon = float(module.variance_epsilon)  # type: ignore[arg-type]  # a module's attributes may be tensors
         self.weight = self._source.to(accumulation_dtype(self._source.dtype))
 
     def refresh(self) -> None:
