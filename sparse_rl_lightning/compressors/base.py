@@ -305,6 +305,17 @@ class Compressor(Budgeted):
             )
 
 
+def checked_method(value: object) -> Compressor:
+    """The compressor given, if it is one.
+
+    Raises:
+        ValueError: If it is a class or something else.
+    """
+    if not isinstance(value, Compressor):
+        raise UserError(f"compressor must be a compressor such as SnapKV(budget=512), got {value!r}.")
+    return value
+
+
 def _observed(turns: Tensor, valid: Tensor, count: int) -> Tensor:
     """The live entries (S, H, N) of each sequence's newest ``count`` observations: turns of even numbers."""
     # every head has the newest token, whose turn has the largest number

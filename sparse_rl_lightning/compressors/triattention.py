@@ -53,7 +53,7 @@ class TriAttention(Compressor):
         **sizes: Any,
     ) -> None:
         super().__init__(budget, **sizes)
-        check_number("max_offset", max_offset, least=1, owner="TriAttention")
+        check_number("max_offset", max_offset, least=1, owner="TriAttention", whole=True)
         check_choice("group_reduction", group_reduction, GroupReduction, type(self).__name__)
         self.statistics = resolve_statistics(statistics, type(self).__name__)
         self.max_offset = max_offset

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import LengthSchedule
-from sparse_rl_lightning.compressors.base import Compressor, ModelSizes
+from sparse_rl_lightning.compressors.base import Compressor, ModelSizes, checked_method
 from sparse_rl_lightning.compressors.entries import newest_queries
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import LayerState, StateUpdate
@@ -36,7 +36,7 @@ class Wrapped(Compressor):
 
     def __init__(self, compressors: Sequence[Compressor]) -> None:
         name = type(self).__name__
-        for method in compressors:
+        for method in map(checked_method, compressors):
             if not method.evicts:
                 raise UserError(f"{name}: {method} never evicts, so there are no scores to work on. Leave it out.")
             if method.score_field:

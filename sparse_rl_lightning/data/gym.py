@@ -24,6 +24,9 @@ PROMPT = "{}\nPlease reason step by step, and put your final answer within \\box
 UNSAFE = re.compile(r"\b(eval|exec|parse_expr|sympify|Fraction|Decimal)\(")
 """What a scorer must not do with an answer: the last two take hours for ``1e999999999``."""
 
+UNSTABLE = {"word_ladder", "ransom_note", "isomorphic_strings"}
+"""Tasks that draw from sets of texts, whose order Python's hash seed decides."""
+
 
 class ReasoningGym(PromptDataModule):
     """Generated tasks of the package reasoning-gym by their names, each as often as the others.
@@ -90,6 +93,11 @@ def check_task(name: str, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"ReasoningGym: {taken} of task {name!r} are num_train, num_val and seed of the data. Leave them out."
         )
+    if name in UNSTABLE:
+        raise UserError(
+            f"ReasoningGym: the problems of {name!r} are others in every process, so no run could be resumed. Leave "
+            "the task out."
+        )
     spec = json.dumps([name, {**settings, "seed": 0, "size": 4}])
     try:
         answers = [str(_problem(spec, index)["answer"]).strip() for index in range(4)]
@@ -100,6 +108,8 @@ def check_task(name: str, settings: Mapping[str, Any]) -> None:
             f"ReasoningGym: the scorer of {name!r} calls {found[1]}, which runs or reads whatever the policy writes. "
             "Leave the task out. Countdown puzzles are in ArithmeticTasks, too."
         )
+    if paid := [text for text in ("nan", "?") if any(_score(rf"\boxed{{{text}}}", spec, i) == 1 for i in range(4))]:
+        raise UserError(f"ReasoningGym: the scorer of {name!r} gives {paid[0]!r} the whole reward. Leave the task out.")
     if unpaid := [answer for answer in answers if extract_boxed(rf"\boxed{{{answer}}}") != answer]:
         raise UserError(
             f"ReasoningGym: answers of {name!r} are not read from a box, for example one of {len(unpaid[0])} "

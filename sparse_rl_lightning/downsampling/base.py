@@ -61,7 +61,9 @@ class DownSampling(ABC):
     def choose(self, rewards: Tensor, lengths: Tensor, count: int) -> Tensor:
         """Indices (count,), ascending, of the samples of one prompt to keep; those without a reward (NaN) come last."""
         scored = (~rewards.isnan()).nonzero().flatten()
-        order = scored[self._checked(rewards[scored].double(), lengths[scored], count)][:count]
+        order = scored  # of a rule of one's own nothing is asked about no samples
+        if len(scored):
+            order = scored[self._checked(rewards[scored].double(), lengths[scored], count)][:count]
         rest = rewards.isnan().nonzero().flatten()
         return torch.cat([order, rest])[:count].sort().values
 

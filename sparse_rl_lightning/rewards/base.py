@@ -82,7 +82,8 @@ def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     """The sums (B,) over the functions of a table (B, F) times their weights, NaN if none of them applies."""
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
     rewards = (table.nan_to_num() * factors).sum(dim=1)
-    return rewards.masked_fill(table.isnan().all(dim=1), math.nan)
+    counted = table[:, factors != 0] if factors.any() else table  # one of weight 0 is only logged
+    return rewards.masked_fill(counted.isnan().all(dim=1), math.nan)
 
 
 def attempt(function: RewardFunction, name: str, batch: Mapping[str, Sequence[Any]]) -> list[Returned]:

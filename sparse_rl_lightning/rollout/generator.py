@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors.base import checked_method
 from sparse_rl_lightning.environments.tools import as_factory
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.geometry import longest_sequence
@@ -69,7 +70,7 @@ class Generator:
         if environment is not None:
             _check_conversations(compressor, retriever, options)
         self.environment = None if environment is None else as_factory(environment)
-        self.compressor = compressor
+        self.compressor = checked_method(compressor)
         self.retriever = retriever
         self.sampling = sampling
         self.top: dict[object, int] = {}  # most likely tokens that callbacks, by id, want of training rollouts

@@ -98,7 +98,7 @@ class RolloutOptions:
     record_routing: bool = False
 
     def __post_init__(self) -> None:
-        check_number("rollout.num_slots", self.num_slots, least=1, or_none=True)
+        check_number("rollout.num_slots", self.num_slots, least=1, or_none=True, whole=True)
         if isinstance(self.end_tokens, str):  # would be split into its characters
             raise UserError(
                 f"rollout.end_tokens is a list of texts, got the text {self.end_tokens!r}: write [{self.end_tokens!r}]."
@@ -203,7 +203,7 @@ class RolloutOptions:
 
     def _check_partial(self, steps: int) -> None:
         """Refuse settings that do not work with partial rollouts, by name."""
-        check_number("rollout.partial_rollout_steps", steps, least=1)
+        check_number("rollout.partial_rollout_steps", steps, least=1, whole=True)
         reasons = {
             "num_slots=null": (
                 self.num_slots is None,

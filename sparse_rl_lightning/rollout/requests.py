@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.records import Rollout
 from sparse_rl_lightning.rollout.engine.finished import StopStrings
 from sparse_rl_lightning.rollout.engine.requests import (
@@ -83,7 +84,7 @@ class RequestLimits:
         c = self.sampler.compressor
         if not (c.evicts and c.protect_prompt):
             return
-        trigger = Trigger(c, self.sampler.model.config.num_hidden_layers)
+        trigger = Trigger(c, CacheGeometry.of(self.sampler.model, longest=length).num_layers)
         budget = trigger.smallest_budget(prompt, length)
         if length > budget + c.buffer and prompt + c.window > budget:
             raise UserError(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.cache.compression import Compression
 from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
+from sparse_rl_lightning.compressors.base import checked_method
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.policies.geometry import CacheGeometry, kv_type, model_sizes
 from sparse_rl_lightning.policies.modes import sampling_mode
@@ -98,13 +99,13 @@ class RolloutSampler:
         head_in_float32: bool = False,
         record_routing: bool = False,
     ) -> None:
-        check_number("num_slots", num_slots, least=1, or_none=True)
-        check_number("max_prefill_tokens", max_prefill_tokens, least=1)
+        check_number("num_slots", num_slots, least=1, or_none=True, whole=True)
+        check_number("max_prefill_tokens", max_prefill_tokens, least=1, whole=True)
         if cuda_graphs not in (True, False, "require"):
             raise UserError(f"cuda_graphs must be true, false or require, got cuda_graphs={cuda_graphs!r}.")
         geometry = CacheGeometry.of(model, kv_type(kv_dtype))  # refuses unsupported models
         self.model = model
-        self.compressor = compressor or FullKV()
+        self.compressor = FullKV() if compressor is None else checked_method(compressor)
         self.compressor.check_model(model_sizes(model, geometry))
         self.retriever = retriever
         if retriever is not None:
@@ -159,7 +160,7 @@ class RolloutSampler:
         prompts = check_prompts(prompts, params, self.model)
         total = len(prompts) * params.num_generations
         numbers = torch.arange(total) if sequence_ids is None else torch.tensor(list(sequence_ids))
-        if len(numbers) != total:
+        if len(numbers) != total or numbers.is_floating_point():
             raise UserError(
                 f"sequence_ids must name {total} sequences (prompts x num_generations), got {len(numbers)}."
             )

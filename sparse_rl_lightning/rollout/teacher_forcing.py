@@ -59,6 +59,7 @@ def force(
     head_in_float32: bool = False,
     turns: Tensor | None = None,
     kv_dtype: torch.dtype | str | None = None,
+    keys: Tensor | None = None,
 ) -> Rollout:
     """Feed texts (B, T) to a compressed cache, token by token to their ends, and return them as a rollout.
 
@@ -76,6 +77,7 @@ def force(
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
         turns: Numbers (B, T) of the turns of conversations, as in ``Rollout``, for compressors that protect some.
         kv_dtype: Type of stored keys and values, as in ``RolloutSampler``.
+        keys: Random keys (B, 2) of prompts and sequences, as in ``Rollout``, in place of those of seed and ids.
     """
     length, count = max(prompt_lengths) + params.max_completion_length, len(texts)
     check_length(model, texts.shape[1])
@@ -93,8 +95,12 @@ def force(
             scheduler = Scheduler(engine, params, count)
         else:
             scheduler = TeacherForcedTurns(engine, params, count, [_observations(row) for row in turns.tolist()])
-        keys = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
-        scheduler.add([text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)], keys.tolist())
+        of_ids = sequence_keys(params.seed, torch.arange(count) if ids is None else torch.tensor(list(ids)))
+        prompts = [text[:n].tolist() for text, n in zip(texts, prompt_lengths, strict=True)]
+        scheduler.add(prompts, (of_ids if keys is None else keys[:, 1]).tolist())
+        if keys is not None:
+            for group, key in zip(scheduler.groups.values(), keys[:, 0].tolist(), strict=True):
+                group.key = key
         while scheduler.has_unfinished:
             scheduler.step()
         return scheduler.take(scheduler.complete)
@@ -105,14 +111,14 @@ def forced_rollout(
     rollout: Rollout,
     compressor: Compressor,
     temperature: float = 1.0,
-    seed: int = 0,
+    seed: int | None = None,
     head_in_float32: bool = False,
     kv_dtype: torch.dtype | str | None = None,
 ) -> Rollout:
     """Recompute a rollout as if the same tokens had been drawn under another compressor.
 
     The tokens stay; evictions, ``sampler_logprobs`` and memory are those of the compressor. With the compressor,
-    weights, seed and types that drew the rollout, the result equals it, but for choices of experts, which are made anew
+    weights and types that drew the rollout, the result equals it, but for choices of experts, which are made anew
     and not recorded. Useful to compare methods on the same text.
 
     Args:
@@ -120,7 +126,7 @@ def forced_rollout(
         rollout: Rollout with the texts.
         compressor: Compressor of the cache.
         temperature: Temperature of the log-probabilities, 1 for greedy rollouts.
-        seed: Seed that, with the id of a sequence, determines random eviction.
+        seed: Seed that, with ids from 0 to B - 1, determines random eviction; None for the rollout's own random keys.
         head_in_float32: Precision of the logits, as in ``RolloutSampler``.
         kv_dtype: Type of stored keys and values, as in ``RolloutSampler``.
     """
@@ -138,7 +144,7 @@ def forced_rollout(
     compression = Compression(compressor, CacheGeometry.of(model, longest=longest).num_layers)
     forced = force(
         model, texts, prompt_lengths.tolist(), compression, params, note, head_in_float32=head_in_float32,
-        turns=rollout.turns, kv_dtype=kv_dtype,
+        turns=rollout.turns, kv_dtype=kv_dtype, keys=rollout.keys if seed is None else None,
     )  # fmt: skip
     return _as_wide(forced, rollout)
 

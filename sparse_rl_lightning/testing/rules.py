@@ -357,7 +357,9 @@ def replay(compressor: Compressor) -> str | None:
     model = tiny_model(initializer_range=0.2, eos_token_id=None)
     length = compressor.budget + compressor.buffer + 20
     params = SamplingParams(num_generations=2, max_completion_length=length, seed=1)
-    rollout = RolloutSampler(model, compressor).generate([list(range(5, 5 + n)) for n in (3, 8, 17)], params)
+    most = compressor.budget - compressor.window if compressor.protect_prompt else 17
+    prompts = [list(range(5, 5 + min(n, most))) for n in (3, 8, 17)]
+    rollout = RolloutSampler(model, compressor).generate(prompts, params)
     assert rollout.evictions is not None
     if compressor.evicts and bool((rollout.evictions.death == NEVER).all()):
         return f"nothing was evicted from sequences of {length} tokens and more"

@@ -148,6 +148,14 @@ def test_missing_validation_rows_are_warned_of(tmp_path: Path, monkeypatch: pyte
         fit(tmp_path, [Unwritten()], steps=1)
 
 
+def test_a_trial_run_leaves_the_tables_of_another_run(tmp_path: Path) -> None:
+    table, times = tmp_path / "completions" / "completions_00000.parquet", set[int]()
+    for options in ({}, {"fast_dev_run": True}):
+        fit(tmp_path, [library.CompletionsTable(console=False)], **options)
+        times.add(table.stat().st_mtime_ns)
+    assert len(times) == 1
+
+
 def test_a_trial_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, [library.RunSummary(num_problems=1)], fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []

@@ -146,6 +146,9 @@ def test_rows_are_dropped_for_what_they_lack(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["nofile.jsonl", "nofile.txt", "~/nofile.txt", "some/dataset", "."])
 def test_a_missing_file_of_ones_own_is_named(path: str, folder: Path) -> None:
+    for taken in ("gsm8k", "gsm8k_train"):  # the second is what is trained on
+        with pytest.raises(ValueError, match=f"own: {taken} is one of the published benchmarks"):
+            MathBenchmarks(own={taken: path}, benchmarks=[taken])
     data = MathBenchmarks(own={"mine": path}, benchmarks=["mine"])
     told = rf"There is no data file '.*{path.strip('~')}' \(looked in .*\)\. Check the path"
     with pytest.raises(ValueError, match=told):

@@ -56,6 +56,19 @@ def test_a_task_whose_scorer_runs_answers_is_refused(task: str, call: str) -> No
         ReasoningGym([task])
 
 
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("complex_arithmetic", "gives 'nan' the whole"),
+        ("game_of_life_halting", "the whole reward"),
+        ("word_ladder", "in every"),
+    ],
+)  # fmt: skip
+def test_a_task_that_pays_for_anything_or_is_never_the_same_is_refused(task: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"'{task}' .*{said}"):
+        ReasoningGym([task])
+
+
 def test_a_task_whose_answers_are_longer_than_a_box_is_refused() -> None:
     with pytest.raises(UserError, match=r"answers of 'tower_of_hanoi' are not read from a box, .* \d+ characters"):
         ReasoningGym({"tower_of_hanoi": {"min_disks": 6, "max_disks": 6}})

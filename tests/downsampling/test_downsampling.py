@@ -22,6 +22,19 @@ def kept(rule: DownSampling, rewards: list[float], count: int) -> list[int]:
     return rule.choose(torch.tensor(rewards), LENGTHS[: len(rewards)], count).tolist()
 
 
+class Best(DownSampling):
+    """A rule of one's own that takes samples for granted."""
+
+    def ranking(self, rewards: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
+        assert rewards.max() >= rewards.min()
+        return rewards.argsort(descending=True)
+
+
+def test_a_rule_is_not_asked_about_no_samples() -> None:
+    assert kept(Best(6), [NAN, NAN, NAN], 2) == [0, 1]
+    assert kept(Best(6), [NAN, 1.0, 2.0], 2) == [1, 2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("count", [2, 3, 5, 6])
 def test_max_variance_is_the_best_of_all_subsets(seed: int, count: int) -> None:

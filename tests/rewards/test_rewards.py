@@ -35,6 +35,7 @@ from sparse_rl_lightning.rewards import (
     reward_name,
     worked_steps_reward,
 )
+from sparse_rl_lightning.rewards.base import weighted_rewards
 from sparse_rl_lightning.rewards.scoring import GuardedReward, Rewards
 from sparse_rl_lightning.testing import tiny_model
 
@@ -98,6 +99,12 @@ def test_reward_functions_see_every_column_by_name() -> None:
 
 def test_names() -> None:
     assert [reward_name(length), reward_name(Scaled(1.0))] == ["length", "Scaled"]
+
+
+def test_a_function_of_weight_0_is_logged_and_rewards_nobody() -> None:
+    table = torch.tensor([[1.0, 5.0], [math.nan, 5.0]])
+    assert weighted_rewards(table, [1.0, 0.0]).tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
+    assert weighted_rewards(table, [0.0, 0.0]).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, "high", [1.0], 10**400])

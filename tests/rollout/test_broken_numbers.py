@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from transformers import Qwen2ForSequenceClassification
 
 import sparse_rl_lightning.compressors as c
+from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.learner.forward import LearnerOptions
 from sparse_rl_lightning.logprobs import logprobs_at, sequence_logprobs
 from sparse_rl_lightning.rollout import RolloutSampler, RolloutSession, SamplingParams, forced_rollout
 from sparse_rl_lightning.rollout.engine.finished import FinishCheck
@@ -237,6 +240,31 @@ def test_more_most_likely_tokens_than_there_are() -> None:
     more = SamplingParams(max_completion_length=5, top_logprobs=129)
     with pytest.raises(ValueError, match="top_logprobs must be at most"):
         RolloutSession(sampler, more, 3).add(IDS, range(2))
+
+
+def test_what_is_no_compressor_or_no_whole_number_is_refused() -> None:
+    model, sizes = tiny_model(), {"buffer": 3, "num_sinks": 1, "window": 2}
+    wrong: dict[str, Callable[[], Any]] = {
+        r"a compressor such as SnapKV\(budget=512\), got <class": lambda: RolloutSampler(model, c.SnapKV),  # type: ignore[arg-type]
+        r"a compressor such as SnapKV\(budget=512\), got 512": lambda: RolloutSampler(model, 512),  # type: ignore[arg-type]
+        r"a compressor such as .*, got <class '.*KNorm'>": lambda: c.Smoothed(c.KNorm),  # type: ignore[arg-type]
+        r"a compressor such as .*, got <class '.*RKV'>": lambda: c.Combined([c.SnapKV(8, **sizes), c.RKV]),  # type: ignore[list-item]
+        r"num_slots must be a whole number": lambda: RolloutSampler(model, num_slots=2.0),  # type: ignore[arg-type]
+        r"max_prefill_tokens must be a whole number": lambda: RolloutSampler(model, max_prefill_tokens=1e4),  # type: ignore[arg-type]
+        r"head_chunk_size must be a whole number": lambda: LearnerOptions(head_chunk_size=5e2),  # type: ignore[arg-type]
+        r"sequence_ids must name 2 sequences": lambda: RolloutSampler(model).generate(
+            [[5], [6]], SamplingParams(max_completion_length=2), sequence_ids=[0.2, 0.7],  # type: ignore[list-item]
+        ),
+    }  # fmt: skip
+    for said, make in wrong.items():
+        with pytest.raises(UserError, match=said):
+            make()
+    numbers = ("num_generations", "max_completion_length", "min_completion_length", "top_k", "top_logprobs")
+    for name, value in itertools.product(numbers, (2.0, "5", None)):
+        with pytest.raises(UserError, match=rf"{name} must be .*a whole number.*, got {name}={value}"):
+            SamplingParams(**{name: value})
+    with pytest.raises(UserError, match="stop_strings must be a list of texts"):
+        SamplingParams(stop_strings=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

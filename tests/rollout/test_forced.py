@@ -51,6 +51,16 @@ def test_own_compressor_gives_the_rollout_back(model: Any, compressor: Compresso
     assert torch.equal(forced.kv.stored, drawn.kv.stored)
 
 
+def test_without_a_seed_random_numbers_are_the_rollouts_whatever_its_ids_and_rows(model: Any) -> None:
+    params, method = SamplingParams(num_generations=3, max_completion_length=40, seed=3), RandomEviction(**SIZES)
+    for ids, rows in ((None, [4, 1]), ([7, 5, 9, 100, 3, 0], [0, 1, 2, 3, 4, 5])):
+        drawn = RolloutSampler(model, method).generate(PROMPTS, params, sequence_ids=ids)[torch.tensor(rows)]
+        forced = forced_rollout(model, drawn, method)
+        assert torch.equal(forced.evictions.death, drawn.evictions.death)
+        assert torch.equal(forced.keys, drawn.keys)
+        assert_same_logprobs(forced.sampler_logprobs, drawn.sampler_logprobs)
+
+
 @pytest.mark.parametrize("kv_dtype", ["fp8", torch.bfloat16])
 def test_keys_and_values_are_rounded_as_they_were(model: Any, kv_dtype: Any) -> None:
     params = SamplingParams(num_generations=2, max_completion_length=30, seed=3)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import CHECK_EVERY
-from transformers import PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
+from sparse_rl_lightning.budgets import Pyramid
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV, SnapKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.records import Rollout
@@ -375,6 +376,18 @@ def test_what_exceeds_the_session_is_refused(
     assert not drawing.num_unfinished
     fits = Request([5] * 32, SamplingParams(max_completion_length=40, top_logprobs=5), None, (len(TOKENIZER) - 1,) * 16)
     assert drawing.submit(fits) == 0
+
+
+def test_a_prompt_needs_the_budget_of_layers_that_are_compressed() -> None:
+    """Not of windowed ones, which a pyramid over all layers would count."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    windowed = Gemma3TextConfig(
+        vocab_size=len(TOKENIZER), head_dim=8, sliding_window=7, num_hidden_layers=6, layer_types=kinds, **sizes
+    )
+    model = Gemma3ForCausalLM(windowed).eval()
+    drawing = session(model, SnapKV(20, buffer=4, num_sinks=1, window=2, protect_prompt=True, budget_rule=Pyramid(10)))
+    drawing.submit(Request(range(3, 15), SamplingParams(max_completion_length=40)))
 
 
 def test_a_prompt_that_the_budget_cannot_hold_ends_nobody_else(model: PreTrainedModel) -> None:

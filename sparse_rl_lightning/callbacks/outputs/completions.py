@@ -25,7 +25,8 @@ class CompletionsTable(RolloutCallback):
 
     The files have one row per completion with the columns ``step``, ``prompt``, ``completion``, ``answer`` if
     the data has one, a column per reward function, ``reward``, ``advantage`` and ``rejected``. In the terminal,
-    control characters are shown as escapes and long text loses its middle.
+    control characters are shown as escapes and long text loses its middle. A trial run (``fast_dev_run``) writes no
+    files.
 
     Args:
         every_n_rollouts: Every n-th rollout, starting with the first.
@@ -66,7 +67,7 @@ class CompletionsTable(RolloutCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check before training that the folder can be written."""
-        if stage == "fit" and self.parquet and trainer.is_global_zero:
+        if stage == "fit" and self._writes(trainer) and trainer.is_global_zero:
             writable_folder(self._folder(trainer), "CompletionsTable: folder")
 
     def on_rollout_scored(self, trainer: Trainer, module: RolloutModule, scored: ScoredRollout) -> None:
@@ -76,11 +77,14 @@ class CompletionsTable(RolloutCallback):
         columns = completion_columns(scored, trainer.global_step)
         if self.console and self.num_samples:
             say(f"\nRollout {scored.index}\n{_table(columns, self.num_samples, self.width)}\n")
-        if self.parquet:
+        if self._writes(trainer):
             folder, name = self._folder(trainer), f"completions_{scored.index:05d}.parquet"
             self._parquet(lambda: write_parquet(own_folder(folder) / name, columns))
         for logger in trainer.loggers if self.loggers else ():
             self._logged(partial(log_table, logger, columns, trainer.global_step))
+
+    def _writes(self, trainer: Trainer) -> bool:
+        return self.parquet and not trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it where no type says so
 
     def _folder(self, trainer: Trainer) -> Path:
         return Path(self.folder or trainer.default_root_dir).expanduser() / "completions"

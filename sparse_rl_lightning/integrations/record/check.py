@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.integrations.record.format import SampledRecord
 from sparse_rl_lightning.policies.geometry import CacheGeometry
 from sparse_rl_lightning.policies.modes import eval_mode
@@ -61,6 +61,7 @@ def check_record(
     Raises:
         ValueError: If the record is not of such a model, or the model cannot be replayed.
     """
+    check_number("micro_batch", micro_batch, least=1, whole=True)
     geometry = CacheGeometry.of(model, longest=int(record.lengths.max()))
     sizes = (record.num_layers, record.num_heads), (geometry.num_layers, geometry.num_kv_heads)
     if sizes[0] != sizes[1]:

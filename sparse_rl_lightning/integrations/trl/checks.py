@@ -12,6 +12,7 @@ from transformers import ProcessorMixin
 
 from sparse_rl_lightning.callbacks.base import CorrectionCallback, RolloutCallback
 from sparse_rl_lightning.compressors import Compressor
+from sparse_rl_lightning.compressors.base import checked_method
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.policies.modes import disable_dropout, has_dropout
 from sparse_rl_lightning.policies.patched import check_no_soft_prompt
@@ -61,8 +62,7 @@ def check_method(
     Raises:
         ValueError: If they do not fit.
     """
-    if not isinstance(compressor, Compressor):
-        raise UserError(f"compressor must be a compressor such as SnapKV(budget=512), got {compressor!r}.")
+    checked_method(compressor)
     for correction in corrections:
         if not isinstance(correction, CorrectionCallback):
             raise UserError(f"corrections must be of CorrectionCallback, such as TIS(), got {correction!r}.")

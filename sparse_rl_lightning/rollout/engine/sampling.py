@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -58,26 +59,28 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         allowed = {
-            "num_generations": (self.num_generations >= 1, "at least 1"),
-            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
-            "min_completion_length": (
-                0 <= self.min_completion_length <= self.max_completion_length,
+            "num_generations": _whole(self.num_generations, 1, "at least 1"),
+            "max_completion_length": _whole(self.max_completion_length, 1, "at least 1"),
+            "min_completion_length": _whole(
+                self.min_completion_length,
+                0,
                 f"between 0 and max_completion_length={self.max_completion_length}",
+                most=self.max_completion_length,
             ),
             "temperature": (
                 is_float32(self.temperature) and self.temperature >= 0,
                 "a finite number, 0 (greedy) or more",
             ),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": _whole(self.top_k, 0, "0 (off) or more"),
             "top_p": (is_float32(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (self.min_p is None or (is_float32(self.min_p) and 0 <= self.min_p <= 1), "None or in [0, 1]"),
             "repetition_penalty": (
                 is_float32(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a positive number, 1 for no penalty",
             ),
-            "top_logprobs": (self.top_logprobs >= 0, "0 (off) or more"),
+            "top_logprobs": _whole(self.top_logprobs, 0, "0 (off) or more"),
             "stop_strings": (
-                not isinstance(self.stop_strings, str) and all(self.stop_strings),
+                self.stop_strings is not None and not isinstance(self.stop_strings, str) and all(self.stop_strings),
                 "a list of texts that are not empty"
                 + (f": write [{self.stop_strings!r}]" if isinstance(self.stop_strings, str) else ""),
             ),
@@ -178,6 +181,13 @@ def occurring(tokens: Tensor, lengths: Tensor, vocabulary: int) -> Tensor:
     is_before = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     occurs = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return occurs.scatter_(1, tokens.where(is_before, vocabulary), True)[:, :vocabulary]
+
+
+def _whole(value: object, least: int, meaning: str, most: object = None) -> tuple[bool, str]:
+    """Whether this is a whole number in range, and what it must be."""
+    if not isinstance(value, SupportsIndex):
+        return False, f"a whole number, {meaning}"
+    return least <= int(value) <= (int(most) if isinstance(most, SupportsIndex) else int(value)), meaning
 
 
 def sequence_keys(seed: int | None, sequence_ids: Sequence[int] | Tensor) -> Tensor:
