@@ -104,7 +104,7 @@ class Lesson:
             age = torch.log1p((places[:, None] - 1 - index).clamp(min=0).float())
             predicted = worth[:, :, None] - self.network.recency[seen.layer][:, None, None] * age
             error = (centered(predicted, shown) - target).square().sum()
-            (error / shown.sum().clamp(min=1)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            (error / shown.sum().clamp(min=1)).backward()  # type: ignore[no-untyped-call]
         self.error += float(error.detach())
         self.total += float(target.square().sum())
 
