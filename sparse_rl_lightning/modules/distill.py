@@ -101,7 +101,7 @@ class DistillSparse(SparseGRPO):
         check_attention(self, self.policy_source.attn_implementation)
         self.loss.second_term(adapter.kl_coef)  # which not every loss has
         self.adapter = adapter
-        self.adapter_learns_from_rejected = adapter.policy_gradient
+        self.adapter_learns_from_rejected = adapter.policy_gradient  # from their rewards, whatever the policy does
         self.generator.sparse_mode, self.generator.dense_mode = self.adapter_on, self.adapter_off
         self._policy_parameters: list[torch.nn.Parameter] = []  # trained by the policy's objective
         self._adapter_parameters: list[torch.nn.Parameter] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from sparse_rl_lightning.cache.compression import Trigger
 from sparse_rl_lightning.errors import UserError
@@ -79,13 +80,18 @@ class RequestLimits:
         ends = None if ends is None else check_end_tokens(ends, model.config.vocab_size)
         return replace(request, prompt=prompt, end_token_ids=ends)
 
+    @cached_property
+    def _num_layers(self) -> int:
+        """How many layers the session compresses, which its longest sequence decides where there are windows."""
+        longest = self.max_prompt_length + self.params.max_completion_length
+        return CacheGeometry.of(self.sampler.model, longest=longest).num_layers
+
     def _check_protected(self, prompt: int, length: int) -> None:
         """Refuse a protected prompt that the budget cannot hold: it would end all that is drawn beside it."""
         c = self.sampler.compressor
         if not (c.evicts and c.protect_prompt):
             return
-        trigger = Trigger(c, CacheGeometry.of(self.sampler.model, longest=length).num_layers)
-        budget = trigger.smallest_budget(prompt, length)
+        budget = Trigger(c, self._num_layers).smallest_budget(prompt, length)  # which may have been raised
         if length > budget + c.buffer and prompt + c.window > budget:
             raise UserError(
                 f"The prompt has {prompt} tokens, which protect_prompt keeps beside window={c.window}, and the budget "

@@ -21,8 +21,8 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 24_068,
-    "statements of the spine": 7_861,
+    "statements of the package": 24_071,
+    "statements of the spine": 7_864,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
     "lines of tests": 58_972,

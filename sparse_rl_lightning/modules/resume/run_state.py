@@ -206,10 +206,10 @@ class RunState:
         was, now = checkpoint.get(optimizers.KEY, {}), optimizers.describe_optimizer(optimizer, schedule)
         if was == now:
             return  # everything is the checkpoint's, bit by bit
-        states = checkpoint["lr_schedulers"]
-        counts_steps = states and "num_bad_epochs" not in states[0]  # else it counts what its metric is looked at
-        self._steps = states[0].get("last_epoch") if counts_steps else None
-        self._steps = checkpoint["global_step"] if self._steps is None else self._steps
+        state = (checkpoint["lr_schedulers"] or [{}])[0]
+        counts_steps = "num_bad_epochs" not in state  # else it counts how often its metric was looked at
+        steps = state.get("last_epoch") if counts_steps else None
+        self._steps = checkpoint["global_step"] if steps is None else steps
         self._changes = optimizers.schedule_change(was, now) + self._changes
         checkpoint["lr_schedulers"] = []  # the schedule has changed: apply() does it
 
