@@ -333,9 +333,8 @@ def as_rollout(model: PreTrainedModel, sequences: Tensor, compressor: Compressor
     for row, (own, which) in enumerate(zip(sequences, index.tolist(), strict=True)):
         tokens = own[width - len(PROMPTS[which]) :]
         texts[row, : len(tokens)] = tokens
-    whole = copy.copy(rollout)
-    whole.sequences, whole.prompt_lengths = texts, rollout.prompt_lengths[index]
-    whole.completion_mask, whole.finished = rollout.completion_mask[index], rollout.finished[index]
+    whole = rollout[index]
+    whole.sequences = texts
     return forced_rollout(model, whole, compressor)
 
 
