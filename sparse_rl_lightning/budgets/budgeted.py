@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from typing import Self
 
-from sparse_rl_lightning.budgets.rules import BudgetRule, Uniform
+from sparse_rl_lightning.budgets.rules import BudgetRule, checked_rule
 from sparse_rl_lightning.budgets.schedules import LengthSchedule
 from sparse_rl_lightning.errors import UserError
 
@@ -25,7 +25,7 @@ class Budgeted(ABC):
     """The current budget."""
 
     def __init__(self, budget: int | LengthSchedule, budget_rule: BudgetRule | None) -> None:
-        self.budget_rule = budget_rule or Uniform()
+        self.budget_rule = checked_rule("budget_rule", budget_rule)
         self._set_budget(budget)
         self._given_schedule = self.schedule
 

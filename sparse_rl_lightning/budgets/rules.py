@@ -68,6 +68,17 @@ class Uniform(BudgetRule):
     """The same budget for every layer and head."""
 
 
+def checked_rule(name: str, value: object) -> BudgetRule:
+    """The rule given, ``Uniform`` for None.
+
+    Raises:
+        ValueError: If it is a class or something else.
+    """
+    if value is not None and not isinstance(value, BudgetRule):
+        raise UserError(f"{name} must be a rule such as Pyramid(), got {value!r}.")
+    return value or Uniform()
+
+
 class Pyramid(BudgetRule):
     """Many tokens for the first layer, few for the last, on a straight line (PyramidKV, arXiv 2406.02069).
 
@@ -115,7 +126,7 @@ class Adaptive(BudgetRule):
     def __init__(self, floor: int | None = None, layers: BudgetRule | None = None) -> None:
         check_number("floor", floor, least=0, owner="Adaptive", or_none=True)
         self.floor = floor
-        self.layers = layers or Uniform()
+        self.layers = checked_rule("layers", layers)
 
     def layer_budgets(self, budget: int, num_layers: int, minimum: int) -> list[int]:
         """Budgets by the rule ``layers``, of which none may be below ``floor``."""

@@ -73,26 +73,33 @@ class LengthSchedule:
         Raises:
             ValueError: If there is no such file, or no schedule in it.
         """
-        if not Path(path).is_file():
+        file = Path(path).expanduser()
+        if not file.is_file():
             raise UserError(f"there is no schedule at {str(path)!r}. `sparse-rl calibrate` writes one.")
+        text = whole_file(file, 2**24)
         try:
-            content = yaml.safe_load(whole_file(path, 2**24))
-        except yaml.YAMLError as error:
+            content = yaml.safe_load(text)
+        except Exception as error:  # KeyError and RecursionError too
             raise UserError(f"{path} is neither YAML nor JSON: {error}") from error
         if isinstance(content, dict):
             content = content.get("init_args", content)
-        if not isinstance(content, dict) or not {"starts", "budgets"} <= content.keys():
-            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets.")
-        return LengthSchedule(content["starts"], content["budgets"])
+        lists = [content.get(name) for name in ("starts", "budgets")] if isinstance(content, dict) else [None]
+        if not all(isinstance(numbers, list) for numbers in lists):
+            raise UserError(f"{path} holds no schedule: give a mapping of starts and budgets, both lists.")
+        return LengthSchedule(*lists)
 
     def save(self, path: str | Path, comment: str = "") -> None:
-        """Write a YAML file that :meth:`from_file` reads and that can be pasted after ``budget:`` in a configuration.
+        """Write :meth:`yaml` to a file, where a link leads."""
+        write_whole(output_file(path, "path"), self.yaml(comment))
+
+    def yaml(self, comment: str = "") -> str:
+        """The text of a file that :meth:`from_file` reads, also to be pasted after ``budget:`` in a configuration.
 
         The lines of ``comment`` stand in front.
         """
         lines = [f"# {line}".rstrip() for line in comment.splitlines()]
         lines += ["class_path: LengthSchedule", "init_args:", f"  starts: {list(self.starts)}"]
-        write_whole(output_file(path, "path"), "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""]))
+        return "\n".join([*lines, f"  budgets: {list(self.budgets)}", ""])
 
     # ---------------------------------------------------------------- reading it
 

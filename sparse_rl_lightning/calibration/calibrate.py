@@ -16,7 +16,7 @@ from sparse_rl_lightning.budgets import Budgeted, LengthSchedule
 from sparse_rl_lightning.calibration.sweep import Sweep
 from sparse_rl_lightning.calibration.table import Acceptances, Binning, Cell, Choice, cells, choose
 from sparse_rl_lightning.compressors import FullKV
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.report.charts import GRAY, INK, LIGHT, figures, png
 from sparse_rl_lightning.retrievers import Retriever
@@ -86,7 +86,7 @@ class Calibration:
     def write(self, folder: Path) -> None:
         """Write ``schedule.yaml``, ``table.csv`` and ``calibration.json``."""
         title = f"5th percentile of the acceptance at least {self.target:.4f} (ceiling {self.ceiling:.4f})"
-        self.schedule.save(folder / "schedule.yaml", "\n".join([title, *self.notes]))
+        write_whole(folder / "schedule.yaml", self.schedule.yaml("\n".join([title, *self.notes])))
         write_whole(folder / "table.csv", self.csv())
         write_whole(folder / "calibration.json", json.dumps(self.summary(), indent=2) + "\n")
 
@@ -143,12 +143,10 @@ def calibrate(
         ValueError: If there are no budgets, the method never evicts, the target is above the ceiling, or no bin has
             enough tokens.
     """
+    check_number("target", target, above=0, or_none=True)
     methods = {budget: method.with_budget(budget) for budget in _checked(method, budgets)}
     sweep.claim(method)
-    acceptances_of: dict[str, Acceptances] = {}
-    swept: dict[str, Budgeted] = {DENSE: FullKV(), **{_name(b): m for b, m in methods.items()}}
-    for done, (name, swept_method) in enumerate(swept.items()):
-        acceptances_of[name] = _acceptances(sweep, name, swept_method, done, progress)
+    acceptances_of = {DENSE: _acceptances(sweep, DENSE, FullKV(), 0, progress)}
     ceiling = percentile(acceptances_of[DENSE].lower)
     target = tail_target(ceiling) if target is None else target
     if target > ceiling:
@@ -156,6 +154,8 @@ def calibrate(
             f"target={target:.4f} is above the ceiling: even a dense sampler reaches {ceiling:.4f}. Lower it, or leave "
             f"it out for {tail_target(ceiling):.4f}."
         )
+    for done, (budget, swept) in enumerate(methods.items(), 1):
+        acceptances_of[_name(budget)] = _acceptances(sweep, _name(budget), swept, done, progress)
     num_bins = (sweep.longest - 1) // binning.bin_size + 1
     judged = {name: cells(acceptances, binning, num_bins) for name, acceptances in acceptances_of.items()}
     table = {budget: judged[_name(budget)] for budget in methods}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import output_file, whole_file, write_whole
 from sparse_rl_lightning.policies.windows import LINEAR, layer_windows
 
@@ -92,12 +92,11 @@ class Hardware:
     kv_share: float = 1.0  # of the bandwidth, or of flops where they take longer, that attention reaches
 
     def __post_init__(self) -> None:
-        overheads = self.step_overhead, self.layer_overhead, self.sequence_overhead
-        if self.bandwidth <= 0 or self.flops <= 0 or min(overheads) < 0 or not 0 < self.kv_share <= 1:
-            raise UserError(
-                "Hardware: bandwidth and flops must be positive, overheads not negative, kv_share above 0 and at most "
-                f"1, got {self}."
-            )
+        for name in ("bandwidth", "flops"):
+            check_number(name, getattr(self, name), above=0, owner="Hardware")
+        for name in ("step_overhead", "layer_overhead", "sequence_overhead"):
+            check_number(name, getattr(self, name), least=0, owner="Hardware")
+        check_number("kv_share", self.kv_share, above=0, most=1, owner="Hardware")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -106,12 +105,13 @@ class Hardware:
         Raises:
             ValueError: If there is no such file, or a number is missing.
         """
-        if not Path(path).is_file():
+        file = Path(path).expanduser()
+        if not file.is_file():
             remedy = f"`sparse-rl calibrate --hardware {shlex.quote(str(path))}` measures one."
             raise UserError(f"there is no file {str(path)!r}. {remedy}")
         try:
-            content = json.loads(whole_file(path, 2**24))
-            return cls(**{f.name: float(content.get(f.name, f.default)) for f in fields(cls)})
+            content = json.loads(whole_file(file, 2**24))
+            return cls(**{f.name: content.get(f.name, f.default) for f in fields(cls)})
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             names = ", ".join(f.name for f in fields(cls))
             raise UserError(f"{path}: expected a JSON object with the numbers {names}. {error}") from error

@@ -123,4 +123,4 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 def weights_beside(path: Path) -> Path:
     """The path of the safetensors of a checkpoint file."""
-    return path.parent / "weights" / f"{path.stem}.safetensors"
+    return path.parent / "weights" / f"{path.name.removesuffix('.ckpt')}.safetensors"

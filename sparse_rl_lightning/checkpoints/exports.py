@@ -16,7 +16,7 @@ WRITTEN = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|(merges|vocab)\.txt|(tokenizer|spiece|spm|sentencepiece(\.bpe)?)\.model"
     r"|chat_template\.(jinja|json)|additional_chat_templates(/[\w-]+\.jinja)?"
-    r"|(model|learned_score)\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"
+    r"|model\.safetensors|model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"
     r"|sparse_adapter(/(adapter_config|generation_config)\.json|/adapter_model\.safetensors)?"
 )
 """Paths in the folder of an export."""

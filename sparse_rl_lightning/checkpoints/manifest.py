@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
@@ -12,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import FileError, UserError
 from sparse_rl_lightning.files import check_regular, sync, whole_file
 
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
+SHORTEST_KEY = 16
+"""Bytes of a key that nobody guesses."""
 
 
 def digest(path: Path) -> str:
@@ -95,7 +98,7 @@ def _sign(body: str) -> str:
 def _key() -> bytes:
     """This user's secret key, created on first use and readable by nobody else."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    path = Path(os.environ.get(KEY_VARIABLE) or state / "sparse-rl" / "checkpoint.key")
+    path = Path(os.environ.get(KEY_VARIABLE) or state / "sparse-rl" / "checkpoint.key").expanduser()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -106,4 +109,7 @@ def _key() -> bytes:
                 os.link(temporary, path)
         finally:
             temporary.unlink()
-    return whole_file(path, 2**20)
+    key = whole_file(path, 2**20)
+    if len(key) < SHORTEST_KEY:  # of a write that a full disk cut; everyone could sign with an empty one
+        raise FileError(errno.EINVAL, f"it has fewer than {SHORTEST_KEY} bytes, so it is no key", str(path))
+    return key

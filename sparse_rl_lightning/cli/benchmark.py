@@ -303,6 +303,7 @@ def _file_of_policy(bench: Bench, results: Results, argument: str) -> str:
     path = results.path.with_name(f"{argument}-{fingerprint(**results.settings)[:16]}.safetensors")
     if stored_tensors(path) is not None:
         return str(path)
+    path.unlink(missing_ok=True)  # damaged, or a link
     rollout = bench.draw(FullKV(), seed=1)
     texts, lengths = rollout.sequences[:, :MAX_LENGTH], rollout.lengths.clamp(max=MAX_LENGTH)
     if argument == "statistics":

@@ -20,7 +20,7 @@ from sparse_rl_lightning.cli import options
 from sparse_rl_lightning.cli.classes import named_classes
 from sparse_rl_lightning.cli.messages import ClearParser, explain, own_error
 from sparse_rl_lightning.data.base import PromptDataModule
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import output_file, write_whole
 from sparse_rl_lightning.learner.block import BlockPlan
 from sparse_rl_lightning.modules import SparseGRPO
@@ -33,7 +33,7 @@ from sparse_rl_lightning.planning.propose import JUDGED, PROMPTS, configuration,
 from sparse_rl_lightning.rollout import SamplingParams
 from sparse_rl_lightning.text import say
 
-ALIASES = {None: "32-true", 16: "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "32": "32-true"}
+ALIASES = {"None": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Short forms of ``trainer.precision``."""
 
 
@@ -97,9 +97,13 @@ class _Configured(LightningCLI):
         parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
 
     def instantiate_classes(self) -> None:
+        self.model = self.made("model")
+
+    def made(self, name: str) -> Any:
+        """What the configuration says under a name."""
         try:
-            only: Any = Namespace(model=self.config.model)  # type: ignore[no-untyped-call]  # jsonargparse leaves it untyped
-            self.model = self.parser.instantiate(only).model
+            only: Any = Namespace(**{name: self.config[name]})  # type: ignore[no-untyped-call]  # jsonargparse leaves it untyped
+            return self.parser.instantiate(only)[name]
         except ValueError as error:
             raise own_error(error) or UserError(explain(str(error))) from error.__cause__
 
@@ -122,8 +126,7 @@ class _Configured(LightningCLI):
             return count
         if not isinstance(path, (str, os.PathLike)) or not Path(path).expanduser().is_file():
             return None
-        only: Any = Namespace(data=self.config.data)  # type: ignore[no-untyped-call]  # jsonargparse leaves it untyped
-        return len(self.parser.instantiate(only).data.train_rows())
+        return len(self.made("data").train_rows())
 
 
 def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
@@ -147,6 +150,7 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
             f"sparse-rl plan knows modules that roll out and learn from it (SparseGRPO and those built on it), got "
             f"model={type(module).__name__}."
         )
+    check_number("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, least=1)
     generator, options, sharding = module.generator, module.learner.options, sharding_of(trainer)
     prompts = max(1, round(cli.num_prompts / generator.options.oversampling))
     block = BlockPlan(
@@ -157,9 +161,21 @@ def job_of(args: Sequence[str], prompt: int = PROMPT) -> Job:
         Blueprint.of(module.policy_source), generator.compressor, _with_monitors(generator.sampling, trainer),
         generator.options, options,
         module.optimizer_factory, block, generator.retriever, module.loss.beta,
-        ALIASES.get(trainer.precision, trainer.precision), sharding, prompt,
+        _precision(trainer.precision), sharding, prompt,
         module.keeps_evictions, num_steps(cli, block, sharding.ranks),
     )  # fmt: skip
+
+
+def _precision(given: Any) -> str:
+    """``trainer.precision`` spelled out.
+
+    Raises:
+        ValueError: If a plan does not know it.
+    """
+    precision = ALIASES.get(str(given), str(given))
+    if precision.endswith(("-true", "-mixed")):
+        return precision
+    raise UserError(f"trainer.precision={given!r}: a plan knows {', '.join(ALIASES.values())} and their like.")
 
 
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:

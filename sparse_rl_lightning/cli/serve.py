@@ -77,7 +77,7 @@ def build(arguments: argparse.Namespace, key: str | None = None, update_key: str
     check_number("--request_timeout", arguments.request_timeout, above=0)
     method = Method.of(arguments.compressor)
     compressor = built(method.path, method.arguments or {})
-    is_folder = Path(arguments.policy).is_dir()
+    folder = Path(arguments.policy).expanduser()
     model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
     check_number("--max_logprobs", arguments.max_logprobs, most=model.config.vocab_size)
     model.eval().to(device_of(arguments.device))
@@ -101,7 +101,7 @@ def build(arguments: argparse.Namespace, key: str | None = None, update_key: str
     thread.prepare()  # what does not fit ends this, and not the first client's request
     own_host = (*LOOPBACK, arguments.host) if _is_loopback(arguments.host) and key is None else ("*",)
     settings = Settings(
-        name=arguments.served_model_name or (Path(arguments.policy).resolve().name if is_folder else arguments.policy),
+        name=arguments.served_model_name or (folder.resolve().name if folder.is_dir() else arguments.policy),
         key=key,
         hosts=arguments.allowed_hosts or own_host,
         max_queue=arguments.max_queue,

@@ -102,6 +102,8 @@ class Compressor(Budgeted):
         self.compress_prompt = compress_prompt
         self.protect_prompt = protect_prompt
         self.protect_token_ids = list(protect_token_ids or [])
+        for token in self.protect_token_ids:
+            check_number("protect_token_ids", token, least=0, owner=name, whole=True)
         self.protect_observations = protect_observations
         super().__init__(budget, budget_rule)
 

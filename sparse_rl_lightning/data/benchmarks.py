@@ -81,7 +81,7 @@ class MathBenchmarks(PromptDataModule):
         benchmarks: Names, among the seven and ``own``, of the benchmarks to test on, null for all.
         own: Further benchmarks by name: JSONL files with the columns ``problem`` or ``question``, and ``answer``.
         prompt_format: ``plain`` as in the paper's evaluation, ``qwen`` or ``llama`` as in its training.
-        train: Source of the training prompts, null for GSM8K's training part.
+        train: Source of the training prompts, null for GSM8K's training part; blocks and validation are set here.
         max_rows: Number of rows of each benchmark to test on, from the first. None takes all.
         val_benchmarks: Names of the benchmarks to validate on.
         max_val_prompts: Number of rows of each benchmark to validate on, from the first. None takes all.
@@ -115,6 +115,12 @@ class MathBenchmarks(PromptDataModule):
                 raise UserError(f"{argument} must be among {', '.join(available)}, got {unknown}.")
         check_number("max_rows", max_rows, least=1, owner="MathBenchmarks", or_none=True)
         check_choice("prompt_format", prompt_format, PromptFormat)
+        acting = {PromptDataModule().prompts_per_rollout, self.prompts_per_rollout}
+        if train is not None and train.prompts_per_rollout not in acting:
+            rank_zero_warn(
+                f"data.train.prompts_per_rollout={train.prompts_per_rollout} does not act, but "
+                f"data.prompts_per_rollout={self.prompts_per_rollout} does: set that one."
+            )
         self.folder = folder
         self.train = train
         self.prompt_format = prompt_format

@@ -47,7 +47,17 @@ class Published:
 
 def question(record: Record) -> str:
     """The problem of a row, from the column ``question`` or ``problem``."""
-    return next((str(record[name]) for name in ("question", "problem") if record.get(name)), "")
+    return next((text for name in ("question", "problem") if (text := _text(record, name))), "")
+
+
+def _text(record: Record, name: str) -> str:
+    """A cell as text, empty if there is none; a missing number in a parquet file is NaN."""
+    value = record.get(name)
+    if value is None or value != value:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise UserError(f"{name} must be text or a number, got {ascii(value)[:80]} in {ascii(record)[:200]}.")
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _after_hashes(record: Record) -> str:
@@ -55,10 +65,7 @@ def _after_hashes(record: Record) -> str:
 
 
 def _answer(record: Record) -> str:
-    value = record.get("answer")
-    if value is None:
-        return _last_box(record)
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    return _last_box(record) if record.get("answer") is None else _text(record, "answer").strip()
 
 
 def _without_dollars(record: Record) -> str:

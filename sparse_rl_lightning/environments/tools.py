@@ -61,6 +61,8 @@ class ToolEnvironment(Environment):
         tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.environment = None if environment is None else environment()
+        if callable(tools) or not all(hasattr(tool, "__name__") for tool in tools):  # of what partial makes it has none
+            raise UserError(f"tools must be a list of functions with names, got {tools!r:.200}.")
         self.tools = [*tools, *_methods(self.environment)]
         self._by_name = {tool.__name__: tool for tool in self.tools}
         if len(self._by_name) < len(self.tools):

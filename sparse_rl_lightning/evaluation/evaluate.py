@@ -208,7 +208,8 @@ class ValidationLog:
         length = lengths.mean() if len(lengths) else lengths.new_zeros(())
         log(key.format("length"), length, prog_bar=True, batch_size=each * int(counts.sum()))
         applies, correct = scores.applies & counts, scores.first == 1
-        names = [row.get("benchmark") for row in scores.rows]
+        columns = [row.get("benchmark") for row in scores.rows]  # of any type, with any braces
+        names = [n if n is None else str(n).replace("{", "{{").replace("}", "}}") for n in columns]
         for name in dict.fromkeys([None, *names] if by_benchmark else [None]):
             rows = applies & torch.tensor([name in (None, benchmark) for benchmark in names])
             chosen = correct[rows]

@@ -20,7 +20,7 @@ from sparse_rl_lightning.fingerprints import read_results, write_results
 from sparse_rl_lightning.metrics import Accuracy, accuracy, mean_accuracy
 from sparse_rl_lightning.records import Rows, ScoredRollout
 from sparse_rl_lightning.retrievers import Retriever
-from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker, extract_answer
+from sparse_rl_lightning.rewards.math import CONVENTIONS, Convention, MathChecker, extract_answer, tolerance_of
 from sparse_rl_lightning.text import interval, number, percent, prompt_text, size, table
 
 Table: TypeAlias = dict[str, list[Any]]
@@ -112,7 +112,7 @@ def judge_answers(scored: ScoredRollout, checker: MathChecker) -> Tensor:
     """(B,) 1 where the answer is strictly right; the reward table gets both conventions."""
     repeated = _repeated(scored.rows, scored.num_generations)
     golds = [str(row["answer"]) for row in repeated]
-    tolerances = [float(row.get("tolerance") or 0) for row in repeated]
+    tolerances = [tolerance_of(row.get("tolerance")) for row in repeated]
     verdicts = checker.check_both(scored.completions, golds, tolerances)
     scored.reward_table = {answers: torch.tensor(verdicts[answers]).float() for answers in CONVENTIONS}
     return scored.reward_table["strict"]

@@ -70,7 +70,7 @@ def load_pretrained(
     model: Any = load_model(path, dtype, attn_implementation)
     with without_reports():
         try:
-            tokenizer = _load_tokenizer(path)
+            tokenizer = _load_tokenizer(os.path.expanduser(path))
         except Exception as error:
             raise UserError(f"{where}: its tokenizer cannot be loaded. {reason(path, error)}") from error
     vocabulary = tokenizer.get_vocab()
@@ -115,8 +115,8 @@ def load_model(path: str, dtype: str | torch.dtype = "auto", attn_implementation
     A model is refused if it cannot be loaded, or has weights that are missing, of another shape, or not finite.
     ``dtype="auto"`` is the folder's type; without ``attn_implementation`` transformers chooses.
     """
-    where = f"policy: {path!r}"
     check_there(path)
+    where, path = f"policy: {path!r}", os.path.expanduser(path)
     with without_reports():
         try:
             check_files(path)

@@ -100,7 +100,8 @@ def _filled(panel: Panel, record: RunRecord) -> list[tuple[Line, Points]]:
         return lines
     common = set.intersection(*({x for x, _ in values} for _, values in lines))
     common -= {min(common)} if len(common) > 2 else set()
-    return [(line, [(x, y) for x, y in values if x in common]) for line, values in lines] if common else []
+    unique = [(line, sorted(dict(values).items())) for line, values in lines]  # an edited file may name one twice
+    return [(line, [(x, y) for x, y in values if x in common]) for line, values in unique] if common else []
 
 
 def _thinned(panel: Panel, values: Points, most: int) -> Points:

@@ -79,7 +79,7 @@ def _from_json(file: Path) -> RunRecord:
         validation=_rows(record.validation),
         before=_numbers(summary.get("before", {})),
         after=_numbers(summary.get("after", {})),
-        num_problems=int(counts.get("held_out_problems", 0)),
+        num_problems=max(0, int(counts.get("held_out_problems", 0))),
         measure=measure,
         seconds=counts.get("wall_time_seconds", 0.0),
         steps=int(counts.get("optimizer_steps", 0)),

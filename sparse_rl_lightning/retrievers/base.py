@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_rl_lightning.budgets import Budgeted, BudgetRule, LengthSchedule
-from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.budgets.rules import checked_rule
+from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.ops.select_pages import PageReduction
 
 
@@ -51,17 +52,16 @@ class Retriever(Budgeted):
         budget_rule: BudgetRule | None = None,
     ) -> None:
         name = type(self).__name__
-        if page_size < 1 or num_first_pages < 0 or num_last_pages < 1 or num_dense_layers < 0:
-            raise UserError(
-                f"{name}: page_size and num_last_pages must be at least 1, num_first_pages and num_dense_layers at "
-                f"least 0, got page_size={page_size}, num_first_pages={num_first_pages}, "
-                f"num_last_pages={num_last_pages}, num_dense_layers={num_dense_layers}."
-            )
+        for option, value, least in (
+            ("page_size", page_size, 1), ("num_first_pages", num_first_pages, 0), ("num_last_pages", num_last_pages, 1),
+            ("num_dense_layers", num_dense_layers, 0),
+        ):  # fmt: skip
+            check_number(option, value, least=least, owner=name, whole=True)
         self.page_size = page_size
         self.num_first_pages = num_first_pages
         self.num_last_pages = num_last_pages
         self.num_dense_layers = num_dense_layers
-        if budget_rule is not None and budget_rule.splits_heads:
+        if checked_rule("budget_rule", budget_rule).splits_heads:
             raise UserError(
                 f"{name}: all heads of a layer read as many pages, but {type(budget_rule).__name__} splits heads. "
                 "Set budget_rule to Uniform or Pyramid."

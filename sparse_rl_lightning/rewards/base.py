@@ -82,6 +82,8 @@ def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     """The sums (B,) over the functions of a table (B, F) times their weights, NaN if none of them applies."""
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
     rewards = (table.nan_to_num() * factors).sum(dim=1)
+    if not rewards.isfinite().all():
+        raise UserError("A weighted sum of rewards is beyond float32's range: lower reward_weights, or the rewards.")
     counted = table[:, factors != 0] if factors.any() else table  # one of weight 0 is only logged
     return rewards.masked_fill(counted.isnan().all(dim=1), math.nan)
 

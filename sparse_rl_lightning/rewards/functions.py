@@ -16,7 +16,15 @@ from exact_answers import evaluate_expression
 from exact_answers.thoughts import outside_thoughts
 from sparse_rl_lightning.errors import check_choice
 from sparse_rl_lightning.rewards.base import counting
-from sparse_rl_lightning.rewards.math import TAIL, Convention, MathChecker, answer_kind, extract_boxed, find_last_box
+from sparse_rl_lightning.rewards.math import (
+    TAIL,
+    Convention,
+    MathChecker,
+    answer_kind,
+    extract_boxed,
+    find_last_box,
+    tolerance_of,
+)
 
 _MAY_FOLLOW_BOX = " \t\r\n$.)]\\"
 """Characters allowed after the final box: the end of a formula and of a sentence."""
@@ -52,7 +60,8 @@ class MathReward:
     ) -> list[float | None]:  # fmt: skip
         """The rewards of a batch."""
         golds = ["" if gold is None else str(gold) for gold in answer]  # files may contain numbers
-        right = self.checker.check_by(self.answers, completions, golds, tolerance)
+        allowed = None if tolerance is None else [*map(tolerance_of, tolerance)]
+        right = self.checker.check_by(self.answers, completions, golds, allowed)
         usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
         return [float(paid) if usable[gold] else None for paid, gold in zip(right, golds, strict=True)]
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from sparse_rl_lightning.budgets import (
 from sparse_rl_lightning.budgets.schedules import published_schedules
 from sparse_rl_lightning.cli import main
 from sparse_rl_lightning.compressors import H2O, RKV, Combined, KNorm, LagKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.records import LayerState
+from sparse_rl_lightning.retrievers import Quest
 from sparse_rl_lightning.testing import check_compressor, random_layer
 from tests.compressors.test_wrappers import Given
 
@@ -214,13 +217,27 @@ def test_files(tmp_path: Path) -> None:
         assert LengthSchedule.from_file(path) == want
     with pytest.raises(ValueError, match=r"there is no schedule at .*gone.*sparse-rl calibrate"):
         LengthSchedule.from_file(tmp_path / "gone")
-    for text in ("12", "budget: 3", "[[0, 12], [30, 20]]"):
+    for text in ("12", "budget: 3", "[[0, 12], [30, 20]]", "starts: 0\nbudgets: 512", "starts: [0]\nbudgets: null"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"schedule\.yaml holds no schedule"):
             LengthSchedule.from_file(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="neither YAML nor JSON"):
-        LengthSchedule.from_file(path)
+    for text in ("{", "x: !!bool x", "[" * 5000):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="neither YAML nor JSON"):
+            LengthSchedule.from_file(path)
+
+
+def test_a_schedule_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    LengthSchedule([0], [8]).save(tmp_path / "s.yaml")
+    assert ScheduleFile("~/s.yaml").budgets == (8,)
+
+
+@pytest.mark.parametrize("rule", [Pyramid, "pyramid"])
+def test_what_is_no_rule_is_refused(rule: Any) -> None:
+    for build in (partial(SnapKV, 32), partial(Quest, 48), partial(Adaptive, 2)):
+        with pytest.raises(UserError, match=r"must be a rule such as Pyramid\(\), got"):
+            build(**{"layers" if build.func is Adaptive else "budget_rule": rule})
 
 
 def test_published_schedules() -> None:

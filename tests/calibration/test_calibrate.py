@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_the_default_target_is_the_published_one_scaled_to_the_own_ceiling(polic
     assert found.target == tail_target(found.ceiling)
     with pytest.raises(ValueError, match=r"target=1\.1000 is above the ceiling: even a dense sampler reaches 1\.0000"):
         calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, target=1.1)
+    with pytest.raises(ValueError, match="above the ceiling"):
+        calibrate(sweep(policy, tmp_path / "new"), METHOD, BUDGETS, BINNING, target=1.1)
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == ["dense"]  # nothing swept for it
+    for target in (math.nan, -3.0):
+        with pytest.raises(ValueError, match=r"^target must be"):
+            calibrate(sweep(policy, tmp_path / "none"), METHOD, BUDGETS, BINNING, target=target)
+    assert not (tmp_path / "none").exists()
+
+
+def test_results_replace_links_and_not_what_they_lead_to(policy: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for name in ("schedule.yaml", "table.csv", "calibration.json"):
+        (tmp_path / name).symlink_to("mine.txt")
+    calibrate(sweep(policy, tmp_path), METHOD, BUDGETS[-1:], BINNING, check=False).write(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert LengthSchedule.from_file(tmp_path / "schedule.yaml").maximum == BUDGETS[-1]
 
 
 def test_few_tokens_bound_the_tail_from_both_sides(policy: Any, tmp_path: Path) -> None:

@@ -176,12 +176,16 @@ def test_tokens_that_are_always_read_are_added_to_a_published_schedule() -> None
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Not even one sequence fits into 1,000 bytes: it needs 528,482,304"):
         cost("qwen3-1.7b").best_batch(FullKV(), 1000, PROMPT, 4096)
-    with pytest.raises(ValueError, match="bandwidth and flops must be positive"):
+    with pytest.raises(ValueError, match=r"^Hardware: bandwidth must be above 0, got bandwidth=0"):
         Hardware(0, 1)
     H200.save(tmp_path / "h200.json", device="H200")
     assert Hardware.from_file(tmp_path / "h200.json") == H200
     (tmp_path / "h200.json").write_text('{"bandwidth": 1}')
     with pytest.raises(ValueError, match="expected a JSON object with the numbers bandwidth, flops, step_overhead"):
         Hardware.from_file(tmp_path / "h200.json")
+    for value in ("NaN", "1" + "0" * 400, '"fast"', "null"):
+        (tmp_path / "h200.json").write_text(f'{{"bandwidth": 1, "flops": 1, "step_overhead": {value}}}')
+        with pytest.raises(ValueError, match=r"h200.json: expected a JSON object .* step_overhead must be"):
+            Hardware.from_file(tmp_path / "h200.json")
     with pytest.raises(ValueError, match=r"there is no file .* --hardware '.*my machine.json'` measures"):
         Hardware.from_file(tmp_path / "my machine.json")

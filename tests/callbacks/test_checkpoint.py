@@ -227,6 +227,14 @@ def test_a_folder_that_is_full_is_not_forgotten_for_another(tmp_path: Path) -> N
     assert not old.exists()
 
 
+def test_names_with_a_dot_have_weights_of_their_own(tmp_path: Path) -> None:
+    plugin = durable.DurableCheckpointIO()
+    for value in (1.0, 2.0):
+        state = {"state_dict": {"policy.w": torch.tensor([value])}, "global_step": 1}
+        plugin.save_checkpoint(state, tmp_path / f"reward=0.{value:.0f}")
+    assert [load_file(tmp_path / f"weights/reward=0.{n}.safetensors")["w"].item() for n in (1, 2)] == [1.0, 2.0]
+
+
 def test_a_remote_last_checkpoint_has_its_address(tmp_path: Path) -> None:
     trainer = Trainer(callbacks=[RolloutCheckpoint("memory://here/run")], logger=False, accelerator="cpu")
     assert last_path(trainer) == "memory://here/run/last.ckpt"

@@ -127,7 +127,7 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "entry",
     [".git/HEAD", "README.md", "model.gguf", "adapter_config.json", "eval/model.safetensors", "checkpoints/last.ckpt",
-     "sparse_adapter/thesis.tex", "model.safetensors/x", "index.html"],
+     "sparse_adapter/thesis.tex", "model.safetensors/x", "index.html", "learned_score.safetensors"],
 )  # fmt: skip
 @pytest.mark.parametrize("content", ['{"model_type": "llama"}', None])
 def test_a_folder_with_anything_else_in_it_is_not_replaced(entry: str, content: str | None, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sparse_rl_lightning.checkpoints import manifest
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
 from sparse_rl_lightning.checkpoints.sharded import ANEW, TRAINER, WEIGHTS, load_sharded
 from sparse_rl_lightning.distributed.deepspeed import SparseRLDeepSpeed
+from sparse_rl_lightning.errors import UserError
 
 SHARDS = ["checkpoint/mp_rank_00_model_states.pt", "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 
@@ -169,3 +170,17 @@ def test_a_new_key_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.
     key = manifest._key()
     assert manifest._key() == key
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize("content", [b"", b"0123456789"])
+def test_a_cut_key_signs_nothing(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody can sign with an empty one."""
+    (tmp_path / "key").write_bytes(content)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(manifest.KEY_VARIABLE, "~/key")
+    with pytest.raises(OSError, match="key': it has fewer than 16 bytes, so it is no key"):
+        manifest.write_manifest(tmp_path, {})
+    (tmp_path / manifest.NAME).write_text('{"body": "{}", "signature": ""}')
+    with pytest.raises(UserError, match=r"key cannot be read or made: .* fewer than 16 bytes"):
+        manifest.read_manifest(tmp_path)
+    assert (tmp_path / "key").read_bytes() == content

@@ -460,6 +460,7 @@ def test_questions_are_made_prompts_of_a_chat(folder: Path) -> None:
         (["{class_path: SnapKV, init_args: [1]}"], "does not hold a class_path with init_args"),
         (["{class_path: SnapKV, init_args: {budget: !!int x}}"], "it holds a value that cannot be read"),
         (["SnapKV", "--policy", "nowhere"], "policy: 'nowhere'"),
+        (["SnapKV", "--policy", "~/nowhere"], "policy: no model at '~/nowhere'"),
         (["SnapKV", "--problems", "0"], "--problems must be at least 1"),
         (["SnapKV", "--tasks", "poetry"], "tasks must be among sum"),
         (["SnapKV", "--reward", "mine.nothing"], "--reward='mine.nothing' cannot be imported"),

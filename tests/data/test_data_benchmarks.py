@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from benchmark_files import GOLDS, ROWS, write_benchmarks
 from sparse_rl_lightning.data import ArithmeticTasks, MathBenchmarks
 from sparse_rl_lightning.data.benchmarks import render
 from sparse_rl_lightning.data.published import GSM8K_TRAIN, PUBLISHED
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import verify
 
 DROPPED = {"gaokao2023en": [167, 192]}
@@ -142,6 +144,23 @@ def test_rows_are_dropped_for_what_they_lack(folder: Path) -> None:
     assert (report.dropped, report.unasked) == ([1, 2, 3], [1, 3])
     said = "; dropped without a question: rows [1, 3]; dropped without an answer that can be checked: rows [2]"
     assert str(report).endswith(said)
+
+
+def test_cells_are_text_or_numbers(folder: Path) -> None:
+    numbers = [{"question": 5, "answer": 7.0}, {"problem": "x", "answer": 1e22}, {"problem": "y", "answer": math.nan}]
+    rows = own(folder, *numbers).rows("mine")
+    assert [(row["question"], row["answer"]) for row in rows] == [("5", "7"), ("x", "10000000000000000000000")]
+    for cell in (["5"], {"x": 5}, True):
+        for name, other in (("answer", "problem"), ("problem", "answer")):
+            with pytest.raises(UserError, match=rf"^{name} must be text or a number, got .* in {{'"):
+                own(folder, {name: cell, other: "5"}).rows("mine")
+
+
+def test_blocks_set_for_the_training_prompts_are_told_to_be_without_effect(folder: Path) -> None:
+    with pytest.warns(UserWarning, match=r"data.train.prompts_per_rollout=2 does not act, .*_rollout=16 does"):
+        MathBenchmarks(train=ArithmeticTasks(prompts_per_rollout=2))
+    MathBenchmarks(train=ArithmeticTasks(prompts_per_rollout=2), prompts_per_rollout=2)
+    MathBenchmarks(train=ArithmeticTasks(), prompts_per_rollout=2)
 
 
 @pytest.mark.parametrize("path", ["nofile.jsonl", "nofile.txt", "~/nofile.txt", "some/dataset", "."])

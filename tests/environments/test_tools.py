@@ -381,6 +381,8 @@ class Bare:
         (Bare, "environment creates <"),
         (Silent, "tool 'undocumented' cannot be described"),
         (partial(ToolEnvironment, tools=[lambda x: x]), "cannot be described"),
+        (partial(ToolEnvironment, tools=[partial(shout, "x")]), "tools must be a list of functions with names"),
+        (partial(ToolEnvironment, tools=shout), "tools must be a list of functions with names"),
         (partial(ToolEnvironment, Counter, [shout, shout]), "different names"),
     ],
     ids=lambda value: ascii(value)[:30],

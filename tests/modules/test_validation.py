@@ -51,6 +51,21 @@ def test_greedy_validation_reports_pass_at_1_by_cache_and_benchmark() -> None:
     assert not any("pass@2" in name for name in metrics)
 
 
+class Column(Named):
+    """Rows of a user, whose column of that name holds anything."""
+
+    def val_rows(self) -> list[dict[str, Any]]:
+        return [
+            row | {"benchmark": cell} for row, cell in zip(super().val_rows(), ["{x}b", ["l"], {"a": 1}], strict=False)
+        ]
+
+
+def test_a_benchmark_may_have_any_name() -> None:
+    metrics = validated(module(has_a), Column())
+    for name in ("{x}b", "['l']", "{'a': 1}"):
+        assert {f"val/{name}/pass@1_dense", f"val/{name}/pass@1_low_dense"} <= metrics.keys()
+
+
 def test_a_full_cache_is_evaluated_once() -> None:
     metrics = validated(module(has_a, FullKV()), Named())
     assert {name.rpartition("_")[2] for name in metrics if "reward" in name} == {"dense"}

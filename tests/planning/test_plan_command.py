@@ -285,6 +285,30 @@ def test_data_of_a_user_s_own_is_planned_with(data: type, written: str) -> None:
     assert (job.block.prompts, job.num_steps) == (16, None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "transformer-engine"}, "trainer.precision='transformer-engine': a plan knows 32-true, 16-mixed"),
+        ({"accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be at least 1"),
+        ({"max_steps": -1, "max_epochs": 1}, "val_batch_size must be at least 1"),
+    ],
+)
+def test_mistakes_of_trainer_and_data_are_lines(changes: dict[str, Any], message: str, written: str) -> None:
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    values = yaml.safe_load(Path(written).read_text())
+    data = {"path": "train.jsonl", "val_batch_size": 0 if "max_steps" in changes else 16}
+    values["data"] = {"class_path": "JsonlPrompts", "init_args": data}
+    values["trainer"] |= changes
+    Path("own.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError, match=message):
+        configured(["--config", "own.yaml"])
+
+
+@pytest.mark.parametrize("precision", ["64", "64-true"])
+def test_weights_of_64_bits(precision: str, written: str) -> None:
+    assert configured(["--config", written, f"--trainer.precision={precision}"]).dtype == torch.float64
+
+
 def test_the_hours_of_the_whole_run(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = main(["--config", written, "--memory", "1.5GB", "--trainer.max_steps=1000000"])
     hours = 1_000_000 * sum(plan.seconds.values()) / plan.job.block.optimizer_steps / 3600

@@ -176,12 +176,13 @@ def test_what_never_ends_is_named(kind: str, name: str, tmp_path: Path) -> None:
 def test_numbers_that_no_axis_can_hold_are_left_out(tmp_path: Path) -> None:
     ratio = {"mismatch/ratio_p05": 5e-324}
     rows = [{**row(i), "reward": 5e-324, **ratio, "entropy": 1e200, "kl": None, "x": True} for i in range(3)]
-    summary = {"before": {"dense": None}, "after": {"sparse": 0.5}, "optimizer_steps": None}
+    counts = {"measure": "accuracy", "held_out_problems": -5, "optimizer_steps": None}
+    summary = {"before": {"dense": None}, "after": {"sparse": 0.5}, **counts}
     run = read_run(write_json(tmp_path, {"summary": summary, "history": [*rows, {}]}))
     assert [one["rollout"] for one in run.history] == [0, 1, 2]
     assert {one["reward"] for one in run.history} == {one["mismatch/ratio_p05"] for one in run.history} == {0.0}
     assert not any({"entropy", "kl", "x"} & set(one) for one in run.history)
-    assert (run.before, run.after, run.steps) == ({}, {"sparse": 0.5}, 0)
+    assert (run.before, run.after, run.steps, run.num_problems) == ({}, {"sparse": 0.5}, 0, 0)
     Parser(page(run))
     Parser(comparison([("a", run), ("b", record())]))
 
@@ -323,6 +324,10 @@ UNUSUAL = {
     "few": record(history=[{"rollout": float(i), "kv/saving_final": 0.0, "kv/peak_bytes": 0.0} for i in range(3)]),
     "extreme": record(history=[{"rollout": float(i), "reward": -1.0, "mismatch/ratio_p05": 0.0} for i in range(30)]),
     "huge": record(history=[{"rollout": float(i), "reward": 1e30 * (-1) ** i, "time/rollout": 1e30} for i in range(9)]),
+    "twice": record(
+        history=[{"rollout": n, "time/rollout": 1.0, "time/update": 1.0} for n in (0.0, 1.0, 2.0, 2.0)]
+        + [{"rollout": 2.0, "time/rollout": 1.0}]
+    ),
     "tiny": record(history=[{"rollout": float(i), "reward": 1e-300 * i} for i in range(9)]),
 }
 

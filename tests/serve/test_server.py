@@ -549,6 +549,11 @@ def test_options_that_are_wrong(folder: Path, more: list[str], says: str) -> Non
         serve.main(["--policy", str(folder), *more])
 
 
+def test_a_folder_in_ones_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert built(Path("~/tiny")).settings.name == "tiny"
+
+
 def test_the_command_serves_until_it_is_told_to_end(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -50,6 +50,7 @@ class SparseServer:
         sampler = RolloutSampler(self.model, tokenizer=model_config.tokenizer, **arguments)
         limits = SamplingParams(max_completion_length=self.config.response_length)
         self.requests = RequestThread(sampler, limits, self.config.prompt_length)
+        self._asleep = set[str]()  # weights, kv_cache
         self.global_steps: int | None = None
         merge = "both must be of one model, with adapters merged (actor_rollout_ref.model.lora.merge=true)"
         self.updates = WeightUpdates(self.model, merge)
@@ -117,14 +118,16 @@ class SparseServer:
         """Complete the running requests, then hold neither cache nor weights in the device's memory until woken up."""
         if self.config.free_cache_engine:
             await asyncio.to_thread(self.requests.close, "asleep")
+            self._asleep = {"weights", "kv_cache"}
             self._move(torch.device("cpu"))
             self._free()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Bring the weights back, or draw again, which makes a cache, or both."""
+        """Bring the weights back, or the cache, or both; then draw again."""
         if tags is None or "weights" in tags:
             self._move(self.device)
-        if tags is None or "kv_cache" in tags:
+        self._asleep -= set(self._asleep if tags is None else tags)
+        if not self._asleep:
             self.requests.open("asleep")
 
     async def release_kv_cache(self) -> None:

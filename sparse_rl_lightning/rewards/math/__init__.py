@@ -36,8 +36,23 @@ __all__ = [
     "find_last_box",
     "normalize_answer",
     "same_answer",
+    "tolerance_of",
     "verify",
 ]
+
+
+def tolerance_of(value: object) -> float:
+    """A row's tolerance, which is text in some files, as a number; 0 without one.
+
+    Raises:
+        ValueError: If it is none, or below 0.
+    """
+    try:
+        tolerance = float(value or 0)  # type: ignore[arg-type]  # what has no number raises
+    except (TypeError, ValueError):
+        raise UserError(f"tolerance must be a number of at least 0, got {value!r:.80}.") from None
+    check_number("tolerance", tolerance, least=0)
+    return tolerance
 
 
 class MathChecker(exact_answers.MathChecker):

@@ -262,6 +262,11 @@ class TestServerInThisProcess:
             await server.wake_up(["kv_cache"])
             assert (await late).token_ids == (await another).token_ids == before.token_ids
             await server.sleep()
+            await server.wake_up(["kv_cache"])
+            late = await held(server)  # the weights are away
+            await server.wake_up(["weights"])
+            assert (await late).token_ids == before.token_ids
+            await server.sleep()
             await server.wake_up()
             assert (await answer(server)).token_ids == before.token_ids
 
