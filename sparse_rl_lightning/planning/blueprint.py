@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -133,12 +134,14 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def known_name(path: str) -> str | None:
-    """The name in SHAPES of a model or of a later training of it, None if there is none.
+    """The name in SHAPES of a model or of a later training of it, None if there is none, or its weights are packed.
 
-    >>> known_name("Qwen/Qwen3-4B"), known_name("Qwen/Qwen2.5-1.5B-Instruct"), known_name("Qwen/Qwen3-400B")
+    >>> known_name("Qwen/Qwen3-4B"), known_name("Qwen/Qwen2.5-1.5B-Instruct"), known_name("Qwen/Qwen3-4B-AWQ")
     ('qwen3-4b', 'qwen2.5-1.5b', None)
     """
     last = path.rstrip("/").rpartition("/")[2].lower()
+    if re.search("awq|gptq|gguf|fp8|mlx|int[48]|[48]-?bit", last):
+        return None
     return next((name for name in SHAPES if last == name or last.startswith(f"{name}-")), None)
 
 

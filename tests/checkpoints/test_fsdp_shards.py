@@ -15,12 +15,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from rank_runs import strategy, train
 from test_sharded import end_from_a_folder
-from tiny_grpo import fit, module
+from tiny_grpo import fit, loaded, module
 
 from sparse_rl_lightning.checkpoints.fsdp_shards import save_parts
 from sparse_rl_lightning.checkpoints.manifest import digest, read_manifest, write_manifest
+from sparse_rl_lightning.checkpoints.sharded import TRAINER, WEIGHTS
 from sparse_rl_lightning.cli.training.export import load_policy
 from sparse_rl_lightning.distributed.fsdp2 import SparseRLFSDP2
+from sparse_rl_lightning.errors import UserError
 
 SHARDS = ["checkpoint/.metadata", "checkpoint/__0_0.distcp"]
 ADAM = {"settings": {"optimizer": lambda own: torch.optim.AdamW(own, lr=0.01)}}
@@ -105,6 +107,15 @@ def test_only_weights_as_they_were_written_are_exported(
     with pytest.raises(ValueError, match=said):
         load_policy(exported, last)
     assert all(torch.equal(before[name], value) for name, value in exported.policy.named_parameters())
+
+
+@pytest.mark.parametrize("name", [TRAINER, WEIGHTS])
+def test_made_up_files_with_a_manifest_of_their_own_are_a_line(name: str, tmp_path: Path) -> None:
+    job(tmp_path / "run", 1)
+    last = tmp_path / "run" / "last.ckpt"
+    (last / name).write_bytes(b"PK\x03\x04 no archive")
+    with pytest.raises(UserError, match=r"^ckpt_path='.*last\.ckpt' cannot be read: .*\. Give another checkpoint\.$"):
+        load_policy(loaded(), changed(last))
 
 
 def changed(folder: Path, **facts: Any) -> Path:

@@ -474,6 +474,9 @@ def test_folders_are_read_and_unknown_names_refused(tiny: str) -> None:
     assert read_config(tiny).num_hidden_layers == 3
     with pytest.raises(UserError, match=r"sizes of 'nobody/unknown' are not known.*Give a folder, or one of qwen2.5"):
         read_config("nobody/unknown")
+    for form in ("AWQ", "FP8", "GGUF", "GPTQ-Int4", "MLX-8bit"):  # other sizes in memory, and weights that are not read
+        with pytest.raises(UserError, match="not known"):
+            read_config(f"Qwen/Qwen3-4B-{form}")
 
 
 def test_cards_are_found_by_name_and_by_memory() -> None:

@@ -23,6 +23,7 @@ from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.files import recover
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.modules.resume.optimizer import check_weights
+from sparse_rl_lightning.text import shown
 
 
 class ExportingTrainer(Trainer):
@@ -83,9 +84,14 @@ def load_policy(module: PolicyModule, path: Path) -> None:
             "Give another checkpoint; for the latter resume with the version that wrote it, and ExportPolicy."
         )
     check_unchanged(path, (TRAINER, WEIGHTS))
-    with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
-        module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
-    state = load_file(path / WEIGHTS)
+    try:
+        with suppress(pickle.UnpicklingError):  # of a version that saved objects, and no description
+            module.run_state.check_policy(torch.load(path / TRAINER, map_location="cpu", weights_only=True))
+        state = load_file(path / WEIGHTS)
+    except UserError:
+        raise
+    except Exception as error:  # a manifest may be made up along with its files, and torch may raise anything on those
+        raise UserError(f"ckpt_path={str(path)!r} cannot be read: {shown(error)}. Give another checkpoint.") from error
     check_weights(
         {f"{POLICY}{name}": value for name, value in state.items()},
         {f"{POLICY}{name}": weight for name, weight in module.policy.named_parameters()},
