@@ -160,7 +160,8 @@ def test_weights_of_rewards_are_numbers(weights: list[Any]) -> None:
     ({"least": 0}, 1e-40, r"a finite number, at least 0 \(0, or of a size from 1.2e-38 to 3.4e\+38: float32\), got"),
 ])  # fmt: skip
 def test_a_number_is_refused_in_words(bounds: dict[str, float], value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^RKV: part.x must be {said} x={value}.$"):
+    shown = repr(value) if isinstance(value, str) else value
+    with pytest.raises(ValueError, match=f"^RKV: part.x must be {said} x={shown}.$"):
         check_number("part.x", value, **bounds, owner="RKV")
 
 

@@ -19,7 +19,7 @@ from sparse_rl_lightning.files import check_regular, sync, whole_file
 NAME = "manifest.json"
 KEY_VARIABLE = "SPARSE_RL_KEY_FILE"
 SHORTEST_KEY = 16
-"""Bytes of a key that nobody guesses."""
+"""Bytes; a key that a full disk cut may have none."""
 
 
 def digest(path: Path) -> str:
@@ -111,5 +111,6 @@ def _key() -> bytes:
             temporary.unlink()
     key = whole_file(path, 2**20)
     if len(key) < SHORTEST_KEY:  # of a write that a full disk cut; everyone could sign with an empty one
-        raise FileError(errno.EINVAL, f"it has fewer than {SHORTEST_KEY} bytes, so it is no key", str(path))
+        why = f"it has fewer than {SHORTEST_KEY} bytes, so it is no key; remove it for a new one, or restore it"
+        raise FileError(errno.EINVAL, why, str(path))
     return key

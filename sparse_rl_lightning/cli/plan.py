@@ -175,7 +175,7 @@ def _precision(given: Any) -> str:
     precision = ALIASES.get(str(given), str(given))
     if precision.endswith(("-true", "-mixed")):
         return precision
-    raise UserError(f"trainer.precision={given!r}: a plan knows {', '.join(ALIASES.values())} and their like.")
+    raise UserError(f"trainer.precision={given!r}: a plan knows 16-, bf16-, 32- and 64-true, 16- and bf16-mixed.")
 
 
 def _with_monitors(sampling: SamplingParams, trainer: Any) -> SamplingParams:

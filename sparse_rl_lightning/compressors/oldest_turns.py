@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule, Uniform
+from sparse_rl_lightning.budgets import BudgetRule, LengthSchedule
+from sparse_rl_lightning.budgets.rules import checked_rule
 from sparse_rl_lightning.compressors.base import Compressor
 from sparse_rl_lightning.ops.evict import rank_entries
 from sparse_rl_lightning.ops.pools import live_entries
@@ -56,7 +57,7 @@ class OldestTurns(Compressor):
         self, budget: int | LengthSchedule, *, protect_prompt: bool = True, budget_rule: BudgetRule | None = None,
         **sizes: Any,
     ) -> None:  # fmt: skip
-        rule = WholeTurns(budget_rule or Uniform())
+        rule = WholeTurns(checked_rule("budget_rule", budget_rule))
         super().__init__(budget, protect_prompt=protect_prompt, budget_rule=rule, **sizes)
 
     def score(self, layer: LayerState) -> Tensor:

@@ -81,7 +81,7 @@ class MathBenchmarks(PromptDataModule):
         benchmarks: Names, among the seven and ``own``, of the benchmarks to test on, null for all.
         own: Further benchmarks by name: JSONL files with the columns ``problem`` or ``question``, and ``answer``.
         prompt_format: ``plain`` as in the paper's evaluation, ``qwen`` or ``llama`` as in its training.
-        train: Source of the training prompts, null for GSM8K's training part; blocks and validation are set here.
+        train: Source of the training prompts, null for GSM8K's training part; of it only its training rows are used.
         max_rows: Number of rows of each benchmark to test on, from the first. None takes all.
         val_benchmarks: Names of the benchmarks to validate on.
         max_val_prompts: Number of rows of each benchmark to validate on, from the first. None takes all.

@@ -65,7 +65,8 @@ def _after_hashes(record: Record) -> str:
 
 
 def _answer(record: Record) -> str:
-    return _last_box(record) if record.get("answer") is None else _text(record, "answer").strip()
+    value = record.get("answer")
+    return _last_box(record) if value is None or value != value else _text(record, "answer").strip()
 
 
 def _without_dollars(record: Record) -> str:
@@ -73,9 +74,9 @@ def _without_dollars(record: Record) -> str:
 
 
 def _last_box(record: Record) -> str:
-    solution = str(record.get("solution") or "")
+    solution = _text(record, "solution")
     span = find_last_box(solution)
-    return str(record.get("answer") or "").strip() if span is None else solution[span[1] : span[2]].strip()
+    return _text(record, "answer").strip() if span is None else solution[span[1] : span[2]].strip()
 
 
 def _final_answer(record: Record) -> str:

@@ -61,7 +61,9 @@ class ToolEnvironment(Environment):
         tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.environment = None if environment is None else environment()
-        if callable(tools) or not all(hasattr(tool, "__name__") for tool in tools):  # of what partial makes it has none
+        if not isinstance(tools, Sequence) or not all(
+            hasattr(tool, "__name__") for tool in tools
+        ):  # partial gives none
             raise UserError(f"tools must be a list of functions with names, got {tools!r:.200}.")
         self.tools = [*tools, *_methods(self.environment)]
         self._by_name = {tool.__name__: tool for tool in self.tools}

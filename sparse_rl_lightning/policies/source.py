@@ -142,13 +142,14 @@ def check_trainable(model: torch.nn.Module) -> None:
 def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A copy of the model without its adapters, which ``merge`` adds to the weights first.
 
-    What was quantized is whole, on the host. The copy has every bit of its own type and ``dtype`` before anything is
-    added.
+    What was quantized is whole, on the host. The copy has the bits of both types before anything is added, if its own
+    has too few.
     """
     tuned, kept = _parts_of_peft()
     plain = copy.deepcopy(model)
     both = torch.promote_types(plain.dtype, dtype or plain.dtype)
-    plain.to(both)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    if both != plain.dtype:  # else adapters, which may be float32, would be rounded before they are added
+        plain.to(both)  # type: ignore[arg-type]  # transformers' wrapper hides the signature
     dequantize(plain)
     for layer in [module for module in plain.modules() if isinstance(module, tuned)] if merge else ():
         layer.merge()  # all of them: packed experts have one around another

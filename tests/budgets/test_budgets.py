@@ -29,7 +29,7 @@ from sparse_rl_lightning.budgets import (
 )
 from sparse_rl_lightning.budgets.schedules import published_schedules
 from sparse_rl_lightning.cli import main
-from sparse_rl_lightning.compressors import H2O, RKV, Combined, KNorm, LagKV, SnapKV, StreamingLLM
+from sparse_rl_lightning.compressors import H2O, RKV, Combined, KNorm, LagKV, OldestTurns, SnapKV, StreamingLLM
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.ops.evict import pinned_entries
 from sparse_rl_lightning.records import LayerState
@@ -235,7 +235,7 @@ def test_a_schedule_in_ones_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("rule", [Pyramid, "pyramid"])
 def test_what_is_no_rule_is_refused(rule: Any) -> None:
-    for build in (partial(SnapKV, 32), partial(Quest, 48), partial(Adaptive, 2)):
+    for build in (partial(SnapKV, 32), partial(Quest, 48), partial(OldestTurns, 48), partial(Adaptive, 2)):
         with pytest.raises(UserError, match=r"must be a rule such as Pyramid\(\), got"):
             build(**{"layers" if build.func is Adaptive else "budget_rule": rule})
 

@@ -176,6 +176,7 @@ def test_a_new_key_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.
 def test_a_cut_key_signs_nothing(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anybody can sign with an empty one."""
     (tmp_path / "key").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(manifest.KEY_VARIABLE, "~/key")
     with pytest.raises(OSError, match="key': it has fewer than 16 bytes, so it is no key"):

@@ -118,7 +118,7 @@ def test_queries_asked_for_are_enough(compressor: Compressor) -> None:
 SIZES_REFUSED = [
     ({"budget": 0}, "budget=0"), ({"budget": 4}, r"budget=4 is smaller than num_sinks \+ window = 2 \+ 3"),
     ({"buffer": 0}, "buffer=0"), ({"num_sinks": -1}, "num_sinks=-1"), ({"window": 0}, "window=0"),
-    ({"protect_token_ids": ["1"]}, "protect_token_ids must be a whole number, at least 0, got protect_token_ids=1"),
+    ({"protect_token_ids": ["1"]}, "protect_token_ids must be a whole number, at least 0, got protect_token_ids='1'"),
     ({"protect_observations": -1}, "protect_observations must be at least 0, got protect_observations=-1"),
 ]  # fmt: skip
 ATTENTION_REFUSED = [

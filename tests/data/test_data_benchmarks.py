@@ -147,9 +147,10 @@ def test_rows_are_dropped_for_what_they_lack(folder: Path) -> None:
 
 
 def test_cells_are_text_or_numbers(folder: Path) -> None:
-    numbers = [{"question": 5, "answer": 7.0}, {"problem": "x", "answer": 1e22}, {"problem": "y", "answer": math.nan}]
-    rows = own(folder, *numbers).rows("mine")
-    assert [(row["question"], row["answer"]) for row in rows] == [("5", "7"), ("x", "10000000000000000000000")]
+    numbers = [{"question": 5, "answer": 7.0}, {"problem": "x", "answer": 1e22}, {"problem": "y", "answer": math.nan},
+               {"problem": "z", "answer": math.nan, "solution": r"\boxed{3}"}]  # fmt: skip
+    rows = [(row["question"], row["answer"]) for row in own(folder, *numbers).rows("mine")]
+    assert rows == [("5", "7"), ("x", "10000000000000000000000"), ("z", "3")]
     for cell in (["5"], {"x": 5}, True):
         for name, other in (("answer", "problem"), ("problem", "answer")):
             with pytest.raises(UserError, match=rf"^{name} must be text or a number, got .* in {{'"):

@@ -288,7 +288,10 @@ def test_data_of_a_user_s_own_is_planned_with(data: type, written: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "transformer-engine"}, "trainer.precision='transformer-engine': a plan knows 32-true, 16-mixed"),
+        (
+            {"precision": "transformer-engine"},
+            "trainer.precision='transformer-engine': a plan knows 16-, bf16-, 32- and 64-true",
+        ),
         ({"accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be at least 1"),
         ({"max_steps": -1, "max_epochs": 1}, "val_batch_size must be at least 1"),
     ],

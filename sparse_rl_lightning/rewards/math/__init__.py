@@ -42,14 +42,15 @@ __all__ = [
 
 
 def tolerance_of(value: object) -> float:
-    """A row's tolerance, which is text in some files, as a number; 0 without one.
+    """A row's tolerance, which is text in some files, as a number; 0 without one, which files write as NaN or blanks.
 
     Raises:
         ValueError: If it is none, or below 0.
     """
+    text = str(value).strip()
     try:
-        tolerance = float(value or 0)  # type: ignore[arg-type]  # what has no number raises
-    except (TypeError, ValueError):
+        tolerance = 0.0 if text in ("None", "nan", "") else float(text)
+    except ValueError:
         raise UserError(f"tolerance must be a number of at least 0, got {value!r:.80}.") from None
     check_number("tolerance", tolerance, least=0)
     return tolerance
