@@ -70,7 +70,7 @@ def test_every_run_is_planned_once(program: Program, tmp_path: Path) -> None:
         assert sorted(name for names in program.together for name in names) == sorted(program.groups)
 
 
-@pytest.mark.parametrize(("program", "count"), [(stability.PROGRAM, 278), (real.PROGRAM, 114)])
+@pytest.mark.parametrize(("program", "count"), [(stability.PROGRAM, 278), (real.PROGRAM, 115)])
 def test_settings_are_those_of_the_kept_lines(program: Program, count: int) -> None:
     """A line whose run is told something else would not count any more."""
     where = Where(ROOT / "runs" / program.name, REAL)
