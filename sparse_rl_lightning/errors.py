@@ -66,7 +66,7 @@ def check_number(
     limits = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     wanted = limits if is_number else f"a {'whole' if whole else 'finite'} number, {limits}".rstrip(", ")
     wanted += sizes_known(value) + ", or null" * or_none
-    assignment = f"{name.rpartition('.')[2]}={f'{value!r}' if isinstance(value, str) else value}"
+    assignment = f"{name.rpartition('.')[2]}={repr(value) if isinstance(value, str) else value}"
     raise UserError(f"{owner}{': ' * bool(owner)}{name} must be {wanted}, got {assignment}.")
 
 

@@ -47,6 +47,24 @@ def is_local(path: str) -> bool:
     return path.lower().endswith(FILE_SUFFIXES)
 
 
+def text_or_number(value: object, what: str, suffix: str = "") -> str | int | float:
+    """A cell as it is, empty text where it is missing, which numbers of parquet files say with NaN.
+
+    Args:
+        value: The cell.
+        what: What it is, for the message.
+        suffix: What the message says behind the value.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if value is None or value != value:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise UserError(f"{what} must be text or a number, got {ascii(value)[:80]}{suffix}.")
+    return value
+
+
 def data_file(path: str) -> str:
     """The path of a local file of any suffix, where it is.
 

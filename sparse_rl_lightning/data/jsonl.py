@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from sparse_rl_lightning.data.base import PlacedRows, PromptDataModule, Row, in_order
-from sparse_rl_lightning.data.files import is_local, read_table
+from sparse_rl_lightning.data.files import is_local, read_table, text_or_number
 from sparse_rl_lightning.errors import UserError, check_choice
 from sparse_rl_lightning.rewards.math import answer_kind
 from sparse_rl_lightning.rollout.prompts import Prompt, content_text, valid_unicode
@@ -170,13 +170,7 @@ class JsonlPrompts(PromptDataModule):
         return answer != "" and not (self.math_answers and answer_kind(answer) == "uncheckable")
 
     def _answer(self, where: str, value: object) -> str:
-        if value is None or value != value:  # a missing number in a parquet file is NaN
-            return ""
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(
-                f"{where}: the answer in column {self.answer_column!r} must be text or a number, got "
-                f"{ascii(value)[:80]}."
-            )
+        value = text_or_number(value, f"{where}: the answer in column {self.answer_column!r}")
         text = str(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)  # 2.0 is 2, as is -0.0
         if self._pattern is not None:
             hits = list(self._pattern.finditer(text))

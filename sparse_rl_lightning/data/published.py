@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparse_rl_lightning.data.files import text_or_number
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.rewards.math import find_last_box
 
@@ -51,12 +52,8 @@ def question(record: Record) -> str:
 
 
 def _text(record: Record, name: str) -> str:
-    """A cell as text, empty if there is none; a missing number in a parquet file is NaN."""
-    value = record.get(name)
-    if value is None or value != value:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise UserError(f"{name} must be text or a number, got {ascii(value)[:80]} in {ascii(record)[:200]}.")
+    """A cell as text, empty if there is none."""
+    value = text_or_number(record.get(name), name, f" in {ascii(record)[:200]}")
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 

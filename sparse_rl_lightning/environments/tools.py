@@ -61,9 +61,8 @@ class ToolEnvironment(Environment):
         tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.environment = None if environment is None else environment()
-        if not isinstance(tools, Sequence) or not all(
-            hasattr(tool, "__name__") for tool in tools
-        ):  # partial gives none
+        if not isinstance(tools, Sequence) or any(not hasattr(tool, "__name__") for tool in tools):
+            # what functools.partial makes has no name
             raise UserError(f"tools must be a list of functions with names, got {tools!r:.200}.")
         self.tools = [*tools, *_methods(self.environment)]
         self._by_name = {tool.__name__: tool for tool in self.tools}

@@ -126,7 +126,7 @@ class SparseServer:
         """Bring the weights back, or the cache, or both; then draw again."""
         if tags is None or "weights" in tags:
             self._move(self.device)
-        self._asleep -= set(self._asleep if tags is None else tags)
+        self._asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
         if not self._asleep:
             self.requests.open("asleep")
 
