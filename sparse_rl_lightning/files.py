@@ -61,12 +61,13 @@ def whole_file(path: str | Path, most: int = LARGEST) -> bytes:
     """The content of a regular file: a link may lead to a device that never ends, a pipe keeps its reader waiting.
 
     Args:
-        path: File, or a link to one.
+        path: File, or a link to one; ``~`` is the home.
         most: Largest number of bytes to read.
 
     Raises:
         OSError: If it cannot be read, is no regular file, or is larger.
     """
+    path = os.path.expanduser(path)
     check_regular(path, most)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         check_regular(path, most, file.fileno())  # it may have been replaced

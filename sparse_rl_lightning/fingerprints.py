@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cache, cached_property, partial
 from inspect import getattr_static
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -48,6 +48,9 @@ FOUNDATIONS = {"torch", "transformers", "lightning", "peft", "trl", "datasets", 
 """Packages that count as installed also in a checkout of the user's: nobody's method, and thousands of files."""
 PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
 """Entries of a model's configuration that say where it lies and who wrote it."""
+NO_SETTINGS = (*PLACE_OF_MODELS, "training", "gradient_checkpointing", "hf_device_map", "warnings_issued")
+"""Attributes of a model's modules that change nothing they compute."""
+PLAIN = (str, int, float, type(None), torch.dtype, Tensor, FunctionType, BuiltinFunctionType)
 
 
 def fingerprint(**settings: Any) -> str:
@@ -214,12 +217,12 @@ class _Walk:
         return f"{{{', '.join(f'{key}: {items[key]}' for key in sorted(items))}}}"
 
     def _network(self, model: nn.Module) -> str:
-        """Weights, numbers and classes of a model, and its configuration, which decides what is done with them."""
+        """Weights, attributes and classes of a model, and its configuration, which decides what is done with them."""
         self.classes |= dict.fromkeys(map(type, model.modules()), "")
-        numbers = {name: _numbers(module) for name, module in model.named_modules()}
+        attributes = {name: _attributes(module) for name, module in model.named_modules()}
         config: Any = getattr(model, "config", None)
         settings = _without_places(config.to_dict()) if hasattr(config, "to_dict") else {}
-        content = _hash([weights_digest(model), self.text(numbers), self.text(settings)])
+        content = _hash([weights_digest(model), self.text(attributes), self.text(settings)])
         return f"{full_name(type(model))}(#{content[:12]})"
 
     def _call(self, call: partial[Any]) -> str:
@@ -329,10 +332,18 @@ def _bytes_of(tensor: Tensor, step: int = 1) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {content}"
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Numeric settings that a module keeps as attributes, alone or by adapter, without flags such as ``training``."""
-    each = ((n, v, v.values() if type(v) is dict else [v]) for n, v in vars(module).items() if not n.startswith("_"))
-    return {name: value for name, value, numbers in each if all(type(number) in (int, float) for number in numbers)}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain values and functions that a module keeps as attributes, without those that change nothing it computes."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in NO_SETTINGS and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+    return isinstance(value, PLAIN) if items is None else all(map(_is_plain, items))
 
 
 def _without_places(config: Any) -> Any:

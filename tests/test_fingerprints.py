@@ -190,8 +190,29 @@ DIFFERING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "bytes": (lambda: b"a" * 999, lambda: b"a" * 998 + b"b"),
     "ranges and parts": (lambda: [range(3), slice(1)], lambda: [range(3), slice(2)]),
     "types of numbers": (lambda: np.dtype([("a", "f4")]), lambda: np.dtype([("b", "f4")])),
+    "texts of networks": (nn.GELU, lambda: nn.GELU("tanh")),
+    "tuples of networks": (lambda: net(dilation=(1, 1)), lambda: net(dilation=(2, 2))),
+    "flags of networks": (lambda: net(reverse=False), lambda: net(reverse=True)),
+    "what networks lack": (lambda: net(limit=None), lambda: net(limit=0)),
+    "types of networks": (lambda: net(accumulate=torch.float32), lambda: net(accumulate=torch.float64)),
+    "tensors of networks": (lambda: net(scale=torch.ones(2)), lambda: net(scale=torch.zeros(2))),
+    "functions of networks": (lambda: net(act=torch.relu), lambda: net(act=torch.tanh)),
+    "flags by adapter": (lambda: net(ranked={"a": False}), lambda: net(ranked={"a": True})),
     "getters": (lambda: operator.itemgetter(1), lambda: operator.itemgetter(2)),
 }
+
+
+def net(**attributes: Any) -> nn.Module:
+    """A network inside another, with these attributes."""
+    inner = nn.Identity()
+    vars(inner).update(attributes)
+    return nn.Sequential(inner)
+
+
+def test_use_and_place_of_a_network_count_not() -> None:
+    before = fingerprint(a=net(name_or_path="a"))
+    used = net(name_or_path="b", gradient_checkpointing=True, hf_device_map={"": 0})
+    assert fingerprint(a=used.eval()) == before
 
 
 @pytest.mark.parametrize("name", DIFFERING)

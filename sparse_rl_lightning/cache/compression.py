@@ -232,7 +232,9 @@ class Compression:
         ragged = [[*starts, *[ENDLESS] * (most - len(starts))] for starts in turns]
         on_device, room_there, budgets_there, starts = upload([slots, room, by_layer, ragged], cache.key_pool.device)
         c = self.compressor
-        native = native_scores(c, cache, on_device) if c.scores_natively else None
+        # ops number the layers of full attention, where a model may have others in between
+        is_numbered = not c.needs_layer_index or cache.geometry.full_layers == tuple(range(self.num_layers))
+        native = native_scores(c, cache, on_device) if c.scores_natively and is_numbered else None
         is_open = turn_starts is None and not c.protect_prompt and not c.protect_token_ids
         if native is not None and is_open and not cache.size.per_head:
             kept = torch.empty(native.shape[:3], dtype=torch.int32, device=native.device)

@@ -52,7 +52,9 @@ class Method:
             return cls(spec.rpartition(".")[2], _checked_path(spec))
         try:
             method = read(whole_file(spec, 2**24).decode(), spec) if is_file else read(spec)
-            path, arguments = method["class_path"], {**(method.get("init_args") or {})}
+            path, arguments = method.pop("class_path"), {**(method.pop("init_args", None) or {})}
+            if method:
+                raise UserError(f"{', '.join(map(str, method))} beside them would be ignored")
         except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"{spec!r} does not hold a class_path with init_args, as a compressor in a configuration: {error!r}."
@@ -172,7 +174,8 @@ def _methods(specs: Sequence[str]) -> list[Method]:
         method = Method.of(text)
         if imported(method.path) is FullKV:
             continue  # has its row
-        methods[text if method.name in methods else method.name] = method
+        name = next(each for each in (method.name, text, f"{text} ({len(methods)})") if each not in methods)
+        methods[name] = method
     return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in methods.items()]
 
 
@@ -185,6 +188,8 @@ def _bench(arguments: argparse.Namespace) -> Bench:
     rows = _rows(arguments)
     model, tokenizer = load_pretrained(arguments.policy, arguments.dtype)
     model.to(device_of())  # type: ignore[arg-type]  # transformers' wrapper hides the signature
+    if arguments.reward and not rows[0]["answer"]:
+        raise UserError("--reward judges answers, and these rows have none: add --answer_column, or leave it out.")
     usual = arithmetic_reward if "task" in rows[0] else boxed_math_reward
     try:
         judge = Rewards(imported(arguments.reward) if arguments.reward else usual) if rows[0]["answer"] else None
@@ -202,6 +207,8 @@ def _rows(arguments: argparse.Namespace) -> Rows:
     from sparse_rl_lightning.data.files import read_table
 
     if arguments.data:
+        if arguments.num_terms is not None:
+            raise UserError("--num_terms is about the questions of --tasks: leave it out beside --data.")
         columns = [name for _, row in read_table(arguments.data)[:1] for name in row]
         answer = arguments.answer_column or ("answer" if "answer" in columns else None)
         settings = {name: getattr(arguments, name) for name in OF_DATA} | {"answer_column": answer}
@@ -212,9 +219,8 @@ def _rows(arguments: argparse.Namespace) -> Rows:
     for name in OF_DATA:
         if getattr(arguments, name) not in (None, False, "prompt"):
             raise UserError(f"--{name} is about the rows of a file: add --data FILE, or leave it out.")
-    tasks = ArithmeticTasks(
-        arguments.tasks, arguments.num_terms, num_train=1, num_val=arguments.problems, seed=arguments.seed
-    )
+    terms = 4 if arguments.num_terms is None else arguments.num_terms
+    tasks = ArithmeticTasks(arguments.tasks, terms, num_train=1, num_val=arguments.problems, seed=arguments.seed)
     return tasks.val_rows()
 
 

@@ -53,7 +53,7 @@ def benchmark() -> Parser:
     add("--temperature", type=float, default=1.0, help="of the draws, default %(default)s")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
         help="type of the weights, default the folder's; numbers of 16 bits have their rounding in them")  # fmt: skip
-    add("--num_terms", type=int, default=4, help="numbers per question of --tasks, default %(default)s")
+    add("--num_terms", type=int, help="numbers per question of --tasks, default 4")
     add("--reward", metavar="PATH", help="pays 1 for a right answer; default arithmetic_reward, or boxed_math_reward "
         "for rows without a task")  # fmt: skip
     add("--budgets", nargs="+", type=_budget, default=[0.25, 0.5, 0.75], metavar="BUDGET",

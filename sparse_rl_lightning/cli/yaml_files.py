@@ -109,7 +109,7 @@ def _refuse_equal_keys(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
             continue
-        first = keys.setdefault((key.tag, key.value), key)
+        first = keys.setdefault((key.tag, key.value.removesuffix("+")), key)
         if first is not key:
             lines = f"{first.start_mark.line + 1} and {key.start_mark.line + 1}"
             raise UnusableYAML(

@@ -45,7 +45,16 @@ class LagKV(Compressor):
 
     def _check_schedule(self, schedule: LengthSchedule) -> None:
         super()._check_schedule(schedule)
-        lag_size, smallest = self.lag_size, schedule.minimum + self.buffer
+        self._check_lag_size(schedule.minimum)
+
+    def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
+        """Those of the rule, each large enough for two chunks."""
+        budgets = super().layer_budgets(num_layers, budget)
+        self._check_lag_size(min(budgets))
+        return budgets
+
+    def _check_lag_size(self, budget: int) -> None:
+        lag_size, smallest = self.lag_size, budget + self.buffer
         largest = (smallest - self.num_sinks) // 2
         if not hasattr(lag_size, "__index__") or not 2 <= lag_size <= largest:
             raise UserError(

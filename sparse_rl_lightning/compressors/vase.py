@@ -27,7 +27,7 @@ class VaSE(SnapKV):
 
     Args:
         budget: Tokens kept per layer and KV head after a compression; a number, or a schedule by length.
-        num_large: Entries that stay for their values, sinks among them; null for a quarter of the largest budget.
+        num_large: Entries that stay for their values, sinks among them; null for a quarter of the smallest budget.
         kernel_size: Entries that the average over neighbors looks at, an odd number; 1 averages nothing.
         buffer: Tokens appended between two compressions.
         window: Most recent tokens that are never evicted, also the number of queries that score.
@@ -51,8 +51,18 @@ class VaSE(SnapKV):
 
     def _check_schedule(self, schedule: LengthSchedule) -> None:
         super()._check_schedule(schedule)
-        most = schedule.maximum - self.window
+        most = schedule.minimum - self.window
         check_number("num_large", self.num_large, least=0, most=most, owner="VaSE", or_none=True, whole=True)
+
+    def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
+        """Those of the rule, each of which leaves room for draws beside window and large values."""
+        budgets = super().layer_budgets(num_layers, budget)
+        check_number("num_large", self._number_of_large, least=0, most=min(budgets) - self.window, owner="VaSE")
+        return budgets
+
+    @property
+    def _number_of_large(self) -> int:
+        return self.schedule.minimum // 4 if self.num_large is None else self.num_large
 
     def score(self, layer: LayerState) -> Tensor:
         """The range of the largest values, and below 0 the draws of the others: (S, H, N)."""
@@ -60,9 +70,8 @@ class VaSE(SnapKV):
         draws = torch.log1p(-fresh_draws(layer)) / super().score(layer)
         values = live_entries(layer.values, layer.valid)
         size = values.amax(dim=-1) - values.amin(dim=-1)
-        num_large = self.budget // 4 if self.num_large is None else self.num_large
         # as many as the cache keeps of a budget without draws: sinks, the largest and the window
         is_large = select_entries(
-            size, layer.valid, layer.positions, num_large + self.window, self.num_sinks, self.window
+            size, layer.valid, layer.positions, self._number_of_large + self.window, self.num_sinks, self.window
         )
         return torch.where(is_large, size, draws)

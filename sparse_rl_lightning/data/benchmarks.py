@@ -115,12 +115,10 @@ class MathBenchmarks(PromptDataModule):
                 raise UserError(f"{argument} must be among {', '.join(available)}, got {unknown}.")
         check_number("max_rows", max_rows, least=1, owner="MathBenchmarks", or_none=True)
         check_choice("prompt_format", prompt_format, PromptFormat)
-        acting = {PromptDataModule().prompts_per_rollout, self.prompts_per_rollout}
-        if train is not None and train.prompts_per_rollout not in acting:
-            rank_zero_warn(
-                f"data.train.prompts_per_rollout={train.prompts_per_rollout} does not act, but "
-                f"data.prompts_per_rollout={self.prompts_per_rollout} does: set that one."
-            )
+        for name in ("prompts_per_rollout", "val_batch_size", "max_val_prompts") if train is not None else ():
+            idle, acting = getattr(train, name), getattr(self, name)
+            if idle not in (getattr(PromptDataModule(), name), acting):
+                rank_zero_warn(f"data.train.{name}={idle} does not act, but data.{name}={acting} does: set that one.")
         self.folder = folder
         self.train = train
         self.prompt_format = prompt_format

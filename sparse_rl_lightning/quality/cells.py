@@ -20,6 +20,7 @@ from sparse_rl_lightning.cache.slots import SlotCache
 from sparse_rl_lightning.compressors import Compressor, FullKV
 from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.evaluation.evaluate import Judge, draw_from, evaluate
+from sparse_rl_lightning.evaluation.problems import problem_numbers
 from sparse_rl_lightning.metrics import accuracy
 from sparse_rl_lightning.metrics.intervals import Estimate, mean, ratio, share, tail
 from sparse_rl_lightning.policies.geometry import CacheGeometry
@@ -112,13 +113,15 @@ class Bench:
         assert rollout.kv is not None
         return {
             **{name: estimate.value for name, estimate in estimates.items()},
-            "intervals": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
+            # one problem alone has none
+            "intervals": {n: [e.low, e.high] for n, e in estimates.items() if math.isfinite(e.low)},
             "kv_saving": rollout.kv.saving_final, "replay_difference": float(mismatch.replay_difference.max()),
             **self._times(compressor, rollout[: self.num_timed]), **self._accuracy(compressor),
         }  # fmt: skip
 
-    def _estimates(self, mismatch: Mismatch, lengths: Tensor, problems: Tensor) -> dict[str, Estimate]:
-        """Numbers with intervals, of completions with these lengths (B,) of these problems (B,)."""
+    def _estimates(self, mismatch: Mismatch, lengths: Tensor, rows: Tensor) -> dict[str, Estimate]:
+        """Numbers with intervals, of completions with these lengths (B,) of these rows (B,), by their problems."""
+        problems = problem_numbers(self.rows)[rows]
         of_tokens = problems.repeat_interleave(lengths)
         kept = torch.stack([log_kept.sum().exp() for log_kept in torch.split(mismatch.log_kept, lengths.tolist())])
         estimates = {
@@ -126,8 +129,8 @@ class Bench:
             "kl": mean(mismatch.kl, of_tokens), "rejected": share(1 - kept, problems),
         }  # fmt: skip
         if self.full_lengths is not None:
-            by_problem = self.full_lengths.view(-1, self.params.num_generations).double().mean(dim=1)
-            estimates["length"] = ratio(lengths, by_problem[problems], problems)
+            by_row = self.full_lengths.view(-1, self.params.num_generations).double().mean(dim=1)
+            estimates["length"] = ratio(lengths, by_row[rows], problems)
         return estimates
 
     def _accuracy(self, compressor: Compressor) -> dict[str, float]:

@@ -31,7 +31,7 @@ COUNTS = (
 )
 """Counters in the history, whose last value covers the whole run."""
 KINDS = ("rejected", "most mismatched", "lowest reward")
-PLACES = re.compile(r"(^|\.)(default_root_dir|dirpath|save_dir|folder|version)$|^trainer\.logger\..*name$")
+PLACES = re.compile(r"^trainer\.(.*\.)?(default_root_dir|dirpath|save_dir|folder)$|^trainer\.logger\..*(name|version)$")
 """Keys that only name a place where a run writes."""
 MOST_CARDS = 24
 LONGEST = 2200

@@ -304,6 +304,22 @@ def test_a_file_changes_what_it_names(policy: str, folder: Path, capsys: pytest.
     assert stored("none") == []
 
 
+def test_methods_of_one_name_have_a_row_each(policy: str, folder: Path) -> None:
+    """A file called as a class, and a class of the same name: the second is no second reading of the first."""
+    Path("SnapKV.yaml").write_text(yaml.safe_dump({"class_path": "SnapKV", "init_args": {"kernel_size": 1}}))
+    *_, changed, plain = main(["SnapKV.yaml", "SnapKV", *options(policy)])
+    assert (changed.method, plain.method) == ("SnapKV", "SnapKV (3)")
+    assert changed.kl != plain.kl
+
+
+def test_copies_of_a_problem_narrow_no_interval(policy: str, folder: Path) -> None:
+    """They are one problem, and one alone has no interval of a mean, neither here nor in the stored table."""
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "1+2="}) + "\n" + json.dumps({"prompt": "1+2="}) + "\n")
+    cells = main(["SnapKV", *options(policy, "--data", "rows.jsonl")])
+    assert [sorted(cell.intervals) for cell in cells] == [["rejected", "tail"]] * len(cells)  # Wilson's
+    assert "Infinity" not in Path("out/table.json").read_text()
+
+
 def remove_tables() -> None:
     for name in ("table.json", "table.md"):
         Path("out", name).unlink()
@@ -458,6 +474,10 @@ def test_questions_are_made_prompts_of_a_chat(folder: Path) -> None:
         (["none.yaml"], "'none.yaml' does not hold a class_path"),
         (["empty.jsonl.yaml"], "'empty.jsonl.yaml' does not hold a class_path"),
         (["{class_path: SnapKV, init_args: [1]}"], "does not hold a class_path with init_args"),
+        (["{class_path: SnapKV, budget: 9}"], "budget beside them would be ignored"),
+        (["SnapKV", "--data", "plain.jsonl", "--num_terms", "3"], "--num_terms is about the questions of --tasks"),
+        (["SnapKV", "--data", "plain.jsonl", "--reward", "mine.pays_even"], "--reward judges answers, and these"),
+        (["SnapKV", "--num_terms", "0"], "num_terms must be at least 2"),
         (["{class_path: SnapKV, init_args: {budget: !!int x}}"], "it holds a value that cannot be read"),
         (["SnapKV", "--policy", "nowhere"], "policy: 'nowhere'"),
         (["SnapKV", "--policy", "~/nowhere"], "policy: no model at '~/nowhere'"),
@@ -477,6 +497,7 @@ def test_mistakes(
 ) -> None:  # fmt: skip
     """One line, and nothing is measured."""
     Path("empty.jsonl").touch()
+    Path("plain.jsonl").write_text('{"prompt": "1+2="}\n')
     Path("empty.jsonl.yaml").write_bytes(b"\xff\xfe")
     assert run_console(monkeypatch, "benchmark", arguments[0], *options(policy, *arguments[1:])) == 1
     error = capsys.readouterr().err

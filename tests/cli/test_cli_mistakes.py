@@ -114,6 +114,7 @@ def test_null_is_no_number_unless_the_type_has_it(annotation: Any) -> None:
 
 @pytest.mark.parametrize(("text", "said"), [
     ("a: 1\nb: 2\na: 3\n", "the key 'a' is given twice, in lines 1 and 3"),
+    ("c+: [1]\nc: [2]\n", "the key 'c' is given twice, in lines 1 and 2"),
     ("{a: 1, b: {c: 2, c: 3}}", "the key 'c' is given twice, in lines 1 and 1"),
     ("- x: 1\n  x: 2\n", "the key 'x' is given twice, in lines 1 and 2"),
     ("a: &a [{b: 1, b: 2}, *a]\n", "the key 'b' is given twice"),
@@ -236,3 +237,32 @@ def test_completions_are_not_written_over_their_prompts(
     assert run_console(monkeypatch, "predict", "--config", write(values), "--ckpt_path=last") == 1
     assert f"error: data.{name} is runs/own/predictions.jsonl, which predict writes." in capsys.readouterr().err
     assert prompts.read_bytes() == content
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "mine"}\n', '["completion"]\n', "mine"])
+def test_completions_are_written_over_completions_only(
+    text: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = used_folder / "runs/own/predictions.jsonl"
+    file.write_text(text)
+    arguments = ["--config", write(config()), "--ckpt_path=last"]
+    assert run_console(monkeypatch, "predict", *arguments) == 1
+    assert "predictions.jsonl, which predict would write, is no file of completions" in capsys.readouterr().err
+    assert file.read_text() == text
+    file.write_text('{"completion": "of an earlier call"}\n')
+    run_console(monkeypatch, "predict", *arguments)
+    assert "earlier" not in file.read_text()
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "validate"])
+@pytest.mark.parametrize(
+    ("path", "said"), [("", "ckpt_path='' names no"), ("best", "='best' names no"), ("hpc", "hpc: no")]
+)
+def test_words_that_name_no_checkpoint_are_refused_in_a_line(
+    subcommand: str, path: str, said: str, used_folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run_console(monkeypatch, subcommand, "--config", write(config()), f"--ckpt_path={path}") == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparse_rl_lightning.budgets import Adaptive, Pyramid
+from sparse_rl_lightning.budgets import Adaptive, LengthSchedule, Pyramid
 from sparse_rl_lightning.calibration import gather_statistics
 from sparse_rl_lightning.compressors import (
     H2O,
@@ -30,7 +31,7 @@ from sparse_rl_lightning.compressors import (
 )
 from sparse_rl_lightning.ops import CachedEntries
 from sparse_rl_lightning.records import LayerState, StateUpdate
-from sparse_rl_lightning.testing import ContractError, check_compressor, tiny_model
+from sparse_rl_lightning.testing import ContractError, check_compressor, random_layer, tiny_model
 from sparse_rl_lightning.testing.rules import RULES
 from tests.compressors.test_compressors import SHIPPED
 
@@ -336,3 +337,31 @@ def test_large_ones_are_refused() -> None:
 def test_a_copy_with_another_budget_is_refused_where_a_new_one_would_be(compressor: Compressor, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         compressor.with_budget(64)
+
+
+PYRAMID = Pyramid(beta=4)  # 64 of 256 tokens in the last layer
+
+
+@pytest.mark.parametrize(
+    ("compressor", "said"),
+    [
+        (LagKV(256, lag_size=64, buffer=32, budget_rule=PYRAMID), "LagKV: lag_size must be from 2 to 46, .* = 96"),
+        (VaSE(256, num_large=56, window=16, budget_rule=PYRAMID), "VaSE: num_large must be .* most 48, got .*56"),
+        (VaSE(256, window=16, budget_rule=PYRAMID), "VaSE: num_large must be .* most 48, got .*64"),
+    ],
+    ids=["LagKV", "VaSE", "VaSE by default"],
+)
+def test_a_rule_that_leaves_a_layer_too_little_is_refused(compressor: Compressor, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compressor.layer_budgets(4)
+
+
+def test_vase_draws_at_every_budget_of_a_schedule() -> None:
+    """What stays for its values fits the smallest: with a quarter of the largest nothing would be drawn there."""
+    schedule = LengthSchedule([0, 100], [32, 128])
+    with pytest.raises(ValueError, match=r"num_large must be .*at most 24"):
+        VaSE(schedule, num_large=32, window=8)
+    layer = random_layer(capacity=40, window=8, num_queries=8)
+    method = VaSE(schedule, window=8)
+    kept = [method.select(replace(layer, sequence_keys=layer.sequence_keys + seed), 32) for seed in (0, 1)]
+    assert not torch.equal(*kept)

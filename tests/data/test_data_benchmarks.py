@@ -160,6 +160,9 @@ def test_cells_are_text_or_numbers(folder: Path) -> None:
 def test_blocks_set_for_the_training_prompts_are_told_to_be_without_effect(folder: Path) -> None:
     with pytest.warns(UserWarning, match=r"data.train.prompts_per_rollout=2 does not act, .*_rollout=16 does"):
         MathBenchmarks(train=ArithmeticTasks(prompts_per_rollout=2))
+    for setting in ({"val_batch_size": 2}, {"max_val_prompts": 9}):
+        with pytest.warns(UserWarning, match=rf"data.train.{'|'.join(setting)}=. does not act, .*=64 does"):
+            MathBenchmarks(train=ArithmeticTasks(**setting))
     MathBenchmarks(train=ArithmeticTasks(prompts_per_rollout=2), prompts_per_rollout=2)
     MathBenchmarks(train=ArithmeticTasks(), prompts_per_rollout=2)
 

@@ -369,6 +369,15 @@ def test_settings_that_differ() -> None:
     assert same == 3  # a, compressor and torch; where a run writes is neither
 
 
+def test_only_places_that_a_run_writes_to_are_no_settings() -> None:
+    places = ["default_root_dir", "callbacks.RunSummary.folder", "callbacks.A.dirpath", "logger.CSVLogger.version"]
+    sources = ["data.folder", "data.version", "model.policy.name"]
+    keys = [*(f"trainer.{key}" for key in places), *sources]
+    runs = [(name, record(config=dict.fromkeys(keys, name))) for name in ("first", "second")]
+    rows, _ = differing_settings(runs)
+    assert [key for key, *_ in rows[1:]] == sources
+
+
 def test_curves_of_unequal_length_share_their_charts() -> None:
     html = comparison(two_runs())
     parser = Parser(html)

@@ -132,6 +132,24 @@ def test_replay_is_window_and_death() -> None:
     assert third[0, 0].tolist() == [*passed[:3].tolist(), 9, *passed[4:].tolist()]
 
 
+class Scored(c.RandomEviction):
+    """Without its op."""
+
+    def score(self, layer: LayerState) -> torch.Tensor:
+        return super().score(layer)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "gpt_oss"])
+def test_chance_is_numbered_by_the_layers_of_the_model(name: str) -> None:
+    """The op knows the layers of full attention, which a model may have in other places than the first."""
+    model = windowed(name)
+    by_op, by_score = (
+        RolloutSampler(model, cls(**SMALL)).generate(PROMPTS, ONCE) for cls in (c.RandomEviction, Scored)
+    )
+    assert bool((by_op.kv.stored < by_op.kv.full).any())
+    assert_same(by_op, by_score)
+
+
 # ---------------------------------------------------------------- memory, sessions, counts
 
 

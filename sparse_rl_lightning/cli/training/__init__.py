@@ -21,7 +21,7 @@ from sparse_rl_lightning.cli.training import checks
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import write_whole
+from sparse_rl_lightning.files import whole_file, write_whole
 from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.text import nearby, say
@@ -118,6 +118,11 @@ class SparseRLCLI(LightningCLI):
                 raise UserError(
                     f"{name} is {self.predictions}, which predict writes. Set another trainer.default_root_dir."
                 )
+        if self.predictions.exists() and not _are_completions(self.predictions):
+            raise UserError(
+                f"{self.predictions}, which predict would write, is no file of completions. Move it away, or set "
+                "another trainer.default_root_dir."
+            )
 
     def after_predict(self) -> None:
         """Write the completed rows to ``predictions.jsonl`` in ``trainer.default_root_dir``."""
@@ -128,6 +133,15 @@ class SparseRLCLI(LightningCLI):
         except OSError as error:
             raise UserError(f"trainer.default_root_dir: {path} cannot be written: {error}.") from error
         say(f"Written: {len(rows)} completions to {nearby(path)}")
+
+
+def _are_completions(path: Path) -> bool:
+    """Whether the rows of a file are those of an earlier predict, or there are none."""
+    try:
+        rows = [json.loads(line) for line in whole_file(path).decode().splitlines()]
+    except (OSError, ValueError):
+        return False
+    return all(isinstance(row, dict) and row.keys() & {"completion", "completions"} for row in rows)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -23,7 +23,7 @@ from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import recover, replaced
 
 LAST = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}"
-NAMED_CHECKPOINTS = ("best", "hpc", "registry")
+NAMED_CHECKPOINTS = ("hpc", "registry")
 """Values that Lightning's ``ckpt_path`` allows instead of a path, except ``last``."""
 OR_ELSE = {"fit": ", or leave ckpt_path out to start anew", "export": ": export takes last unless ckpt_path names one"}
 """What else there is to do without a ``last``; other subcommands work without a checkpoint."""
@@ -81,6 +81,8 @@ def check_checkpoint(config: Any, subcommand: str = "fit") -> None:
         ValueError: If it does not exist.
     """
     ckpt_path = config.get("ckpt_path")
+    if ckpt_path == "hpc" and not list(Path(config.trainer.default_root_dir or ".").glob("hpc_ckpt_*.ckpt")):
+        raise UserError("ckpt_path=hpc: no scheduler's hpc_ckpt_*.ckpt is in trainer.default_root_dir. Give a path.")
     if ckpt_path is None or ckpt_path in NAMED_CHECKPOINTS:
         return
     if ckpt_path == "last":
@@ -92,6 +94,8 @@ def check_checkpoint(config: Any, subcommand: str = "fit") -> None:
                 ways = f"Copy {address} to this machine, and give --ckpt_path=FILE."
             raise UserError(f"ckpt_path=last looks into local folders, and {remote[0]} is none. {ways}")
         config.ckpt_path = last_checkpoint([Path(folder).expanduser() for folder in folders], subcommand)
+    elif ckpt_path in ("", "best"):  # which the trainer knows of a training in the same process only
+        raise UserError(f"ckpt_path={ckpt_path!r} names no checkpoint. Give a path, or 'last'{_or_else(subcommand)}.")
     elif "://" not in str(ckpt_path):
         config.ckpt_path = os.path.expanduser(ckpt_path)  # a shell leaves ~ behind an equals sign
         recover(Path(config.ckpt_path))

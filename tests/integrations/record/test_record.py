@@ -429,6 +429,15 @@ def test_files_are_trusted_with_nothing(tmp_path: Path) -> None:
         read_record(tmp_path / "none.safetensors")
 
 
+def test_a_home_is_found_behind_its_sign(
+    recorded: SampledRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_record(recorded, "~/a.safetensors")
+    assert recorded.difference(read_record("~/a.safetensors")) == ""
+
+
 def test_bytes_say_what_the_file_says_and_records_are_joined(recorded: SampledRecord, tmp_path: Path) -> None:
     sent = record_bytes(recorded)
     write_record(recorded, tmp_path / "a.safetensors")
