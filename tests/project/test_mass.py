@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_867,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 59_287,
+    "lines of tests": 59_298,
     "statements of experiments": 1_826,
     "statements of docs": 680,
 }
