@@ -25,7 +25,7 @@ from sparse_rl_lightning.output_head import (
     output_head,
     product_dtype,
 )
-from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles
+from sparse_rl_lightning.policies.modes import PRODUCTS, ROUNDED, exact_angles, has_dropout
 from sparse_rl_lightning.policies.patched import check_reachable, is_plain_linear
 from sparse_rl_lightning.policies.routing import replayed_routing
 
@@ -236,9 +236,11 @@ def _checkpointed(
     def of_chunk(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_of_logits(scaling(_product(lm_head, rows, head_in_float32)), ids, temperature)[:2]
 
+    is_random = lm_head.training and has_dropout(lm_head)  # an adapter's: backward has to draw it again
+
     def of_all(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         pairs = zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-        chunks = [checkpoint(of_chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+        chunks = [checkpoint(of_chunk, *pair, use_reentrant=False, preserve_rng_state=is_random) for pair in pairs]
         logprobs, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         return logprobs, entropy
 

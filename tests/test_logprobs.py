@@ -76,6 +76,20 @@ def test_gradients_are_those_of_a_plain_forward(tied: bool) -> None:
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-9, rtol=0, msg=name)
 
 
+def test_a_head_that_draws_is_differentiated_as_it_was_drawn() -> None:
+    """An adapter with dropout on the output head: the backward pass computes its chunks again."""
+    model, (sequences, mask) = tiny_model(), batch()
+    head = model.lm_head
+    model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), head)
+    model.train()
+    products: list[Tensor] = []
+    head.register_forward_hook(lambda module, inputs, output: products.append(inputs[0].detach()))
+    sequence_logprobs(model, sequences, mask, chunk_size=5)[0].sum().backward()
+    drawn, again = products[:3], sorted(products[3:], key=len, reverse=True)
+    assert len(again) == 3
+    assert all(any(torch.equal(chunk, each) for each in drawn) for chunk in again)
+
+
 def test_the_head_never_sees_more_than_a_chunk_and_only_masked_tokens() -> None:
     model, (sequences, mask) = tiny_model(), batch()
     rows: list[int] = []

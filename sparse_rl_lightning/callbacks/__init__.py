@@ -33,6 +33,7 @@ from sparse_rl_lightning.callbacks.outputs.completions import CompletionsTable
 from sparse_rl_lightning.callbacks.outputs.export import ExportPolicy
 from sparse_rl_lightning.callbacks.outputs.progress import RolloutProgress
 from sparse_rl_lightning.callbacks.outputs.summary import RunSummary
+from sparse_rl_lightning.callbacks.schedules import FollowValidation
 from sparse_rl_lightning.callbacks.sharding import ZeroSharding
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "DryRun",
     "EmptyRollouts",
     "ExportPolicy",
+    "FollowValidation",
     "GeometricTIS",
     "IcePop",
     "ImportanceReweighting",

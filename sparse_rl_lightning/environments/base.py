@@ -96,7 +96,7 @@ class TurnOptions:
     timeout: float | None = 60.0
 
     def __post_init__(self) -> None:
-        check_number("rollout.turns.max_turns", self.max_turns, least=1)
+        check_number("rollout.turns.max_turns", self.max_turns, least=1, whole=True)
         for name in ("max_turn_length", "max_observation_length", "max_prompt_length"):
-            check_number(f"rollout.turns.{name}", getattr(self, name), least=1, or_none=True)
+            check_number(f"rollout.turns.{name}", getattr(self, name), least=1, or_none=True, whole=True)
         check_number("rollout.turns.timeout", self.timeout, above=0, or_none=True)

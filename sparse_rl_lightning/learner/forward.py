@@ -59,7 +59,8 @@ class LearnerOptions:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_tokens", "head_chunk_size"):
-            check_number(f"learner.{name}", getattr(self, name), least=1, or_none=True, whole=True)
+            or_none = name == "micro_batch_tokens"
+            check_number(f"learner.{name}", getattr(self, name), least=1, or_none=or_none, whole=True)
         how: object = self.gradient_checkpointing
         if not isinstance(how, bool) and how not in ("selective", "offload"):
             raise UserError(

@@ -189,6 +189,8 @@ class GRPOLoss(Loss):
             check_options(self.loss_type, self.importance_sampling_level, self.epsilon, self.epsilon_high, self.delta)
         except ValueError as error:
             raise UserError(f"loss.{error}") from error
+        except TypeError as error:  # lists and the like cannot be looked up
+            raise UserError(f"loss takes a name or a number for each option, got {self!r}.") from error
         check_number("loss.off_policy_delta", self.off_policy_delta, least=0, or_none=True)
         check_choice("loss.denominator", self.denominator, Denominator)
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparse_rl_lightning.callbacks.foreign import check_foreign
 from sparse_rl_lightning.callbacks.guards.log_guard import LastSave, LogGuard
 from sparse_rl_lightning.callbacks.guards.run_lock import RunLock
+from sparse_rl_lightning.callbacks.schedules import FollowValidation, follow_metric
 from sparse_rl_lightning.checkpoints import DurableCheckpointIO
 from sparse_rl_lightning.checkpoints.folders import SPOILED, check_dtype, save_folder
 from sparse_rl_lightning.checkpoints.plain import readable
@@ -27,7 +28,7 @@ from sparse_rl_lightning.distributed.ranks import check_processes, check_strateg
 from sparse_rl_lightning.distributed.sharded import ShardedStrategy
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.fingerprints import weights_digest
-from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, follow_metric, lost_steps
+from sparse_rl_lightning.modules.optimizers import check_numbers, default_optimizer, lost_steps
 from sparse_rl_lightning.modules.resume.optimizer import describe_optimizer
 from sparse_rl_lightning.modules.resume.run_state import RunState
 from sparse_rl_lightning.policies.modes import WideProducts, disable_dropout, lacks_bfloat16
@@ -50,7 +51,7 @@ class PolicyModule(LightningModule):
         disable_dropout: Set every dropout of the policy to zero.
     """
 
-    default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave)
+    default_callbacks: tuple[type[Callback], ...] = (RunLock, LogGuard, LastSave, FollowValidation)
     """Callbacks of every run; one of the trainer's own of the same class replaces one of these."""
 
     _products: AbstractContextManager[Any] = nullcontext()  # what a training step and its backward pass run in
@@ -186,11 +187,8 @@ class PolicyModule(LightningModule):
         self.run_state.begin_validation()
 
     def on_validation_end(self) -> None:
-        """Restore training's random state; step a schedule that follows what was measured."""
+        """Restore training's random state."""
         self.run_state.end_validation()
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            for each in self.trainer.lr_scheduler_configs:
-                follow_metric(each.scheduler, self.trainer, validated=True)
 
     def configure_optimizers(self) -> Any:  # Lightning's own union of six types
         """The optimizer over the trainable parameters, and its schedule if there is one.
@@ -272,6 +270,7 @@ class PolicyModule(LightningModule):
 
         On several ranks all call this, and rank zero writes.
         """
+        self.configure_model()
         is_zero = self._trainer is None or self.global_rank == 0
         state = None
         if is_sharded(self.policy):

@@ -242,5 +242,6 @@ class DistillSparse(SparseGRPO):
 
     def export(self, folder: str | Path, dtype: str | None = None) -> None:
         """Write the dense policy as a plain Hugging Face folder, and the sampler's adapter in a folder inside it."""
+        self.configure_model()
         self._export(without_adapters(self.policy, merge=False), folder, dtype)
         save_weights(Path(folder) / "sparse_adapter", self.policy)

@@ -1,4 +1,4 @@
-"""Optimizers of modules: the default, what is refused, steps that 16 bits round away, schedules that follow metrics."""
+"""Optimizers of modules: the default, what is refused, steps that 16 bits round away."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparse_rl_lightning.distributed.ranks import mean_over_ranks
-from sparse_rl_lightning.errors import UserError, check_number
+from sparse_rl_lightning.errors import check_number
 from sparse_rl_lightning.policies.sharding import part_of
-
-VALIDATION = "val"
-"""Beginning of the names of metrics that a validation logs."""
 
 FINITE = ("lr", "weight_decay", "eps", "betas", "momentum")
 """Settings of an optimizer that cannot be infinite; for others it may mean no limit (Prodigy's ``growth_rate``)."""
@@ -40,27 +34,6 @@ def check_numbers(optimizer: Optimizer) -> None:
 def default_optimizer(parameters: Any) -> Optimizer:  # torch's own parameter type
     """AdamW with a learning rate of 1e-6 and no weight decay."""
     return torch.optim.AdamW(parameters, lr=1e-6, weight_decay=0.0)
-
-
-def follow_metric(schedule: object, trainer: Trainer, validated: bool) -> None:
-    """Step a schedule that follows a metric of what has just been done: a validation, or an optimizer step.
-
-    Lightning would step one of validation after every optimizer step, by each rank's own number, and after the
-    checkpoint of the same step is written.
-
-    Raises:
-        ValueError: If there is no such metric.
-    """
-    if not isinstance(schedule, ReduceLROnPlateau) or schedule.monitor.startswith(VALIDATION) != validated:
-        return
-    metrics = trainer.callback_metrics
-    if schedule.monitor not in metrics:
-        raise UserError(
-            f"model.lr_scheduler: there is no metric {schedule.monitor!r} to follow. Known are "
-            f"{', '.join(sorted(metrics))}."
-        )
-    of_rank = {schedule.monitor: metrics[schedule.monitor]}  # if it was logged so
-    schedule.step(float(mean_over_ranks(of_rank, trainer.world_size)[schedule.monitor]))
 
 
 def lost_steps(optimizers: Iterable[Optimizer]) -> str | None:

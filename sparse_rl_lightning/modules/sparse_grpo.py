@@ -112,8 +112,8 @@ class SparseGRPO(PolicyModule):
     ) -> None:
         super().__init__(policy, optimizer, lr_scheduler, learner.disable_dropout)
         sampling = rollout.for_training(sampling)
-        check_number("steps_per_generation", steps_per_generation, least=1)
-        check_number("num_iterations", num_iterations, least=1)
+        check_number("steps_per_generation", steps_per_generation, least=1, whole=True)
+        check_number("num_iterations", num_iterations, least=1, whole=True)
         self.generator = Generator(
             compressor, rollout.drawn(sampling), rollout, retriever, steps_per_generation, rank_zero_info, environment
         )
@@ -352,7 +352,13 @@ class SparseGRPO(PolicyModule):
         self.run_state.check_agreement()
         prompts = getattr(getattr(self.trainer, "datamodule", None), "prompts_per_rollout", None)
         if prompts is not None:
-            trained = max(1, round(prompts / self.generator.options.oversampling))
+            oversampling = self.generator.options.oversampling
+            trained = max(1, round(prompts / oversampling))
+            if trained == prompts and oversampling > 1:
+                raise UserError(
+                    f"model.rollout.oversampling={oversampling} leaves out none of data.prompts_per_rollout={prompts} "
+                    "prompts: raise one of them, or set oversampling to 1."
+                )
             rank_zero_info(f"Each rollout: {self.plan(trained)}.")
 
     def on_train_start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -75,26 +76,27 @@ def narrow_weights(model: PreTrainedModel, like: PreTrainedModel) -> None:
             parameter.data = parameter.data.to(types[name])
 
 
-NOISE = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-"""Attributes of layers with the size of noise in training mode: of attention, and of the routers of mixtures."""
+NOISE = re.compile("dropout|pdrop|layerdrop|jitter")
+"""Names of layers' numbers that are the size of noise in training mode: dropout, and noise of routers."""
+
+
+def _noises(module: torch.nn.Module) -> list[str]:
+    """Names of a layer's attributes by which it draws noise."""
+    is_dropout = isinstance(module, torch.nn.Dropout)
+    numbers = {name: value for name, value in vars(module).items() if isinstance(value, float) and value}
+    return [name for name in numbers if NOISE.search(name) or (is_dropout and name == "p")]
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout probability to zero, including plain attributes of attention layers and noise of routers."""
+    """Set every dropout probability to zero, including plain numbers of layers and noise of routers."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in NOISE:
-            if getattr(module, name, None):
-                setattr(module, name, 0.0)
+        for name in _noises(module):
+            setattr(module, name, 0.0)
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
     """Whether a dropout probability is not zero: two passes in training mode then give different numbers."""
-    return any(
-        (isinstance(module, torch.nn.Dropout) and module.p) or any(getattr(module, name, None) for name in NOISE)
-        for module in model.modules()
-    )
+    return any(map(_noises, model.modules()))
 
 
 @contextmanager

@@ -78,10 +78,17 @@ def reward_table(per_function: Sequence[Sequence[float | None]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
 
+ROUNDING = 1e-6
+"""Share of a sum's terms, numbers of 32 bits, below which the sum is what their rounding has left."""
+
+
 def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     """The sums (B,) over the functions of a table (B, F) times their weights, NaN if none of them applies."""
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
-    rewards = (table.nan_to_num() * factors).sum(dim=1)
+    terms = table.nan_to_num().double() * factors
+    # terms that cancel leave their rounding, which would be the only difference between samples
+    is_rounding = terms.sum(dim=1).abs() <= ROUNDING * terms.abs().sum(dim=1)
+    rewards = terms.sum(dim=1).masked_fill(is_rounding, 0.0).float()
     if not rewards.isfinite().all():
         raise UserError("A weighted sum of rewards is beyond float32's range: lower reward_weights, or the rewards.")
     counted = table[:, factors != 0] if factors.any() else table  # one of weight 0 is only logged

@@ -59,7 +59,7 @@ class MathReward:
         tolerance: Sequence[float] | None = None, **_: Any,
     ) -> list[float | None]:  # fmt: skip
         """The rewards of a batch."""
-        golds = ["" if gold is None else str(gold) for gold in answer]  # files may contain numbers
+        golds = [_text(gold) or "" for gold in answer]
         allowed = None if tolerance is None else [*map(tolerance_of, tolerance)]
         right = self.checker.check_by(self.answers, completions, golds, allowed)
         usable = {gold: bool(gold) and answer_kind(gold) != "uncheckable" for gold in set(golds)}
@@ -68,6 +68,11 @@ class MathReward:
     def take_counters(self) -> dict[str, int]:
         """The counts since the last call."""
         return self.checker.take_counters()
+
+
+def _text(gold: object) -> str | None:
+    """An answer, which files may hold as a number; None for a missing one, NaN where pandas read it."""
+    return None if gold is None or gold != gold else str(gold)
 
 
 @lru_cache(maxsize=1)
@@ -95,15 +100,15 @@ def arithmetic_reward(
     prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str],
     task: Sequence[str] | None = None, **_: Any,
 ) -> list[float | None]:  # fmt: skip
-    """1 if the text after the last ``#`` is the answer; for ``ArithmeticTasks``.
+    """1 if the text after the last ``#`` is the answer, None without an answer; for ``ArithmeticTasks``.
 
     In countdown any expression counts that reaches the target with the given numbers, each used at most once. Both
     are read from the row's own answer, which uses every given number.
     """
     tasks = task or [""] * len(completions)
     return [
-        float(_is_right(completion, gold, name == "countdown"))
-        for completion, gold, name in zip(completions, answer, tasks, strict=True)
+        None if gold is None else float(_is_right(completion, gold, name == "countdown"))
+        for completion, gold, name in zip(completions, map(_text, answer), tasks, strict=True)
     ]
 
 

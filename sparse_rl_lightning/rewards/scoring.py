@@ -67,7 +67,7 @@ class Rewards:
     def __init__(
         self,
         functions: RewardFunction | Sequence[RewardFunction] | None,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | float | None = None,
         timeout: float | None = None,
         warn: Callable[[str], None] = warnings.warn,
         environment: bool = False,
@@ -76,6 +76,7 @@ class Rewards:
         functions = [] if functions is None else list(functions) if isinstance(functions, Sequence) else [functions]
         if not functions and not environment:
             raise UserError("reward_funcs is empty: at least one reward function is needed, or an environment.")
+        weights = [weights] if isinstance(weights, (int, float)) else weights
         self.weights = [1.0] * len(functions) if weights is None else list(weights)
         if len(self.weights) != len(functions):
             raise UserError(

@@ -6,6 +6,7 @@ import errno
 import itertools
 from contextlib import nullcontext as does_not_raise
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from tiny_grpo import fit, module, weights
@@ -265,6 +267,91 @@ def test_the_clock_leaves_the_best_to_their_metric(tmp_path: Path) -> None:
         run(tmp_path, 5, [callback])
     names = [sorted(path.name for path in (tmp_path / name).glob("epoch*.ckpt")) for name in ("plain", "clock")]
     assert names[0] == names[1]
+
+
+class ByStep(SparseGRPO):
+    """Validates to the number of optimizer steps."""
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("val/step", float(self.trainer.global_step))
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "limits", "saved"),
+    [
+        (8, 2, {"val_check_interval": 2, "check_val_every_n_epoch": None}, [2, 4, 6, 8]),
+        (
+            8,
+            2,
+            {"val_check_interval": 3, "check_val_every_n_epoch": None},
+            [3, 6],
+        ),  # it waits
+        (12, 4, {}, [4, 8, 12]),  # one behind each epoch
+    ],
+    ids=["at the same steps", "at others", "by epochs"],
+)
+def test_a_checkpoint_is_ranked_by_a_validation_of_its_own_weights(
+    steps: int, every: int, limits: dict[str, Any], saved: list[int], tmp_path: Path
+) -> None:
+    best = RolloutCheckpoint(tmp_path, every, monitor="val/step", mode="max", save_top_k=-1)
+    run(tmp_path, steps, [best], module(kind=ByStep), limit_val_batches=1, **limits)
+    ranked = {int(path.partition("step=")[2][:-5]): int(score) for path, score in best.best_k_models.items()}
+    assert ranked == {step: step for step in saved}
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == steps
+
+
+def test_a_validation_that_ends_training_loses_no_step(tmp_path: Path) -> None:
+    def end(trainer: Trainer, _: Any) -> None:
+        trainer.should_stop = trainer.global_step == 6
+
+    limits = {"limit_val_batches": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    run(tmp_path, 20, [LambdaCallback(on_validation_end=end), RolloutCheckpoint(tmp_path, 4)], **limits)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"every_n_train_steps": 2}, {"every_n_train_steps": 2, "monitor": "val/reward_dense"}, {"every_n_epochs": 1}],
+    ids=["steps", "monitor", "epochs"],
+)
+def test_a_resumed_schedule_has_followed_the_same_validations(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint of a step with a validation is behind what that makes of the learning rate: it is not repeated."""
+    follows = partial(ReduceLROnPlateau, monitor="val/reward_dense", mode="max", patience=0, threshold=10.0)
+    limits = {"limit_val_batches": 1, "val_check_interval": 2, "check_val_every_n_epoch": None}
+
+    def ended(folder: str, **options: Any) -> tuple[float, Tensor]:
+        callback = RolloutCheckpoint(tmp_path / folder, save_top_k=-1, **arguments)
+        trainer = run(tmp_path, 7, [callback], module(lr_scheduler=follows), **limits, **options)
+        return trainer.optimizers[0].param_groups[0]["lr"], weights(trainer.lightning_module)
+
+    rate, whole = ended("whole")
+    saved = sorted((tmp_path / "whole").glob("epoch*.ckpt"))
+    assert len(saved) == 3
+    for number, path in enumerate(saved):
+        of_resumed, resumed = ended(f"resumed {number}", ckpt_path=path)
+        assert of_resumed == rate
+        assert resumed.equal(whole)
+
+
+@pytest.mark.parametrize("other", [RolloutCheckpoint, ModelCheckpoint])
+def test_two_that_would_remove_each_others_files_are_refused(other: Any, tmp_path: Path) -> None:
+    first = RolloutCheckpoint(tmp_path, 1)
+    with pytest.raises(UserError, match="two checkpoint callbacks write files of the same names"):
+        run(tmp_path, 2, [first, other(tmp_path, every_n_train_steps=1, monitor="reward")])
+    best = other(tmp_path, every_n_train_steps=1, monitor="reward", mode="max", filename="best")
+    run(tmp_path, 2, [RolloutCheckpoint(tmp_path, 1), best])
+    assert Path(best.best_model_path).is_file()
+
+
+def test_preemption_keeps_an_earlier_last_as_lightning_does(tmp_path: Path) -> None:
+    counted = {"enable_version_counter": True, "every_n_train_steps": 2}
+    run(tmp_path, 2, [RolloutCheckpoint(tmp_path, **counted)])
+    callback = RolloutCheckpoint(tmp_path, **counted)
+    trainer = Trainer(default_root_dir=tmp_path, callbacks=[callback], accelerator="cpu", logger=False)
+    assert last_path(trainer) == str(tmp_path / "last-v1.ckpt")
+    callback.last_model_path = str(tmp_path / "last.ckpt")  # its own, of this run
+    assert last_path(trainer) == str(tmp_path / "last.ckpt")
 
 
 def test_lightnings_own_last_is_found(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from test_callbacks_fit import fit
+from tiny_grpo import every_step
 from tiny_run import config
 
 from sparse_rl_lightning.callbacks import AcceptanceMonitor, RunSummary
@@ -128,6 +129,15 @@ def test_evaluation_is_greedy_whatever_validation_draws(tmp_path: Path) -> None:
     fit(tmp_path, [greedy], steps=2)
     assert sampled.record.before == greedy.record.before != {}
     assert sampled.record.samples == greedy.record.samples != []
+
+
+def test_a_start_that_nobody_evaluated_is_not_that_of_a_resumed_run(tmp_path: Path) -> None:
+    """The policy is trained by then: a run that has learned would look as if it had not."""
+    fit(tmp_path, [RunSummary(num_problems=0), every_step(tmp_path)], steps=2, ckpt_path=None)
+    resumed = RunSummary(num_problems=3)
+    fit(tmp_path, [resumed], steps=4, ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.record.before == {}
+    assert resumed.record.after != {}
 
 
 @pytest.mark.parametrize(("precision", "rounded"), [("bf16-mixed", torch.bfloat16), ("32-true", None)])

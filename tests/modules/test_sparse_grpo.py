@@ -20,6 +20,7 @@ from sparse_rl_lightning.callbacks.corrections.rejection import SparsityAwareRej
 from sparse_rl_lightning.callbacks.corrections.reweighting import ImportanceReweighting
 from sparse_rl_lightning.compressors import RKV, Compressor, FullKV
 from sparse_rl_lightning.downsampling import MaxReward, MaxVariance
+from sparse_rl_lightning.errors import UserError
 from sparse_rl_lightning.modules import ReplayGRPO, SparseGRPO
 from sparse_rl_lightning.policies import LoadedPolicy, LoraPolicy, TinyPolicy
 from sparse_rl_lightning.records import Rollout
@@ -120,6 +121,28 @@ def test_reference_policy_stays_out_of_the_checkpoint() -> None:
     assert all(name.startswith("policy.") for name in grpo.state_dict())
     reference = torch.cat([p.flatten() for p in grpo._reference[0].parameters()])
     assert (reference == weights(loaded())).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps_per_generation": 2.0}, "steps_per_generation must be a whole number"),
+        ({"num_iterations": 2.0}, "num_iterations must be a whole number"),
+        ({"loss_type": ["grpo"]}, "loss takes a name or a number for each option, got GRPOLoss"),
+        ({"epsilon": [0.2]}, "loss takes a name or a number for each option"),
+        ({"head_chunk_size": None}, "head_chunk_size must be a whole number, at least 1, got"),
+        ({"reward_weights": 0.5, "reward": [likes_a, likes_a]}, "reward_weights has 1 numbers for 2"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_no_option_is_refused_before_anything_is_drawn(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        module(**options)
+
+
+def test_oversampling_that_leaves_out_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"oversampling=1\.1 leaves out none of data.prompts_per_rollout=4 prompts"):
+        fit(module(oversampling=1.1), 1)
 
 
 def test_oversampling_keeps_informative_groups() -> None:

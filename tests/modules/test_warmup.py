@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sparse_rl_lightning.calibration.query_statistics import encode_texts
+from sparse_rl_lightning.callbacks import RolloutCheckpoint
 from sparse_rl_lightning.data import ArithmeticTasks
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -214,3 +215,36 @@ if __name__ == "__main__":
     if torch.distributed.get_rank() == 0:
         torch.save(found, "{out}")
 """
+
+
+class Killed(Callback):
+    """Ends training within an optimizer step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 10:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_checkpoint_is_not_saved_again_within_the_next_step(tmp_path: Path) -> None:
+    """There, a part of its gradient would be lost to the next run that is resumed from it."""
+
+    def run(steps: int, path: Path | None, *callbacks: Callback) -> None:
+        module = SupervisedWarmup(TinyPolicy(alphabet="0123456789+-*?;#!= ", hidden_size=32, seed=0))
+        data = ArithmeticTasks("calculator", num_terms=4, num_train=64, num_val=2, prompts_per_rollout=2, seed=0)
+        saved = RolloutCheckpoint(tmp_path, every_n_train_steps=2)
+        trainer = quiet(
+            steps, callbacks=[*callbacks, saved], enable_checkpointing=True, accumulate_grad_batches=4,
+            limit_val_batches=0,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+
+    run(2, None)
+    before = (tmp_path / "last.ckpt").read_bytes()
+    with pytest.raises(SystemExit):
+        run(4, tmp_path / "last.ckpt", Killed())
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+
+
+def test_a_policy_that_is_not_loaded_yet_is_exported(tmp_path: Path) -> None:
+    SupervisedWarmup(TinyPolicy(alphabet="0123456789+-*?;#!= ", hidden_size=32)).export(tmp_path / "policy")
+    assert (tmp_path / "policy/model.safetensors").is_file()

@@ -203,6 +203,8 @@ def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 NOISY: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("llama", {"attention_dropout": 0.3}),
     "residual": ("phi3", {"resid_pdrop": 0.3}),
+    "numbers of layers": ("starcoder2", {"residual_dropout": 0.3}),
+    "a number of the model": ("starcoder2", {"embedding_dropout": 0.3}),
     "router": ("mixtral", {"router_jitter_noise": 0.3}),
 }
 

@@ -15,7 +15,7 @@ from tiny_grpo import Recorder, Rows, fit, grouped, module, quiet
 import exact_answers
 from exact_answers.arithmetic import MAX_LENGTH, evaluate_expression
 from exact_answers.expressions import MAX_DEPTH
-from sparse_rl_lightning.advantages import group_advantages
+from sparse_rl_lightning.advantages import group_advantages, informative_groups
 from sparse_rl_lightning.compressors import FullKV
 from sparse_rl_lightning.data.base import PromptDataModule
 from sparse_rl_lightning.errors import UserError
@@ -76,6 +76,14 @@ def test_weighted_sum() -> None:
     assert total.tolist() == [0.5 - 6.0, 2.0 - 10.0]
     assert total.dtype == table.dtype == torch.float32
     assert rewards_of([length, Scaled(2.0)], ["a", "bbbb"], bonus=[3.0, 5.0])[0].tolist() == [7.0, 14.0]
+
+
+def test_what_the_rounding_of_cancelled_terms_leaves_is_no_difference() -> None:
+    """0.7 - 0.1 - 0.6 is -3e-8 in 32 bits, where the others' 0 - 0 - 0 is 0: such a group teaches nothing."""
+    table = torch.tensor([[0.7, 0.1, 0.6], [0.0, 0.0, 0.0], [7.0, 1.0, 6.0], [1e-3, 0.0, 0.0]])
+    rewards = weighted_rewards(table, [100.0, -100.0, -100.0])
+    assert rewards.tolist() == [0.0, 0.0, 0.0, pytest.approx(0.1)]
+    assert informative_groups(rewards, 2).tolist() == [False, True]
 
 
 def test_none_is_left_out_and_nothing_at_all_is_nan() -> None:
@@ -216,6 +224,14 @@ def test_arithmetic_reward(completion: str, answer: str, task: str, reward: floa
     assert arithmetic_reward([], [completion], [], answer=[answer], task=[task], solution=[""]) == [reward]
 
 
+def test_arithmetic_answers_may_be_numbers_or_missing() -> None:
+    answers = [2, 2.5, None, math.nan]
+    for task in (None, ["sum"] * 4):
+        paid = arithmetic_reward([], ["#2", "#2.5", "#2", "#nan"], [], answer=answers, task=task)
+        assert paid == [1.0, 1.0, None, None]
+    assert arithmetic_reward([], ["#1+1", "#2"], [], answer=[2, None], task=["countdown"] * 2) == [0.0, None]
+
+
 def test_arithmetic_reward_without_tasks_is_exact() -> None:
     assert arithmetic_reward([], ["#1+1", "#2"], [], answer=["2", "2"]) == [0.0, 1.0]
 
@@ -310,6 +326,7 @@ def test_golds_may_be_numbers_of_a_file() -> None:
     for function in (MathReward(), boxed_math_reward):
         boxes = [r"\boxed{5}", r"\boxed{0}", r"\boxed{0.5}", r"\boxed{6}", r"\boxed{5}"]
         assert function([], boxes, [], answer=[5, 0, 0.5, 5, None]) == [1.0, 1.0, 1.0, 0.0, None]
+        assert function([], [r"\boxed{nan}"] * 2, [], answer=[math.nan, 5]) == [None, 0.0]
 
 
 def test_a_row_may_bring_its_tolerance() -> None:

@@ -26,7 +26,7 @@ class ReadsCandidates(RolloutCallback):
     keeps_candidates = True
 
     def __init__(self, top: int) -> None:
-        check_number("top", top, least=1, owner=type(self).__name__)
+        check_number("top", top, least=1, owner=type(self).__name__, whole=True)
         self.top = top
         self._before: tuple[RolloutModule, Learner, Loss] | None = None
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from sparse_rl_lightning.callbacks.base import NO_TOKENS, CorrectionCallback, RolloutModule
 from sparse_rl_lightning.corrections import mask_sequences, mask_tokens, reject_sequences
-from sparse_rl_lightning.errors import UserError, check_choice
+from sparse_rl_lightning.errors import UserError, check_choice, check_number
 from sparse_rl_lightning.records import Rollout
 
 Baseline = Literal["all", "kept"]
+Level = Literal["token", "sequence", "geometric"]
 
 
 class SparsityAwareRejection(CorrectionCallback):
@@ -48,16 +49,20 @@ class SparsityAwareRejection(CorrectionCallback):
         threshold: float | None = 1e-4,
         low: float | None = None,
         high: float | None = None,
-        level: Literal["token", "sequence", "geometric"] = "token",
+        level: Level = "token",
         baseline: Baseline = "all",
     ) -> None:
         self.threshold, self.level, self.baseline = threshold, level, baseline
         check_choice("baseline", baseline, Baseline, "SparsityAwareRejection")
-        self.bounds = None if low is high is None else (low or 0.0, math.inf if high is None else high)
+        check_choice("level", level, Level, "SparsityAwareRejection")
+        high = None if high == math.inf else high  # no bound, as a low of 0 is none
+        for name, value in (("threshold", threshold), ("low", low), ("high", high)):
+            check_number(name, value, owner="SparsityAwareRejection", or_none=True)
+        self.bounds = (low or 0.0, math.inf if high is None else high) if low or high is not None else None
         if threshold is None and self.bounds is None:
             raise UserError(
-                "SparsityAwareRejection: threshold, low and high are all null, so that nothing would be rejected. Give "
-                "one of them, or leave the callback out."
+                "SparsityAwareRejection: threshold, low and high are all null or no bound, so that nothing would be "
+                "rejected. Give one of them, or leave the callback out."
             )
         if threshold is not None:
             reject_sequences(*NO_TOKENS, threshold)

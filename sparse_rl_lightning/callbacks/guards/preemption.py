@@ -80,5 +80,11 @@ def last_path(trainer: Trainer) -> str | None:
     for callback in trainer.checkpoint_callbacks:
         folder = checkpoint_folder(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback.save_last and folder:
-            return os.path.join(folder, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
+            stem, number = os.path.join(folder, callback.CHECKPOINT_NAME_LAST), 0
+            path = f"{stem}{callback.FILE_EXTENSION}"
+            # that of an earlier run stays, as where Lightning names it
+            while callback._enable_version_counter and path != callback.last_model_path and os.path.lexists(path):
+                number += 1
+                path = f"{stem}-v{number}{callback.FILE_EXTENSION}"
+            return path
     return None

@@ -114,8 +114,8 @@ class RunSummary(RolloutCallback):
             self.record, self.worst = RunRecord(), WorstCompletions(self.num_samples)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate, unless an earlier part of the run did."""
-        if not self.record.before:
+        """Evaluate before the first step; an earlier part of the run has done it, or the start is not known."""
+        if trainer.global_step == 0:
             self.record.before = self._evaluate(trainer, rollout_module(pl_module, self))
         self._describe(trainer, rollout_module(pl_module, self))
         self._start = time.monotonic() - self.record.seconds

@@ -110,7 +110,13 @@ class RunState:
             self._check_optimizer(checkpoint)
 
     def apply(self) -> None:
-        """Apply what has changed to optimizer and schedule, and report all changes, when training begins."""
+        """Apply what has changed to optimizer and schedule, and report all changes, when training begins.
+
+        A resumed checkpoint is not saved again before the next step, when a part of its gradient is there already.
+        """
+        for callback in self.module.trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._last_global_step_saved = self.module.trainer.global_step
         changes, self._changes = self._changes, []
         if self._steps is not None:
             trainer, (optimizer, schedule) = self.module.trainer, self.module.configured()
@@ -300,7 +306,7 @@ class RolloutState(RunState):
         ranks.check_agreement(self.module.same_on_ranks)
 
     def begin(self) -> None:
-        """Check that ranks begin alike and steps are whole; a resumed checkpoint is not saved after its first step.
+        """Check that ranks begin alike and steps are whole.
 
         Raises:
             ValueError: If ranks differ, or an optimizer step would have a part of its gradient.
@@ -310,9 +316,6 @@ class RolloutState(RunState):
         if m._world_size > 1:
             m.same_on_ranks["optimizer steps"] = str(m.trainer.global_step)
             ranks.check_training(m.trainer, m.same_on_ranks)
-        for callback in m.trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback._last_global_step_saved = m.trainer.global_step
 
     def rest_of_rollout(self) -> RolloutBlock | None:
         """Restore a checkpoint's random state, and what is left of its rollout, once; None if there is nothing left."""
