@@ -48,8 +48,10 @@ FOUNDATIONS = {"torch", "transformers", "lightning", "peft", "trl", "datasets", 
 """Packages that count as installed also in a checkout of the user's: nobody's method, and thousands of files."""
 PLACE_OF_MODELS = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
 """Entries of a model's configuration that say where it lies and who wrote it."""
-NO_SETTINGS = (*PLACE_OF_MODELS, "training", "gradient_checkpointing", "hf_device_map", "warnings_issued")
-"""Attributes of a model's modules that change nothing they compute."""
+NO_SETTINGS = (
+    *PLACE_OF_MODELS, "training", "gradient_checkpointing", "hf_device_map", "warnings_issued", "max_seq_len_cached"
+)  # fmt: skip
+"""Attributes of a model's modules that change nothing they compute, or with what was computed last."""
 PLAIN = (str, int, float, type(None), torch.dtype, Tensor, FunctionType, BuiltinFunctionType)
 
 

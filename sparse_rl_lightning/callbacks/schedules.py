@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.trainer.states import TrainerFn
@@ -9,8 +11,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from sparse_rl_lightning.distributed.ranks import mean_over_ranks
 from sparse_rl_lightning.errors import UserError
 
-VALIDATION = "val"
-"""Beginning of the names of metrics that a validation logs."""
+
+def is_of_validation(name: object) -> bool:
+    """Whether a metric is one that a validation logs, by its name."""
+    return re.match("val(idation)?([/_]|$)", str(name)) is not None
+
+
+def follows_validation(trainer: Trainer) -> bool:
+    """Whether a schedule of the learning rate follows a metric of validation."""
+    schedules = (config.scheduler for config in trainer.lr_scheduler_configs)
+    return any(isinstance(each, ReduceLROnPlateau) and is_of_validation(each.monitor) for each in schedules)
 
 
 class FollowValidation(Callback):
@@ -36,7 +46,7 @@ def follow_metric(schedule: object, trainer: Trainer, validated: bool) -> None:
     Raises:
         ValueError: If there is no such metric.
     """
-    if not isinstance(schedule, ReduceLROnPlateau) or schedule.monitor.startswith(VALIDATION) != validated:
+    if not isinstance(schedule, ReduceLROnPlateau) or is_of_validation(schedule.monitor) != validated:
         return
     metrics = trainer.callback_metrics
     if schedule.monitor not in metrics:

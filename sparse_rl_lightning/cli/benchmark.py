@@ -6,6 +6,7 @@ import argparse
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,8 @@ def _methods(specs: Sequence[str]) -> list[Method]:
         method = Method.of(text)
         if imported(method.path) is FullKV:
             continue  # has its row
-        name = next(each for each in (method.name, text, f"{text} ({len(methods)})") if each not in methods)
+        names = chain([method.name, text], (f"{text} ({number})" for number in count(2)))
+        name = next(each for each in names if each not in methods)
         methods[name] = method
     return [Method(name, m.path, m.arguments) if m.name != name else m for name, m in methods.items()]
 

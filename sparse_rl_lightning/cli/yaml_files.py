@@ -106,10 +106,11 @@ def _refuse_doubles(node: yaml.Node, visited: set[int]) -> None:
 
 def _refuse_equal_keys(node: yaml.MappingNode) -> None:
     keys: dict[tuple[str, str], yaml.Node] = {}
-    for key, _ in node.value:
+    for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
             continue
-        first = keys.setdefault((key.tag, key.value.removesuffix("+")), key)
+        name = key.value.removesuffix("+") if isinstance(value, yaml.SequenceNode) else key.value
+        first = keys.setdefault((key.tag, name), key)
         if first is not key:
             lines = f"{first.start_mark.line + 1} and {key.start_mark.line + 1}"
             raise UnusableYAML(

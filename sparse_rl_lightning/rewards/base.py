@@ -78,15 +78,15 @@ def reward_table(per_function: Sequence[Sequence[float | None]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
 
-ROUNDING = 1e-6
-"""Share of a sum's terms, numbers of 32 bits, below which the sum is what their rounding has left."""
+ROUNDING = 2**-24
+"""Share of a sum's terms below which it may be what their rounding to 32 bits has left."""
 
 
 def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     """The sums (B,) over the functions of a table (B, F) times their weights, NaN if none of them applies."""
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
     terms = table.nan_to_num().double() * factors
-    # terms that cancel leave their rounding, which would be the only difference between samples
+    # terms that cancel to nothing leave their rounding, which could be the only difference between samples
     is_rounding = terms.sum(dim=1).abs() <= ROUNDING * terms.abs().sum(dim=1)
     rewards = terms.sum(dim=1).masked_fill(is_rounding, 0.0).float()
     if not rewards.isfinite().all():

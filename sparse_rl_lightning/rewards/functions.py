@@ -6,6 +6,7 @@ Answers are paid 0 or 1, so that nothing is gained by hedging, padding or half a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -71,8 +72,10 @@ class MathReward:
 
 
 def _text(gold: object) -> str | None:
-    """An answer, which files may hold as a number; None for a missing one, NaN where pandas read it."""
-    return None if gold is None or gold != gold else str(gold)
+    """An answer, which files may hold as a number; None for a missing one, for which pandas has NaN among floats."""
+    if isinstance(gold, float) and not math.isinf(gold):
+        return None if math.isnan(gold) else str(int(gold) if gold.is_integer() else gold)
+    return None if gold is None else str(gold)
 
 
 @lru_cache(maxsize=1)

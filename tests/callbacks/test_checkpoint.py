@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from contextlib import nullcontext as does_not_raise
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -344,14 +346,49 @@ def test_two_that_would_remove_each_others_files_are_refused(other: Any, tmp_pat
     assert Path(best.best_model_path).is_file()
 
 
-def test_preemption_keeps_an_earlier_last_as_lightning_does(tmp_path: Path) -> None:
-    counted = {"enable_version_counter": True, "every_n_train_steps": 2}
-    run(tmp_path, 2, [RolloutCheckpoint(tmp_path, **counted)])
-    callback = RolloutCheckpoint(tmp_path, **counted)
-    trainer = Trainer(default_root_dir=tmp_path, callbacks=[callback], accelerator="cpu", logger=False)
-    assert last_path(trainer) == str(tmp_path / "last-v1.ckpt")
-    callback.last_model_path = str(tmp_path / "last.ckpt")  # its own, of this run
-    assert last_path(trainer) == str(tmp_path / "last.ckpt")
+def test_preemption_keeps_the_last_of_an_earlier_run_and_writes_over_its_own(tmp_path: Path) -> None:
+    """Under a version counter, as Lightning names them: a run that is preempted twice goes on from the second time."""
+
+    def stopped(steps: int, ckpt_path: Path | None = None) -> None:
+        kills = LambdaCallback(
+            on_train_batch_start=lambda trainer, *_: trainer.global_step == steps - 1 and os.kill(os.getpid(), SIGTERM)
+        )
+        callback = RolloutCheckpoint(tmp_path, 9, enable_version_counter=True)
+        with pytest.raises(SystemExit):
+            run(tmp_path, 7, [kills, callback], ckpt_path=ckpt_path)
+
+    run(tmp_path, 1, [RolloutCheckpoint(tmp_path)])
+    stopped(2)
+    stopped(5, tmp_path / "last-v1.ckpt")
+    names = {path.name: torch.load(path, weights_only=True)["global_step"] for path in tmp_path.glob("last*.ckpt")}
+    assert names == {"last.ckpt": 1, "last-v1.ckpt": 5}
+
+
+def test_a_validation_within_a_step_ranks_nothing(tmp_path: Path) -> None:
+    """A checkpoint there would lack a part of a gradient."""
+    best = RolloutCheckpoint(tmp_path, 1, monitor="val/reward_dense", save_top_k=-1)
+    limits = {"limit_val_batches": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    run(tmp_path, 3, [best], module(steps_per_generation=2), accumulate_grad_batches=2, **limits)
+    assert [path.name for path in tmp_path.glob("epoch*.ckpt")] == ["epoch=0-step=3.ckpt"]
+
+
+def test_a_metric_of_training_may_begin_like_one_of_validation(tmp_path: Path) -> None:
+    class Valued(SparseGRPO):
+        def training_step(self, *args: Any) -> Any:
+            self.log("value_loss", 1.0)
+            return super().training_step(*args)
+
+    run(tmp_path, 4, [RolloutCheckpoint(tmp_path, 2, monitor="value_loss", save_top_k=-1)], module(kind=Valued))
+    assert len([*tmp_path.glob("epoch*.ckpt")]) == 2
+    with pytest.raises(UserError, match="train_time_interval would save other weights"):
+        RolloutCheckpoint(monitor="val/reward", train_time_interval=timedelta(minutes=5))
+
+
+def test_a_trial_run_writes_no_last(tmp_path: Path) -> None:
+    run(tmp_path, 1, [RolloutCheckpoint(tmp_path)])
+    before = (tmp_path / "last.ckpt").read_bytes()
+    run(tmp_path, 1, [RolloutCheckpoint(tmp_path)], fast_dev_run=True)
+    assert (tmp_path / "last.ckpt").read_bytes() == before
 
 
 def test_lightnings_own_last_is_found(tmp_path: Path) -> None:

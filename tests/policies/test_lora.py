@@ -223,6 +223,20 @@ def test_no_noise_is_left(name: str) -> None:
     assert torch.equal(model(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)
 
 
+def test_a_number_that_evaluation_reads_is_no_noise() -> None:
+    """PhiMoE's routers compare with theirs: without it another policy would be trained, and exported."""
+    model = family("phimoe", router_jitter_noise=0.3).eval()
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    before = model(ids, use_cache=False).logits
+    disable_dropout(model)
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert not has_dropout(model)
+    all_of_it = torch.nn.Dropout(1)
+    assert has_dropout(all_of_it)
+    disable_dropout(all_of_it)
+    assert all_of_it.p == 0
+
+
 def grpo(kind: type[SparseGRPO], disabled: bool) -> SparseGRPO:
     tokenizer = character_tokenizer(ALPHABET)
     policy = family("llama", attention_dropout=0.3, vocab_size=len(tokenizer))

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 24_251,
+    "statements of the package": 24_274,
     "statements of the spine": 7_861,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 59_491,
+    "lines of tests": 59_544,
     "statements of experiments": 1_826,
     "statements of docs": 680,
 }
@@ -67,7 +67,7 @@ def counts() -> dict[str, int]:
         "statements of the spine": sum(statements(tree) for path, _, tree in package if path.startswith(SPINE)),
         "classes of the rollout half": sum(isinstance(node, ast.ClassDef) for tree in half for node in ast.walk(tree)),
         "blank names in ten thousand": round(10_000 * sum(names) / len(names)),
-        "lines of tests": 59_491,
+        "lines of tests": sum(text.count("\n") for _, text, _ in trees("tests")),
         "statements of experiments": sum(
             statements(tree) for path, _, tree in trees("experiments") if not path.startswith("learned_eviction/")
         ),

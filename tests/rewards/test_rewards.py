@@ -84,6 +84,8 @@ def test_what_the_rounding_of_cancelled_terms_leaves_is_no_difference() -> None:
     rewards = weighted_rewards(table, [100.0, -100.0, -100.0])
     assert rewards.tolist() == [0.0, 0.0, 0.0, pytest.approx(0.1)]
     assert informative_groups(rewards, 2).tolist() == [False, True]
+    small = weighted_rewards(torch.tensor([[1000.0, 1000.0, 0.001], [1e7, 1e7, 5.0]]), [1.0, -1.0, 1.0])
+    assert small.tolist() == pytest.approx([0.001, 5.0])
 
 
 def test_none_is_left_out_and_nothing_at_all_is_nan() -> None:
@@ -225,10 +227,10 @@ def test_arithmetic_reward(completion: str, answer: str, task: str, reward: floa
 
 
 def test_arithmetic_answers_may_be_numbers_or_missing() -> None:
-    answers = [2, 2.5, None, math.nan]
-    for task in (None, ["sum"] * 4):
-        paid = arithmetic_reward([], ["#2", "#2.5", "#2", "#nan"], [], answer=answers, task=task)
-        assert paid == [1.0, 1.0, None, None]
+    answers = [2, 2.5, None, math.nan, 2.0]
+    for task in (None, ["sum"] * 5):
+        paid = arithmetic_reward([], ["#2", "#2.5", "#2", "#nan", "#2"], [], answer=answers, task=task)
+        assert paid == [1.0, 1.0, None, None, 1.0]
     assert arithmetic_reward([], ["#1+1", "#2"], [], answer=[2, None], task=["countdown"] * 2) == [0.0, None]
 
 

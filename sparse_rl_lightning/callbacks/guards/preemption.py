@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import chain, count
 from types import FrameType
 from typing import Any
 
@@ -44,7 +45,7 @@ class Preemption(Callback):
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             return
         name = "a signal to another rank" if self.received is None else self.received.name
-        path = last_path(trainer)
+        path = _path_to_write(trainer)
         if path is None:
             rank_zero_warn(f"Stopped on {name} without a checkpoint: no ModelCheckpoint has save_last and a dirpath.")
         else:
@@ -77,14 +78,25 @@ class Preemption(Callback):
 
 def last_path(trainer: Trainer) -> str | None:
     """The path or address of the last checkpoint of the trainer's checkpoint callback, None if there is none."""
-    for callback in trainer.checkpoint_callbacks:
-        folder = checkpoint_folder(callback, trainer)
-        if isinstance(callback, ModelCheckpoint) and callback.save_last and folder:
-            stem, number = os.path.join(folder, callback.CHECKPOINT_NAME_LAST), 0
-            path = f"{stem}{callback.FILE_EXTENSION}"
-            # that of an earlier run stays, as where Lightning names it
-            while callback._enable_version_counter and path != callback.last_model_path and os.path.lexists(path):
-                number += 1
-                path = f"{stem}-v{number}{callback.FILE_EXTENSION}"
-            return path
-    return None
+    callback = _saves_last(trainer)
+    folder = None if callback is None else checkpoint_folder(callback, trainer)
+    return folder and os.path.join(folder, f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}")
+
+
+def _saves_last(trainer: Trainer) -> ModelCheckpoint | None:
+    """The first callback that writes a last checkpoint to a folder that is known."""
+    callbacks = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+    return next((each for each in callbacks if each.save_last and checkpoint_folder(each, trainer)), None)
+
+
+def _path_to_write(trainer: Trainer) -> str | None:
+    """The last checkpoint of this run: with a version counter, that of an earlier run stays and this has a number."""
+    path, callback = last_path(trainer), _saves_last(trainer)
+    if path is None or callback is None:
+        return None
+    stem, suffix = os.path.splitext(path)
+    names = chain([path], (f"{stem}-v{number}{suffix}" for number in count(1)))
+    is_free = (name for name in names if name == callback.last_model_path or not os.path.lexists(name))
+    path = trainer.strategy.broadcast(next(is_free) if callback._enable_version_counter else path)
+    callback.last_model_path = path  # which a resumed run goes on to write
+    return path

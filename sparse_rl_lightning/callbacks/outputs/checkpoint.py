@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import Tensor
 
-from sparse_rl_lightning.callbacks.schedules import VALIDATION
+from sparse_rl_lightning.callbacks.schedules import follows_validation, is_of_validation
 from sparse_rl_lightning.errors import UserError, check_number
 from sparse_rl_lightning.files import incomplete, own_folder, recover, remove, swap
 
@@ -24,8 +23,9 @@ class RolloutCheckpoint(ModelCheckpoint):
     """Save what ``--ckpt_path=last`` resumes: the newest checkpoint and ``last.ckpt`` in one fixed folder.
 
     It is a ModelCheckpoint with other defaults; it takes all other arguments of that class too, including ``monitor``
-    and ``save_top_k``. A second run in the same folder replaces the checkpoints of the first. What is due by a metric
-    of validation is saved behind the next one, with the weights that were measured.
+    and ``save_top_k``. A second run in the same folder replaces the checkpoints of the first. With a metric of
+    validation as ``monitor``, every validation saves what it has measured, unless ``every_n_epochs`` is given, and
+    ``every_n_train_steps`` is about ``last.ckpt``.
 
     Args:
         dirpath: Folder of the checkpoints, default ``checkpoints`` in ``trainer.default_root_dir``.
@@ -38,7 +38,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             ``train_time_interval``.
 
     Raises:
-        ValueError: If ``minutes`` is not above 0, or another checkpoint callback writes the same files.
+        ValueError: If ``minutes`` is not above 0, ``train_time_interval`` is given for a ``monitor`` that only
+            validations measure, or another checkpoint callback writes files of the same names.
     """
 
     def __init__(
@@ -55,11 +56,20 @@ class RolloutCheckpoint(ModelCheckpoint):
         if every_n_train_steps is None and intervals == (None, None):
             every_n_train_steps = EVERY_N_TRAIN_STEPS
         self.minutes = minutes if intervals == (None, None) else None
-        self._step, self._saved_at = 0, time.monotonic()  # optimizer steps seen; the last checkpoint
-        self._alone_at = self._validated_at = -1  # optimizer steps: of last.ckpt alone, of the newest validation
-        self._is_put_off = False  # until the validation behind this step
-        if every_n_train_steps and str(options.get("monitor")).startswith(VALIDATION):
+        self.last_every: int | None = None  # optimizer steps between two last.ckpt beside what validations save
+        if is_of_validation(options.get("monitor")):
+            if options.get("train_time_interval"):
+                raise UserError(
+                    f"RolloutCheckpoint: validations measure monitor={options['monitor']!r}, and train_time_interval "
+                    "would save other weights. Leave it out: every validation saves."
+                )
             options.setdefault("save_on_train_epoch_end", False)
+            if every_n_train_steps and options.get("every_n_epochs") is None:
+                self.last_every, every_n_train_steps = every_n_train_steps, None
+                options["every_n_epochs"] = 1
+        self._step, self._saved_at = 0, time.monotonic()  # optimizer steps seen; the last checkpoint
+        self._last_at = -1  # optimizer step of last.ckpt
+        self._files: set[str] = set()  # saved since the newest optimizer step
         super().__init__(
             dirpath=dirpath, every_n_train_steps=every_n_train_steps, save_last=save_last,
             enable_version_counter=enable_version_counter, **options,
@@ -69,88 +79,85 @@ class RolloutCheckpoint(ModelCheckpoint):
         """Determine the folder before Lightning would take the logger's."""
         self.dirpath = checkpoint_folder(self, trainer)
         super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._check_others(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse another checkpoint callback that would remove this one's files, or has its own removed."""
+        super().on_fit_start(trainer, pl_module)
+        savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for rival in (each for each in savers if each is not self):
+            is_alike = (rival.dirpath, rival.filename) == (self.dirpath, self.filename)
+            if is_alike and rival.save_top_k and self.save_top_k and max(rival.save_top_k, self.save_top_k) > 0:
+                raise UserError(
+                    f"trainer.callbacks: two checkpoint callbacks write files of the same names to {self.dirpath}, and "
+                    "would remove each other's. Give one of them another dirpath or filename."
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock: what came before is no training."""
         super().on_train_start(trainer, pl_module)
         self._step, self._saved_at = trainer.global_step, time.monotonic()
+        self._last_at, self._files = trainer.global_step, set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save behind an optimizer step if it is one of those given, or if the last checkpoint is too old."""
-        self._is_put_off = self._waits_for_validation(trainer)
-        if not self._is_put_off:
-            self._save_if_due(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save what was put off, or is chosen by what was measured."""
-        self._validated_at = trainer.global_step
-        if self._is_put_off:
-            self._is_put_off = False
-            self._save_if_due(trainer, pl_module)
-        super().on_validation_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step too if it was not known to be the last, as where a validation has ended training."""
-        super().on_train_end(trainer, pl_module)
-        if self.minutes is not None and self._alone_at != trainer.global_step:
-            self._save_last_alone(trainer)
-
-    def _save_if_due(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_batch_end(trainer, pl_module, None, None, 0)
         is_new, self._step = trainer.global_step != self._step, trainer.global_step
-        if self.minutes is None or not is_new:
+        self._files = set() if is_new else self._files
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not is_new:
             return
         if self._last_global_step_saved == trainer.global_step:
             self._saved_at = time.monotonic()
-        waits = self._defer_save_until_validation  # the metric, not the run's last state
-        is_due = waits or time.monotonic() - self._saved_at > 60 * self.minutes or _is_last_step(trainer)
+        is_due = self.last_every is not None and not trainer.global_step % self.last_every
+        if self.minutes is not None:
+            is_due |= time.monotonic() - self._saved_at > 60 * self.minutes or _is_last_step(trainer)
         if trainer.world_size > 1:
             is_due = trainer.strategy.broadcast(is_due)
-        if is_due:
+        if is_due and not self._should_skip_saving_checkpoint(trainer):
             self._save_last_alone(trainer)
             self._saved_at = time.monotonic()
 
-    def _waits_for_validation(self, trainer: Trainer) -> bool:
-        """Whether a validation follows that decides what is saved, or changes the learning rate."""
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        followed = [schedule.monitor for schedule in schedules if isinstance(schedule, ReduceLROnPlateau)]
-        decides = any(str(name).startswith(VALIDATION) for name in (self.monitor, *followed))
-        loop = trainer.fit_loop
-        assert loop._data_fetcher is not None  # in training
-        return decides and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what was measured, and again what was saved before it if it may have changed the learning rate."""
+        earlier, self._files = self._files, set()
+        super().on_validation_end(trainer, pl_module)
+        # a resumed run does not repeat a validation, unless batches lie between that and the checkpoint
+        if follows_validation(trainer) and not trainer.fit_loop._should_accumulate():
+            for path in sorted(earlier - self._files):
+                if self.file_exists(path, trainer):
+                    self._save_checkpoint(trainer, path)
 
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        """The metrics, without what an earlier validation has measured of other weights: that is waited for."""
-        metrics = super()._monitor_candidates(trainer)
-        if str(self.monitor).startswith(VALIDATION) and self._validated_at != trainer.global_step:
-            metrics.pop(str(self.monitor), None)
-        return metrics
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step too if it was not known to be the last, as where a validation has ended training."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it where no type says so
+            return
+        super().on_train_end(trainer, pl_module)
+        is_whole = not trainer.fit_loop._should_accumulate()
+        if self.minutes is not None and self._last_at != trainer.global_step and is_whole:
+            self._save_last_alone(trainer)
 
-    def _check_others(self, trainer: Trainer) -> None:
-        """Refuse another checkpoint callback that writes the same files, and removes them when it has newer ones."""
-        for rival in trainer.checkpoint_callbacks:
-            if rival is self or not isinstance(rival, ModelCheckpoint) or rival.filename != self.filename:
-                continue
-            if checkpoint_folder(rival, trainer) == self.dirpath and 0 not in (self.save_top_k, rival.save_top_k):
-                raise UserError(
-                    f"trainer.callbacks: two checkpoint callbacks write files of the same names to {self.dirpath}, and "
-                    "would remove each other's. Give one of them another dirpath or filename."
-                )
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        """Where Lightning does, and between two optimizer steps, when a part of a gradient would be lost."""
+        return super()._should_skip_saving_checkpoint(trainer) or trainer.fit_loop._should_accumulate()
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._files.add(filepath)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        super()._save_last_checkpoint(trainer, monitor_candidates)
+        self._last_at = trainer.global_step
 
     def _save_last_alone(self, trainer: Trainer) -> None:
         """Write ``last.ckpt``, and no link; a validation at this step may save another, of its score.
 
         Lightning goes on to know that it is what was saved last: an older one is not linked in its place.
         """
-        if self._should_skip_saving_checkpoint(trainer):
+        if not self.save_last:
             return
-        self._alone_at = trainer.global_step
         save_last, before = self.save_last, self._last_global_step_saved
-        self.save_last = bool(save_last)
+        self.save_last = True
         try:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         finally:
