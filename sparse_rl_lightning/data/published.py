@@ -23,6 +23,7 @@ from typing import Any
 
 from sparse_rl_lightning.data.files import text_or_number
 from sparse_rl_lightning.errors import UserError
+from sparse_rl_lightning.rewards.base import cell_text
 from sparse_rl_lightning.rewards.math import find_last_box
 
 Record = dict[str, Any]
@@ -53,8 +54,7 @@ def question(record: Record) -> str:
 
 def _text(record: Record, name: str) -> str:
     """A cell as text, empty if there is none."""
-    value = text_or_number(record.get(name), name, f" in {ascii(record)[:200]}")
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return cell_text(text_or_number(record.get(name), name, f" in {ascii(record)[:200]}"))
 
 
 def _after_hashes(record: Record) -> str:

@@ -78,6 +78,15 @@ def reward_table(per_function: Sequence[Sequence[float | None]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
 
+def cell_text(value: object) -> str:
+    """A cell of a file as text; a whole number that it holds as a float has no point.
+
+    >>> cell_text(2.0), cell_text(2.5), cell_text("2.0")
+    ('2', '2.5', '2.0')
+    """
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 ROUNDING = 2**-24
 """Share of a sum's terms below which it may be what their rounding to 32 bits has left."""
 
@@ -87,8 +96,8 @@ def weighted_rewards(table: Tensor, weights: Sequence[float] | None) -> Tensor:
     factors = torch.ones(table.shape[1]) if weights is None else torch.tensor(weights, dtype=torch.float32)
     terms = table.nan_to_num().double() * factors
     # terms that cancel to nothing leave their rounding, which could be the only difference between samples
-    is_rounding = terms.sum(dim=1).abs() <= ROUNDING * terms.abs().sum(dim=1)
-    rewards = terms.sum(dim=1).masked_fill(is_rounding, 0.0).float()
+    sums = terms.sum(dim=1)
+    rewards = sums.masked_fill(sums.abs() <= ROUNDING * terms.abs().sum(dim=1), 0.0).float()
     if not rewards.isfinite().all():
         raise UserError("A weighted sum of rewards is beyond float32's range: lower reward_weights, or the rewards.")
     counted = table[:, factors != 0] if factors.any() else table  # one of weight 0 is only logged

@@ -16,7 +16,7 @@ from typing import Any
 from exact_answers import evaluate_expression
 from exact_answers.thoughts import outside_thoughts
 from sparse_rl_lightning.errors import check_choice
-from sparse_rl_lightning.rewards.base import counting
+from sparse_rl_lightning.rewards.base import cell_text, counting
 from sparse_rl_lightning.rewards.math import (
     TAIL,
     Convention,
@@ -73,9 +73,8 @@ class MathReward:
 
 def _text(gold: object) -> str | None:
     """An answer, which files may hold as a number; None for a missing one, for which pandas has NaN among floats."""
-    if isinstance(gold, float) and not math.isinf(gold):
-        return None if math.isnan(gold) else str(int(gold) if gold.is_integer() else gold)
-    return None if gold is None else str(gold)
+    is_missing = gold is None or (isinstance(gold, float) and math.isnan(gold))
+    return None if is_missing else cell_text(gold)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 24_274,
+    "statements of the package": 24_276,
     "statements of the spine": 7_861,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,

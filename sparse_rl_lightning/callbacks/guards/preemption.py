@@ -94,9 +94,11 @@ def _path_to_write(trainer: Trainer) -> str | None:
     path, callback = last_path(trainer), _saves_last(trainer)
     if path is None or callback is None:
         return None
-    stem, suffix = os.path.splitext(path)
-    names = chain([path], (f"{stem}-v{number}{suffix}" for number in count(1)))
-    is_free = (name for name in names if name == callback.last_model_path or not os.path.lexists(name))
-    path = trainer.strategy.broadcast(next(is_free) if callback._enable_version_counter else path)
+    if callback._enable_version_counter:
+        stem, suffix = os.path.splitext(path)
+        names = chain([path], (f"{stem}-v{number}{suffix}" for number in count(1)))
+        path = next(
+            each for each in names if each == callback.last_model_path or not callback.file_exists(each, trainer)
+        )
     callback.last_model_path = path  # which a resumed run goes on to write
     return path

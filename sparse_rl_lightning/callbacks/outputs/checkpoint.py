@@ -105,7 +105,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         is_new, self._step = trainer.global_step != self._step, trainer.global_step
         self._files = set() if is_new else self._files
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if not is_new:
+        if not is_new or (self.minutes is None and self.last_every is None):
             return
         if self._last_global_step_saved == trainer.global_step:
             self._saved_at = time.monotonic()

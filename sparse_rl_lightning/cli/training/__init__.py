@@ -20,8 +20,9 @@ from sparse_rl_lightning.cli.quiet import prepared
 from sparse_rl_lightning.cli.training import checks
 from sparse_rl_lightning.cli.training.export import ExportingTrainer
 from sparse_rl_lightning.data.base import PromptDataModule
+from sparse_rl_lightning.data.files import read_table
 from sparse_rl_lightning.errors import UserError
-from sparse_rl_lightning.files import whole_file, write_whole
+from sparse_rl_lightning.files import write_whole
 from sparse_rl_lightning.modules import Evaluation, SparseGRPO
 from sparse_rl_lightning.modules.base import PolicyModule
 from sparse_rl_lightning.text import nearby, say
@@ -138,10 +139,10 @@ class SparseRLCLI(LightningCLI):
 def _are_completions(path: Path) -> bool:
     """Whether the rows of a file are those of an earlier predict, or there are none."""
     try:
-        rows = [json.loads(line) for line in whole_file(path).decode().splitlines()]
+        rows = [row for _, row in read_table(str(path))]
     except (OSError, ValueError):
         return False
-    return all(isinstance(row, dict) and row.keys() & {"completion", "completions"} for row in rows)
+    return all(row.keys() & {"completion", "completions"} for row in rows)
 
 
 class SaveRunConfig(SaveConfigCallback):
