@@ -32,8 +32,8 @@ from sparse_rl_lightning.text import printable
 PROMPTS, GENERATIONS, OPTIMIZER_STEPS, BUFFER, ALL_STEPS = 16, 8, 2, 128, 400
 """Prompts of a rollout, samples of each, optimizer steps of a rollout, tokens of the buffer, steps of the run."""
 JUDGED = (
-    "Right answers were counted for another model and share, Qwen2.5-Coder-0.5B on GSM8K: RKV with 192 + 32 of 381 "
-    "tokens answered 73 of 256 questions, the full cache 74 (docs, measured/accuracy)."
+    "Right answers were counted for another model and share, Qwen2.5-Coder-0.5B on GSM8K: RKV answered 73 of 256 "
+    "questions with 192 + 32 of 381 tokens, 45 with 128 + 32, the full cache 74 (docs, measured/accuracy)."
 )
 """What is known of how a budget and answers go together, beside the budget that is proposed."""
 

@@ -88,14 +88,19 @@ def test_answers_are_compared_problem_by_problem() -> None:
     assert compressed[4:] == ["25", "25.0 %", "25.0 % |"]
 
 
-def test_the_page_and_a_proposal_say_what_the_kept_lines_hold() -> None:
+def test_pages_and_a_proposal_say_what_the_kept_lines_hold() -> None:
     lines: Any = {row["cell"]: row for row in lines_kept.read(ROOT / "benchmarks" / "results" / "accuracy.jsonl")}
-    assert accuracy.table(lines) in (ROOT / "docs" / "measured" / accuracy.PAGE).read_text()
-    full, compressed = (lines[cell]["right"] for cell in (accuracy.FULL, "RKV 192"))
-    counted = f"{compressed.count('1')} of {len(full)} questions, the full cache {full.count('1')}"
-    assert counted in JUDGED
-    assert "192 + 32 of 381" in JUDGED  # 97 of a prompt
+    table = accuracy.table(lines)
+    assert table in (ROOT / "docs" / "measured" / accuracy.PAGE).read_text()
+    full, half, third = (lines[cell]["right"].count("1") for cell in (accuracy.FULL, "RKV 192", "RKV 128"))
+    counted = f"{half} of 256 questions with 192 + 32 of 381 tokens, {third} with 128 + 32, the full cache {full} ("
+    assert counted in JUDGED  # 97 tokens are a prompt
     assert round(statistics.fmean(lines[accuracy.FULL]["lengths"])) == 381 - 97
+    rows = [row.split(" | ") for row in table.splitlines()[5:]]
+    behind = {row[0][2:]: [*map(float, row[3].split(" ± "))] for row in rows}
+    losing = {"SnapKV 192", "TOVA 192", "H2O, by age 192", *(cell for cell in behind if cell.endswith(" 128"))}
+    assert {cell for cell, (points, half_width) in behind.items() if points > half_width} == losing  # docs/choosing.md
+    assert lines["RandomEviction 128"]["right"].count("1") == third
 
 
 @pytest.mark.parametrize("cell", list(accuracy.cells()))

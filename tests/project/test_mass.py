@@ -25,7 +25,7 @@ CEILINGS = {
     "statements of the spine": 7_861,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 59_544,
+    "lines of tests": 59_549,
     "statements of experiments": 1_826,
     "statements of docs": 680,
 }
