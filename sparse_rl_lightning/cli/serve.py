@@ -56,8 +56,9 @@ def main(args: Sequence[str]) -> None:
         limit_concurrency=arguments.max_queue + 64, server_header=False, log_level="warning",
     )  # fmt: skip
     bound, usage = config.bind_socket(), server.thread.usage
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     say(
-        f"Serving {server.settings.name!r} at http://{arguments.host}:{bound.getsockname()[1]} with "
+        f"Serving {server.settings.name!r} at http://{host}:{bound.getsockname()[1]} with "
         f"{server.thread.sampler.compressor}, {usage.num_slots} slots, {usage.cache_bytes:,} bytes of keys and values."
     )
     uvicorn.Server(config).run([bound])

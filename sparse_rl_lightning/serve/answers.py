@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl_lightning.environments.tools import found_calls
 from sparse_rl_lightning.records import Rollout
+from sparse_rl_lightning.rollout.engine.finished import CONTEXT
 from sparse_rl_lightning.rollout.engine.requests import Ending
 from sparse_rl_lightning.rollout.prompts import valid_unicode
 from sparse_rl_lightning.rollout.requests import CompletedRequest
@@ -57,7 +58,7 @@ class Completion:
         ending = completed.endings[row]
         self._is_drawn = self.rollout.completion_mask[row]
         self.ids, self.reason = self.rollout.sequences[row, self._is_drawn].tolist(), REASONS[ending]
-        self.text = finished_text(self.ids, ending, wanted, tokenizer)
+        self.text = finished_text(self.ids, ending, wanted, tokenizer, self.prompt)
 
     def _of(self, log: Tensor) -> Any:
         """What a log has for each token."""
@@ -172,15 +173,31 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
 
 
-def finished_text(ids: list[int], ending: Ending, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of tokens, without the end token or the stop string that ended them unless they are wanted."""
+def context_of(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The end of a prompt, to be decoded before its completion: decoders strip the space that a text begins with.
+
+    None of it if the prompt ends inside a character.
+    """
+    end = list(prompt[-CONTEXT:])
+    return [] if str(tokenizer.decode(end)).endswith("\ufffd") else end
+
+
+def finished_text(
+    ids: list[int], ending: Ending, wanted: Wanted, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()
+) -> str:
+    """The text of tokens behind a prompt, without the end token or stop string that ended them unless it is wanted."""
+    context = context_of(prompt, tokenizer)
+
+    def decoded(tokens: list[int]) -> str:
+        return str(tokenizer.decode([*context, *tokens], skip_special_tokens=wanted.skip_special_tokens))
+
+    start = len(decoded([]))
     if ending == "end_token" and not wanted.include_stop:
         ids = ids[:-1]
-    text = str(tokenizer.decode(ids, skip_special_tokens=wanted.skip_special_tokens))
+    text = decoded(ids)[start:]
     if ending != "stop_string":
         return text
-    # the last token completes it
-    before = len(str(tokenizer.decode(ids[:-1], skip_special_tokens=wanted.skip_special_tokens)).rstrip("\ufffd"))
+    before = len(decoded(ids[:-1])[start:].rstrip("\ufffd"))  # the last token completes it
     stops = wanted.params.stop_strings
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
     if not places:  # of bytes that decode otherwise alone
@@ -196,17 +213,23 @@ class TextStream:
     Args:
         wanted: How the completion is to be answered.
         tokenizer: Tokenizer of the policy.
+        prompt: Token ids that stand before the completion.
     """
 
-    def __init__(self, wanted: Wanted, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, wanted: Wanted, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         self.wanted, self.tokenizer = wanted, tokenizer
         self._text, self._num_sent = "", 0
-        self._first, self._last = 0, 0  # tokens whose text is known, of which those from the first on are decoded again
+        self._context = context_of(prompt, tokenizer)
+        self._first, self._last = (
+            0,
+            len(self._context),
+        )  # tokens whose text is known, of which those from the first on are decoded again
 
     def add(self, ids: list[int]) -> str:
         """The new piece of text, given all tokens so far of a completion that has not ended."""
         if ids and ids[-1] in self.wanted.end_token_ids:
             ids = ids[:-1]
+        ids = [*self._context, *ids]
         before, now = self._decode(ids[self._first : self._last]), self._decode(ids[self._first :])
         if not now.endswith("\ufffd") or len(ids) - self._last > UNDECIDED:
             self._text += now[len(before) :]
@@ -241,7 +264,10 @@ def message(completion: Completion, with_tools: bool) -> tuple[dict[str, Any], s
             "id": f"call_{uuid.uuid4().hex[:24]}",
             "index": index,
             "type": "function",
-            "function": {"name": valid_unicode(call.name), "arguments": json.dumps(call.arguments)},
+            "function": {
+                "name": valid_unicode(call.name),
+                "arguments": valid_unicode(json.dumps(call.arguments, ensure_ascii=False)),
+            },
         }
         for index, (call, _) in enumerate(calls_at)
     ]

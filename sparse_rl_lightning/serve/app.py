@@ -271,6 +271,8 @@ class Server:
         """Complete a conversation."""
         body = await self._body(request, draws=True)
         top = bodies.number(body, "top_logprobs", 0, 0, self.limits.max_logprobs)
+        if top and not bodies.flag(body, "logprobs"):
+            raise BadRequest("top_logprobs needs logprobs to be true.", "top_logprobs")
         wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
         with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
         adapter, prompt = self._adapter(body), await self._messages(body)
@@ -291,7 +293,7 @@ class Server:
     async def generate(self, request: Request) -> Response:
         """Complete token ids, with token ids alone in the answer."""
         body = await self._body(request, draws=True)
-        settings = body.get("sampling_params") or {}
+        settings = bodies.value_or(body, "sampling_params", {})
         if not isinstance(settings, dict):
             raise BadRequest("sampling_params must be an object.", "sampling_params")
         if body.get("stream") or settings.get("stream"):
@@ -404,7 +406,7 @@ class Server:
     async def _events(self, head: dict[str, Any], jobs: list[Job], wanted: Wanted, shape: Shape) -> AsyncIterator[str]:
         """The events of a stream."""
         count, completed = wanted.params.num_generations, list[CompletedRequest]()
-        texts = [TextStream(wanted, self.tokenizer) for _ in range(count * len(jobs))]
+        texts = [TextStream(wanted, self.tokenizer, job.request.prompt) for job in jobs for _ in range(count)]
         try:
             for index in range(len(texts)):
                 if shape.first is not None:

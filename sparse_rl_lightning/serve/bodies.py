@@ -70,6 +70,12 @@ async def receive(request: Request, or_empty: bool = False) -> dict[str, Any]:
         raise BadRequest(f"The body took more than {BODY_SECONDS:g} seconds.", status=408) from None
 
 
+def value_or(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of a body, the default where it is missing or null, and only there."""
+    value = body.get(name)
+    return default if value is None else value
+
+
 def number(body: Mapping[str, Any], name: str, default: Any, least: float, most: float, whole: bool = True) -> Any:
     """A number of a body, the default where it is missing or null.
 
@@ -88,10 +94,10 @@ def number(body: Mapping[str, Any], name: str, default: Any, least: float, most:
 
 def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A switch of a body."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
+    value = value_or(body, name, default)
+    if not isinstance(value, bool):
         raise BadRequest(f"{name} must be true or false, got {value!r:.50}.", name)
-    return default if value is None else value
+    return value
 
 
 def token_ids(value: Any, name: str, vocabulary: int, most: int) -> list[int]:
@@ -191,14 +197,14 @@ def wanted(
     most = limits.max_length
     max_tokens = number(body, "max_completion_tokens", number(body, "max_tokens", None, 1, 2**31), 1, 2**31)
     min_tokens = number(body, "min_tokens", 0, 0, max_tokens or most)
-    stops = body.get("stop") or []
+    stops = [] if body.get("stop") in (None, "") else body["stop"]
     stops = [stops] if isinstance(stops, str) else stops
     fine = isinstance(stops, list) and all(
         isinstance(s, str) and 0 < len(s.encode(errors="replace")) <= MOST_STOP_BYTES for s in stops
     )
     if not fine or len(stops) > MOST_STOPS:
         raise BadRequest(f"stop must be at most {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes.", "stop")
-    extra = token_ids(body.get("stop_token_ids") or [], "stop_token_ids", limits.vocabulary, MOST_ENDS)
+    extra = token_ids(value_or(body, "stop_token_ids", []), "stop_token_ids", limits.vocabulary, MOST_ENDS)
     ends = tuple(dict.fromkeys([*([] if flag(body, "ignore_eos") else end_token_ids), *extra]))
     if len(ends) > MOST_ENDS:
         raise BadRequest(f"The model's end tokens and stop_token_ids are more than {MOST_ENDS}.", "stop_token_ids")
@@ -297,7 +303,7 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRequest: If there is anything but scalars, or tools that are no objects.
     """
-    options, tools = body.get("chat_template_kwargs") or {}, body.get("tools") or []
+    options, tools = value_or(body, "chat_template_kwargs", {}), value_or(body, "tools", [])
     scalar = (str, int, float, bool, type(None))
     if not isinstance(options, dict) or len(options) > 16 or not all(isinstance(v, scalar) for v in options.values()):
         raise BadRequest("chat_template_kwargs must be an object of at most 16 scalars.", "chat_template_kwargs")
@@ -325,4 +331,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(value: Any) -> Any:
     """A call's arguments as templates want them; OpenAI's clients send JSON in a string."""
-    return json.loads(value or "{}") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    read = json.loads(value or "{}")
+    json.dumps(read, ensure_ascii=False).encode()  # half of a surrogate pair cannot be tokenized
+    return read

@@ -45,6 +45,20 @@ def test_pieces_are_the_whole_text(name: str, ids: list[int], steps: list[int]) 
     assert sent == whole
 
 
+@pytest.mark.skipif(len(TOKENIZERS) < 2, reason="needs the model of stories")
+def test_a_completion_goes_on_where_its_prompt_ends() -> None:
+    """Decoders of this family strip the space of the first token."""
+    tokenizer = TOKENIZERS["sentencepiece, with bytes"]
+    ids = tokenizer("Once upon a time, there was a w\u00f6rd")["input_ids"]
+    prompt, rest, inside = ids[:6], ids[6:], tokenizer("w\u00f6")["input_ids"][:-1]
+    assert tokenizer.decode(prompt, skip_special_tokens=True) == "Once upon a time,"
+    assert finished_text(rest, "length", wanted(), tokenizer, prompt) == " there was a w\u00f6rd"
+    assert finished_text(rest[:1], "stop_string", wanted(" there"), tokenizer, prompt) == ""
+    stream = TextStream(wanted(), tokenizer, prompt)
+    assert [stream.add(rest[:count]) for count in (1, 2)] == [" there", " was"]
+    assert finished_text(rest[:1], "length", wanted(), tokenizer, inside) == "there"  # inside a character
+
+
 def test_nothing_of_a_stop_string_is_sent() -> None:
     tokenizer = TOKENIZERS["characters"]
     asked, text = wanted("END", "stop"), "a sto E ENE EN stop"
@@ -68,6 +82,8 @@ def test_calls_are_told_from_text() -> None:
     answer, reason = message(completion(f"Let me see. {call}{call}"), with_tools=True)
     assert (answer["content"], reason) == ("Let me see.", "tool_calls")
     assert [each["function"]["name"] for each in answer["tool_calls"]] == ["add", "add"]
+    (half,) = message(completion(call.replace("1}", '"\\ud83d"}')), with_tools=True)[0]["tool_calls"]
+    assert json.loads(half["function"]["arguments"]) == {"x": "\ufffd"}, "half of a pair could not be sent back"
     assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"x": 1}
     assert len({each["id"] for each in answer["tool_calls"]}) == 2
     for text in ("None.", "<tool_call>{broken</tool_call>", f"<think>{call}</think>No."):

@@ -332,6 +332,16 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "
          {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400, "response"),
         ("/inference/v1/generate", {"token_ids": "abc"}, 400, "token_ids must be"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, 400, "sampling_params must be"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": []}, 400, "sampling_params must be"),
+        ("/v1/completions", {"prompt": "a", "stop": 0}, 400, "stop must be"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": 0}, 400, "stop_token_ids must be"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": 0}, 400, "tools must be"),
+        ("/v1/chat/completions",
+         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 0}, 400, "chat_template_kwargs must"),
+        ("/v1/chat/completions",
+         {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]}, {"role": "user", "content": "a"}]}, 400, "tool_calls of a message"),
         ("/nowhere", {}, 404, "Not Found"),
     ],
 )  # fmt: skip
