@@ -285,8 +285,11 @@ class PolicyModule(LightningModule):
         target = check_dtype(dtype, "dtype")
         check_finite(self.named_parameters() if state is None else state.items(), "export", SPOILED)
         plain = self.policy_source.exported(policy) if target is None else self.policy_source.exported(policy, target)
-        ends = default_end_token_ids(policy, self.tokenizer, tell=False)
-        save_folder(folder, plain, self.tokenizer, state=state, dtype=target, ends=ends)
+        save_folder(folder, plain, self.tokenizer, state=state, dtype=target, ends=self.end_token_ids())
+
+    def end_token_ids(self) -> list[int]:
+        """Token ids at which a completion of the policy ends."""
+        return default_end_token_ids(self.policy, self.tokenizer, tell=False)
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:

@@ -336,6 +336,11 @@ class SparseGRPO(PolicyModule):
         self.learner.prepare(self.policy)
         self.generator.bind(self.policy, self.tokenizer)
 
+    def end_token_ids(self) -> list[int]:
+        """Those of ``rollout.end_tokens``, too."""
+        usual, more = super().end_token_ids(), self.generator.options.end_token_ids(self.tokenizer)
+        return [*usual, *(token for token in more if token not in usual)]
+
     def on_fit_start(self) -> None:
         """Check that prompts, generations, steps and ranks fit together, and print the plan; build the sampler."""
         super().on_fit_start()

@@ -178,12 +178,7 @@ class RolloutOptions:
         Raises:
             ValueError: If an option or the retriever does not fit, or an end token is not in the vocabulary.
         """
-        vocabulary = tokenizer.get_vocab()
-        unknown = [token for token in self.end_tokens if token not in vocabulary]
-        if unknown:
-            raise UserError(
-                f"rollout.end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them."
-            )
+        end_token_ids = self.end_token_ids(tokenizer)
         sampler = RolloutSampler(
             policy,
             compressor,
@@ -198,8 +193,22 @@ class RolloutOptions:
             head_in_float32=self.head_in_float32,
             record_routing=self.record_routing,
         )
-        sampler.end_token_ids = sorted({*sampler.end_token_ids, *(vocabulary[token] for token in self.end_tokens)})
+        sampler.end_token_ids = sorted({*sampler.end_token_ids, *end_token_ids})
         return sampler
+
+    def end_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids of the end tokens.
+
+        Raises:
+            ValueError: If one is not in the vocabulary.
+        """
+        vocabulary = tokenizer.get_vocab()
+        unknown = [token for token in self.end_tokens if token not in vocabulary]
+        if unknown:
+            raise UserError(
+                f"rollout.end_tokens: {unknown} are not in the tokenizer's vocabulary. Remove or correct them."
+            )
+        return [vocabulary[token] for token in self.end_tokens]
 
     def _check_partial(self, steps: int) -> None:
         """Refuse settings that do not work with partial rollouts, by name."""

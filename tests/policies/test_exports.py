@@ -411,3 +411,8 @@ def test_the_ends_of_training_are_those_of_the_export(tmp_path: Path) -> None:
     tokenizer.eos_token = "<eos>"
     exported(LoadedPolicy(model, tokenizer), tmp_path / "a")
     assert settings(tmp_path / "a", "generation_config.json")["eos_token_id"] == 1
+    grpo = module(end_tokens=("b", "a"))
+    grpo.export(tmp_path / "b")
+    ends = settings(tmp_path / "b", "generation_config.json")["eos_token_id"]
+    assert ends == [1, *tokenizer.convert_tokens_to_ids(["b", "a"])]
+    assert sorted(ends) == grpo.generator.sampler().end_token_ids

@@ -341,7 +341,8 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "
         ("/v1/chat/completions",
          {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [
-            {"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]}, {"role": "user", "content": "a"}]}, 400, "tool_calls of a message"),
+            {"function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}]}, {"role": "user", "content": "a"}]},
+         400, "tool_calls of a message"),
         ("/nowhere", {}, 404, "Not Found"),
     ],
 )  # fmt: skip
