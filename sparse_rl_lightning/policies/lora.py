@@ -15,7 +15,7 @@ from sparse_rl_lightning.errors import UserError, check_choice, check_number, ch
 from sparse_rl_lightning.ops.keyed_random import seed_of
 from sparse_rl_lightning.policies.modes import eval_mode, exact_angles
 from sparse_rl_lightning.policies.quantized import Quantization, quantize
-from sparse_rl_lightning.policies.source import PolicySource, resolve_policy
+from sparse_rl_lightning.policies.source import PolicySource, check_heads, resolve_policy
 
 
 class LoraPolicy(PolicySource):
@@ -193,9 +193,4 @@ def _check_trainable(model: PreTrainedModel) -> None:
             f"LoRA would train {len(trainable)} of the policy's tensors, but every one must be an adapter's and some "
             "must not be zero. Check target_modules, and that the policy below has no adapters of its own."
         )
-    heads = (model.get_output_embeddings(), model.get_input_embeddings())
-    if model.config.tie_word_embeddings and any(hasattr(head, "base_layer") for head in heads):
-        raise UserError(
-            "target_modules: embedding and output head share one weight in this policy, so an adapter on one of them "
-            "cannot be added to it. Leave them out."
-        )
+    check_heads(model)

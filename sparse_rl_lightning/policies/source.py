@@ -124,7 +124,10 @@ def check_trainable(model: torch.nn.Module) -> None:
             "All weights of the policy are frozen, so there is nothing to train. A PeftModel is loaded for inference "
             "unless it is asked for: PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    tuned: Any = _parts_of_peft()[0] if has_adapters(model) else ()
+    if not has_adapters(model):
+        return
+    check_heads(model)
+    tuned = _parts_of_peft()[0]
     for name, layer in model.named_modules():
         if not isinstance(layer, tuned):
             continue
@@ -137,6 +140,20 @@ def check_trainable(model: torch.nn.Module) -> None:
                 f"The adapter of {name} cannot be merged into the weights for an export: {why}. Use LoRA, without "
                 "lora_bias."
             )
+
+
+def check_heads(model: Any) -> None:
+    """Refuse adapters on one of an embedding and an output head that share their weight.
+
+    Raises:
+        ValueError: If there are such.
+    """
+    heads = (model.get_output_embeddings(), model.get_input_embeddings())
+    if model.config.tie_word_embeddings and any(isinstance(head, _parts_of_peft()[0]) for head in heads):
+        raise UserError(
+            "target_modules: embedding and output head share one weight in this policy, so an adapter on one of them "
+            "cannot be added to it. Leave them out."
+        )
 
 
 def without_adapters(model: PreTrainedModel, merge: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -282,6 +282,8 @@ def adapted(kind: str) -> tuple[Any, PreTrainedModel]:
             {"inference_mode": True},
             r"nothing to train. .* PeftModel.from_pretrained\(model, folder, is_trainable=True\)",
         ),
+        ({"target_modules": ["lm_head"]}, "share one weight"),
+        ({"target_modules": ["embed_tokens"]}, "share one weight"),
         ({}, ""),
     ],
 )
@@ -290,7 +292,7 @@ def test_adapters_that_no_export_could_merge_or_no_step_change_are_refused_befor
 ) -> None:
     peft = pytest.importorskip("peft", reason="peft is an extra")
     inner: Any = tiny_model(vocab_size=len(character_tokenizer(ALPHABET)), hidden_size=32)
-    config = peft.LoraConfig(r=4, target_modules=["o_proj"], **options)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["o_proj"], **options})
     grpo = module()
     grpo.policy_source = LoadedPolicy(peft.get_peft_model(inner, config), character_tokenizer(ALPHABET))
     with pytest.raises(ValueError, match=says) if says else nullcontext():
