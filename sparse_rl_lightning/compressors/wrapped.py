@@ -56,6 +56,12 @@ class Wrapped(Compressor):
         for method in getattr(self, "_parts", ()):  # none yet in __init__, where they give the budget
             method._set_budget(budget)
 
+    def layer_budgets(self, num_layers: int, budget: int | None = None) -> list[int]:
+        """Those of the rule, which every method may refuse."""
+        for method in self._parts:
+            method.layer_budgets(num_layers, budget)
+        return super().layer_budgets(num_layers, budget)
+
     @property
     def num_queries(self) -> int:
         """The largest number that a method reads."""

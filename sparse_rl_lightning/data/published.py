@@ -138,8 +138,8 @@ def own_benchmark(name: str, path: str) -> Published:
     """A user's own JSONL file, with the columns ``problem`` or ``question``, and ``answer``.
 
     Raises:
-        ValueError: If the name is that of a published one, or of the training part of GSM8K.
+        ValueError: If the name is that of a published one, of the training part of GSM8K, or of the mean over all.
     """
-    if name in PUBLISHED or name == GSM8K_TRAIN.name:
-        raise UserError(f"own: {name} is one of the published benchmarks, choose another name.")
+    if name in PUBLISHED or name in (GSM8K_TRAIN.name, "mean"):
+        raise UserError(f"own: {name} is the name of a published benchmark or of their mean, choose another name.")
     return Published(name, path, 0, "", _answer, (path, None, "train"))

@@ -115,7 +115,11 @@ def arithmetic_reward(
 
 
 def worked_steps_reward(
-    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Any], solution: Sequence[str], **_: Any
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Any],
+    solution: Sequence[str | None],
+    **_: Any,
 ) -> list[float | None]:
     """The share of right steps among the worked solution's or, where there are more, among those the completion takes.
 
@@ -123,7 +127,10 @@ def worked_steps_reward(
     answer from a reasoned one. Skipping a step loses all later ones, and every step beyond the solution's number, a
     repeated one too, lowers what the right ones are paid: going on instead of answering costs.
     """
-    return [_share_of_steps(text, worked) for text, worked in zip(completions, solution, strict=True)]
+    return [
+        None if worked is None else _share_of_steps(text, worked)
+        for text, worked in zip(completions, solution, strict=True)
+    ]
 
 
 def _share_of_steps(completion: str, solution: str) -> float:

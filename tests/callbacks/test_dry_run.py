@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from chatter import Chatter
+from chatter import Chatter, talking
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from tiny_grpo import Recorder, Rows, fit, loaded, module, quiet, weights
@@ -409,3 +409,23 @@ def test_where_it_cannot_work_it_says_so() -> None:
     loader = DataLoader(Rows().train_rows(), batch_sampler=[[0, 1], [2, 3]], collate_fn=list)  # no batch size
     with pytest.warns(UserWarning, match="DryRun: skipped"):
         quiet(1, callbacks=[DryRun(True)]).fit(module(), loader)
+
+
+class Asking(Chatter):
+    """Gives the prompt itself."""
+
+    def reset(self, row: dict[str, Any]) -> str | None:
+        super().reset(row)
+        return "0123"
+
+
+class NoPrompts(Rows):
+    def train_rows(self) -> list[dict[str, Any]]:
+        return [{"answer": str(n % 8)} for n in range(16)]
+
+
+def test_prompts_of_an_environment_leave_it_out() -> None:
+    grpo = talking(Asking)
+    with pytest.warns(UserWarning, match="skipped, because the environment gives prompts"):
+        fit(grpo, 1, [DryRun(True)], NoPrompts(prompts_per_rollout=4))
+    assert grpo.trainer.global_step == 1

@@ -347,9 +347,11 @@ PYRAMID = Pyramid(beta=4)  # 64 of 256 tokens in the last layer
     [
         (LagKV(256, lag_size=64, buffer=32, budget_rule=PYRAMID), "LagKV: lag_size must be from 2 to 46, .* = 96"),
         (VaSE(256, num_large=56, window=16, budget_rule=PYRAMID), "VaSE: num_large must be .* most 48, got .*56"),
+        (Combined([LagKV(256, lag_size=64, buffer=32, budget_rule=PYRAMID)]), "LagKV: lag_size must be from 2 to 46"),
+        (Smoothed(VaSE(256, num_large=56, window=16, budget_rule=PYRAMID)), "VaSE: num_large must be .* most 48"),
         (VaSE(256, window=16, budget_rule=PYRAMID), "VaSE: num_large must be .* most 48, got .*64"),
     ],
-    ids=["LagKV", "VaSE", "VaSE by default"],
+    ids=["LagKV", "VaSE", "LagKV inside", "VaSE inside", "VaSE by default"],
 )
 def test_a_rule_that_leaves_a_layer_too_little_is_refused(compressor: Compressor, said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -169,8 +169,8 @@ def test_blocks_set_for_the_training_prompts_are_told_to_be_without_effect(folde
 
 @pytest.mark.parametrize("path", ["nofile.jsonl", "nofile.txt", "~/nofile.txt", "some/dataset", "."])
 def test_a_missing_file_of_ones_own_is_named(path: str, folder: Path) -> None:
-    for taken in ("gsm8k", "gsm8k_train"):  # the second is what is trained on
-        with pytest.raises(ValueError, match=f"own: {taken} is one of the published benchmarks"):
+    for taken in ("gsm8k", "gsm8k_train", "mean"):  # the second is what is trained on
+        with pytest.raises(ValueError, match=f"own: {taken} is the name of a published benchmark or of their mean"):
             MathBenchmarks(own={taken: path}, benchmarks=[taken])
     data = MathBenchmarks(own={"mine": path}, benchmarks=["mine"])
     told = rf"There is no data file '.*{path.strip('~')}' \(looked in .*\)\. Check the path"

@@ -21,11 +21,11 @@ BLANK = {
 }  # fmt: skip
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
-    "statements of the package": 24_308,
+    "statements of the package": 24_316,
     "statements of the spine": 7_868,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
-    "lines of tests": 59_583,
+    "lines of tests": 59_606,
     "statements of experiments": 1_826,
     "statements of docs": 680,
 }

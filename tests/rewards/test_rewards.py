@@ -290,6 +290,7 @@ def test_no_expression(text: str) -> None:
 def test_worked_steps_are_paid_up_to_the_first_other_one(completion: str, share: float) -> None:
     solution = ["7+12=19;19+25=44;44+3=47#47"]
     assert worked_steps_reward(["07+12+25+03="], [completion], [[]], solution=solution) == [pytest.approx(share)]
+    assert worked_steps_reward(["a"], [completion], [[]], solution=[None]) == [None], "a row without steps"
 
 
 @pytest.mark.parametrize(

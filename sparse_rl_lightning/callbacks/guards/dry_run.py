@@ -72,7 +72,11 @@ class DryRun(Callback):
         if size is None or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             rank_zero_warn("DryRun: skipped, because the training loader does not show its rows and its batch size.")
             return
-        _rehearse(trainer, rollout_module(pl_module, self), size)
+        module = rollout_module(pl_module, self)
+        if module.generator.environment is not None and not all(row.get("prompt") for row in rows_of(loader)):
+            rank_zero_warn("DryRun: skipped, because the environment gives prompts whose length is not known.")
+            return
+        _rehearse(trainer, module, size)
 
 
 def _rehearse(trainer: Trainer, module: RolloutModule, num_prompts: int) -> None:
