@@ -338,8 +338,7 @@ class SparseGRPO(PolicyModule):
 
     def end_token_ids(self) -> list[int]:
         """Those of ``rollout.end_tokens``, too."""
-        usual, more = super().end_token_ids(), self.generator.options.end_token_ids(self.tokenizer)
-        return [*usual, *(token for token in more if token not in usual)]
+        return list(dict.fromkeys([*super().end_token_ids(), *self.generator.options.end_token_ids(self.tokenizer)]))
 
     def on_fit_start(self) -> None:
         """Check that prompts, generations, steps and ranks fit together, and print the plan; build the sampler."""

@@ -7,7 +7,7 @@ import json
 import math
 import uuid
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -187,17 +187,18 @@ def finished_text(
 ) -> str:
     """The text of tokens behind a prompt, without the end token or stop string that ended them unless it is wanted."""
     context = context_of(prompt, tokenizer)
+    decode = partial(tokenizer.decode, skip_special_tokens=wanted.skip_special_tokens)
+    start = len(decode(context))
 
     def decoded(tokens: list[int]) -> str:
-        return str(tokenizer.decode([*context, *tokens], skip_special_tokens=wanted.skip_special_tokens))
+        return str(decode([*context, *tokens])[start:])
 
-    start = len(decoded([]))
     if ending == "end_token" and not wanted.include_stop:
         ids = ids[:-1]
-    text = decoded(ids)[start:]
+    text = decoded(ids)
     if ending != "stop_string":
         return text
-    before = len(decoded(ids[:-1])[start:].rstrip("\ufffd"))  # the last token completes it
+    before = len(decoded(ids[:-1]).rstrip("\ufffd"))  # the last token completes it
     stops = wanted.params.stop_strings
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
     if not places:  # of bytes that decode otherwise alone
@@ -220,10 +221,8 @@ class TextStream:
         self.wanted, self.tokenizer = wanted, tokenizer
         self._text, self._num_sent = "", 0
         self._context = context_of(prompt, tokenizer)
-        self._first, self._last = (
-            0,
-            len(self._context),
-        )  # tokens whose text is known, of which those from the first on are decoded again
+        # tokens whose text is known, of which those from the first on are decoded again
+        self._first, self._last = 0, len(self._context)
 
     def add(self, ids: list[int]) -> str:
         """The new piece of text, given all tokens so far of a completion that has not ended."""

@@ -271,9 +271,10 @@ class Server:
         """Complete a conversation."""
         body = await self._body(request, draws=True)
         top = bodies.number(body, "top_logprobs", 0, 0, self.limits.max_logprobs)
-        if top and not bodies.flag(body, "logprobs"):
+        with_logprobs = bodies.flag(body, "logprobs")
+        if top and not with_logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true.", "top_logprobs")
-        wanted = self._wanted(body, top if bodies.flag(body, "logprobs") else None)
+        wanted = self._wanted(body, top if with_logprobs else None)
         with_calls = bool(body.get("tools")) and body.get("tool_choice") != "none"
         adapter, prompt = self._adapter(body), await self._messages(body)
         jobs = self.drawing.jobs([prompt], wanted, None, adapter)

@@ -40,6 +40,14 @@ class BadRequest(UserError):
         self.param, self.status = param, status
 
 
+def _parsed(text: str) -> Any:
+    """What JSON holds; half of a surrogate pair, which cannot be tokenized nor sent back, is a ValueError."""
+    value = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def read_json(content: bytes) -> dict[str, Any]:
     """The object that a body holds.
 
@@ -47,9 +55,7 @@ def read_json(content: bytes) -> dict[str, Any]:
         BadRequest: If it is no JSON, too deeply nested, or no object.
     """
     try:
-        body = json.loads(content.decode("utf-8-sig"))  # json.loads alone takes bytes of a lone surrogate
-        if b"\\ud" in content.lower():  # half of a pair cannot be tokenized, nor sent back
-            json.dumps(body, ensure_ascii=False).encode()
+        body = _parsed(content.decode("utf-8-sig"))  # json.loads alone takes bytes of a lone surrogate
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is no JSON: {type(error).__name__}.") from None
     if not isinstance(body, dict):
@@ -331,8 +337,4 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 def _arguments(value: Any) -> Any:
     """A call's arguments as templates want them; OpenAI's clients send JSON in a string."""
-    if not isinstance(value, str):
-        return value
-    read = json.loads(value or "{}")
-    json.dumps(read, ensure_ascii=False).encode()  # half of a surrogate pair cannot be tokenized
-    return read
+    return _parsed(value or "{}") if isinstance(value, str) else value

@@ -22,7 +22,7 @@ BLANK = {
 """Names of variables and arguments that say nothing of what they hold."""
 CEILINGS = {
     "statements of the package": 24_316,
-    "statements of the spine": 7_868,
+    "statements of the spine": 7_867,
     "classes of the rollout half": 100,
     "blank names in ten thousand": 13,
     "lines of tests": 59_606,
